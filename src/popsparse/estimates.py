@@ -67,23 +67,23 @@ class UpdateEstimate:
     def of(cls, layer: Layer, pattern: Any) -> UpdateEstimate:
         """Runs the update's programs of a layer without numbers."""
         layer.set_pattern(pattern)
-        found = [layer.run("scores"), layer.rewire(pattern, np.zeros(pattern.values_shape))]
+        profiles = [layer.run("scores"), layer.rewire(pattern, np.zeros(pattern.values_shape))]
         parts: dict[str, float] = {}
         pieces = 1
-        for step in (step for profile in found for step in profile.steps if step.runs):
+        for step in (step for profile in profiles for step in profile.steps if step.runs):
             name = step.name.split("/")[1]
             what, _, number = name.rpartition(" ")
             if number.isdecimal():  # one of several pieces
                 name, pieces = what, max(pieces, int(number) + 1)
             parts[name] = parts.get(name, 0) + step.cycles
-        memory = found[0].memory.max_tile_bytes
+        memory = profiles[0].memory.max_tile_bytes
         target = layer.plan.target
         return cls(
-            sum(profile.cycles for profile in found),
-            sum(profile.seconds for profile in found),
+            sum(profile.cycles for profile in profiles),
+            sum(profile.seconds for profile in profiles),
             parts,
-            sum(profile.to_host_bytes for profile in found),
-            sum(profile.from_host_bytes for profile in found),
+            sum(profile.to_host_bytes for profile in profiles),
+            sum(profile.from_host_bytes for profile in profiles),
             pieces,
             memory,
             memory <= target.bytes_per_tile,
@@ -263,7 +263,7 @@ def estimate(
     names = parse_passes(passes)
     updating = None if update is None else Update.parse(update)
     made: dict[Any, Any] = {}
-    found = []
+    estimates = []
     for name, layer, batch in _uses(model, example_input):
         pattern = layer.pattern
         out, in_ = pattern.shape
@@ -294,7 +294,7 @@ def estimate(
                 memory <= target.bytes_per_tile,
             )
         fill = program.encoding.info.nz_fill
-        found.append(
+        estimates.append(
             LayerEstimate(
                 name,
                 out,
@@ -310,7 +310,7 @@ def estimate(
                 changed,
             )
         )
-    return ModelEstimate(target, program.plan.dtype.name, tuple(found))
+    return ModelEstimate(target, program.plan.dtype.name, tuple(estimates))
 
 
 def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:

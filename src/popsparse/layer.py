@@ -188,12 +188,12 @@ class Layer:
         names = [name for name in PASSES if name in plan.costs]
         if passes is not None and not isinstance(passes, Iterable):
             raise TypeError(f"passes must be names such as {PASSES}, got {shortened(passes)}")
-        wanted = names if passes is None else list(passes)
-        for name in wanted:
+        requested = names if passes is None else list(passes)
+        for name in requested:
             if not isinstance(name, str) or name not in names:
                 raise ValueError(f"the plan is for {', '.join(names)}, not for {shortened(name)}")
         self._built = {
-            "passes": wanted,
+            "passes": requested,
             "update": None if update is None else _plain(Update.parse(update)),
             "numerics": numerics,
             "check_memory": check_memory,
@@ -205,14 +205,14 @@ class Layer:
         graph = Graph(plan.target)
         self._weights = build.create_weights(graph, plan, "weights")
         needed = {"forward": "y", "grad_input": "x", "grad_weight": "xy"}
-        dims = {dim for name in wanted for dim in needed[name]}
+        dims = {dim for name in requested for dim in needed[name]}
         operands = {
             dim: build.create_operand(graph, plan, dim, _NAMES[dim])
             for dim in sorted(dims if update is None else {*"xy"})
         }
         programs: dict[str, Program] = {}
         self._results: dict[str, Tensor] = {}
-        for name in wanted:
+        for name in requested:
             program = Sequence()
             if name == "grad_weight":
                 both = operands["x"], operands["y"]
@@ -293,8 +293,8 @@ class Layer:
                 COOMatrix.from_pattern(one, gather(one, values, group))
                 for group, one in enumerate(encoded.patterns)
             ]
-        found = self._partitioner.decode(self.engine.read("words"), values)
-        groups = found if isinstance(found, list) else [found]
+        decoded = self._partitioner.decode(self.engine.read("words"), values)
+        groups = decoded if isinstance(decoded, list) else [decoded]
         return [o if isinstance(o, COOMatrix) else COOMatrix.from_pattern(*o) for o in groups]
 
     def set_pattern(self, pattern: Any) -> None:
@@ -368,8 +368,8 @@ class Layer:
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("scores")
-        found = update.scores()
-        return found[0] if len(found) == 1 else found
+        scores = update.scores()
+        return scores[0] if len(scores) == 1 else scores
 
     @property
     def returned_values(self) -> np.ndarray:
@@ -400,12 +400,12 @@ class Layer:
         """
         update = self._updating()
         check_kind("optimizer_slots", optimizer_slots, (list, tuple), "a list like the values")
-        wanted = update.update.optimizer_slots
-        if len(optimizer_slots) not in (0, wanted):
-            raise ValueError(f"expected {wanted} optimizer slots, got {len(optimizer_slots)}")
+        count = update.update.optimizer_slots
+        if len(optimizer_slots) not in (0, count):
+            raise ValueError(f"expected {count} optimizer slots, got {len(optimizer_slots)}")
         encoded = self._partitioner.encode(pattern, values)
         slots = [self._partitioner.encode(pattern, slot).nz_values for slot in optimizer_slots]
-        empty = [np.zeros_like(encoded.nz_values)] * (wanted - len(slots))
+        empty = [np.zeros_like(encoded.nz_values)] * (count - len(slots))
         update.send(encoded.meta_info, [encoded.nz_values, *slots, *empty])
         profile = self.run("rewire")
         self._encoded = encoded.pattern

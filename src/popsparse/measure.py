@@ -32,11 +32,11 @@ class Run(NamedTuple):
     error: float | None
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(values: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference over the largest element expected, infinite for NaN."""
     if not expected.size:
         return 0.0
-    off = float(np.abs(found - expected).max()) / (float(np.abs(expected).max()) or 1.0)
+    off = float(np.abs(values - expected).max()) / (float(np.abs(expected).max()) or 1.0)
     return off if np.isfinite(off) else float("inf")
 
 
@@ -112,10 +112,10 @@ def _numbers(shape: Sequence[int], sums: float, dtype: str, generator: Any) -> t
     """+1 and -1 where sums of so many stay nearly exact, else uniform in [-1, 1)."""
     exact = 2048 if dtype == "float16" else 1 << 24
     if 1.3 * sums <= 10 * exact:
-        found = torch.randint(2, list(shape), generator=generator).float() * 2 - 1
+        values = torch.randint(2, list(shape), generator=generator).float() * 2 - 1
     else:
-        found = torch.rand(list(shape), generator=generator) * 2 - 1
-    return found.to(getattr(torch, dtype))
+        values = torch.rand(list(shape), generator=generator) * 2 - 1
+    return values.to(getattr(torch, dtype))
 
 
 def sparse_figures(
@@ -179,13 +179,13 @@ def _run_and_check(layer: Layer, pattern: SparsePattern, passes: Sequence[str], 
     error = 0.0
     for name in passes:
         if name == "forward":
-            found, wanted = layer.forward(x), x.double() @ weights.T
+            result, expected = layer.forward(x), x.double() @ weights.T
         elif name == "grad_input":
-            found, wanted = layer.grad_input(dy), dy.double() @ weights
+            result, expected = layer.grad_input(dy), dy.double() @ weights
         else:
-            found = layer.grad_weight(dy, x)
-            wanted = pattern.values_of(dy.double().T @ x.double())
-        error = max(error, relative_error(found.astype(np.float64), wanted.numpy()))
+            result = layer.grad_weight(dy, x)
+            expected = pattern.values_of(dy.double().T @ x.double())
+        error = max(error, relative_error(result.astype(np.float64), expected.numpy()))
     return error
 
 
@@ -239,8 +239,8 @@ def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
         else:
             engine.write(operand, values[None])
     profile = engine.run()
-    found = result.join(engine.read(result.home))[0]
-    return Run(profile, relative_error(found, a.astype(np.float64) @ b.astype(np.float64)))
+    product = result.join(engine.read(result.home))[0]
+    return Run(profile, relative_error(product, a.astype(np.float64) @ b.astype(np.float64)))
 
 
 def static_plans(
@@ -260,7 +260,7 @@ def static_plans(
         ValueError: grad_weight, which has no static product; as `make_plan`.
     """
     out, in_ = pattern.shape
-    found = {}
+    plans = {}
     for name in passes:
         if name == "forward":
             params = MatmulParams.create_for_sparse_dense(1, out, in_, batch)
@@ -270,8 +270,8 @@ def static_plans(
             raise ValueError(
                 f"static products do forward and grad_input, got {name!r}: use the dynamic method"
             )
-        found[name] = make_plan(target, dtype, params, pattern, options)
-    return found
+        plans[name] = make_plan(target, dtype, params, pattern, options)
+    return plans
 
 
 def _run_static(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
@@ -292,8 +292,8 @@ def _run_static(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
     profile = engine.run()
     weights = np.zeros((*pattern.grid, block, block))
     weights[pattern.rows.numpy(), pattern.cols.numpy()] = blocks
-    wanted = weights.transpose(0, 2, 1, 3).reshape(pattern.shape) @ operand.astype(np.float64)
-    return Run(profile, relative_error(engine.read("result")[0], wanted))
+    expected = weights.transpose(0, 2, 1, 3).reshape(pattern.shape) @ operand.astype(np.float64)
+    return Run(profile, relative_error(engine.read("result")[0], expected))
 
 
 def run_plans(

@@ -188,7 +188,7 @@ def _static_report(plan: StaticPlan) -> dict[str, Any]:
             "n_padded": plan.n_padded,
             "planned_rows": plan.planned[0],
             "planned_columns": plan.planned[1],
-            **{f"{name}_per_tile": found for name, found in ranges.items()},
+            **{f"{name}_per_tile": span for name, span in ranges.items()},
         },
         "terms": dict(plan.terms),
         "cycles": plan.cycles,

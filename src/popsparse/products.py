@@ -162,15 +162,15 @@ def fully_connected_dense_grad_w_serial_splits(
         The serial splits of groups, input channels and output channels of [G, in, out]; the dense
         weight gradient need never exist whole where one of them is above 1.
     """
-    wanted = Options.parse(options)
-    found = dense_pass(
+    requested = Options.parse(options)
+    plan = dense_pass(
         "grad_weight",
         graph.target,
         dtype,
         params,
-        available_memory_proportion=wanted.available_memory_proportion,
+        available_memory_proportion=requested.available_memory_proportion,
     )
-    splits = (found.serial_out, 1) if found.swapped else (1, found.serial_out)
+    splits = (plan.serial_out, 1) if plan.swapped else (1, plan.serial_out)
     return 1, *splits
 
 
@@ -265,10 +265,10 @@ def sparse_dense_matmul(
     plan = lhs.plan
     if "grad_input" not in plan.costs or plan.use_dense:
         raise ValueError("lhs must be made by create_sparse_dense_matmul_lhs")
-    wanted = Options.parse(options).with_passes(grad_a=True, grad_w=False)
-    wanted = wanted.repaired(plan.dtype, plan.params.sparsity_params.is_element)
-    if wanted != plan.options:
-        raise ValueError(f"lhs was made with {plan.options}, not with {wanted}")
+    requested = Options.parse(options).with_passes(grad_a=True, grad_w=False)
+    requested = requested.repaired(plan.dtype, plan.params.sparsity_params.is_element)
+    if requested != plan.options:
+        raise ValueError(f"lhs was made with {plan.options}, not with {requested}")
     layout = OperandLayout(plan, "x" if transpose_lhs else "y")
     shape = [plan.sizes.groups, layout.channels, plan.sizes.z]
     expected = [shape[0], shape[2], shape[1]] if transpose_rhs else shape

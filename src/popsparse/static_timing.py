@@ -82,8 +82,8 @@ def _common_columns(plan: StaticPlan, part: int, pieces: Pieces) -> np.ndarray:
     bus = plan.target.exchange_bus_tiles
     tile = plan.tile_parts[part].begin + pieces.tile[pieces.column_piece]
     keys = tile // bus * plan.pattern.grid[1] + pieces.column
-    _, place, times = np.unique(keys, return_inverse=True, return_counts=True)
-    return np.bincount(pieces.column_piece, times[place] > 1, len(pieces))
+    _, inverse, times = np.unique(keys, return_inverse=True, return_counts=True)
+    return np.bincount(pieces.column_piece, times[inverse] > 1, len(pieces))
 
 
 def compute_cycles(plan: StaticPlan, part: int) -> np.ndarray:
@@ -198,16 +198,16 @@ def code_bytes(plan: StaticPlan, which: str = "typical") -> dict[str, int]:
     def fact(name: str) -> float:
         return float(getattr(getattr(facts, name), which))
 
-    found: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "vertex code": fact("KERNEL_CODE") + fact("SUM_CODE") * bool(reduce_cycles(plan).any()),
         "vertices of sums": plan.sums.state_bytes(plan).max(),
         "exchange code": exchange_code(plan, which).max(),
     }
     if plan.target.bytes_per_tile >= REAL_TILE:
         steps = len(predict(plan).steps)
-        found["control code"] = fact("CONTROL_CODE") * steps + fact("HOST_EXCHANGE")
-        found["stacks"] = fact("STACKS")
-    return {name: int(size) for name, size in found.items()}
+        sizes["control code"] = fact("CONTROL_CODE") * steps + fact("HOST_EXCHANGE")
+        sizes["stacks"] = fact("STACKS")
+    return {name: int(size) for name, size in sizes.items()}
 
 
 def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:

@@ -191,11 +191,11 @@ def elementwise(
 
 def _codelet(name: str, made: _Operation, arguments: list[str | np.float32]) -> Codelet:
     def compute(v: VertexView) -> None:
-        found = [
+        values = [
             getattr(v, one).values.astype(np.float32) if isinstance(one, str) else one
             for one in arguments
         ]
-        v.out.values[...] = made.compute(*found)
+        v.out.values[...] = made.compute(*values)
 
     def cycles(v: VertexView) -> np.ndarray:
         width = v.target.data_path_bits // (8 * v.out.values.itemsize)
@@ -406,5 +406,5 @@ def matmul(
         available_memory_proportion=available_memory_proportion,
     )
     operands = a.expand_dims(0), b.expand_dims(0)
-    found = add_product(graph, Layout(plan), *operands, program, name).tensor()
-    return found.reshape(a.shape[0], b.shape[1])
+    product = add_product(graph, Layout(plan), *operands, program, name).tensor()
+    return product.reshape(a.shape[0], b.shape[1])

@@ -278,11 +278,11 @@ class BucketLoad:
 
     def pieces(self, grains: int, workers: int, *, transposed: bool = False) -> Pieces:
         groups = self.groups.transposed() if transposed else self.groups
-        found = split_rows(groups.rows, groups.length, grains, workers)
+        work = split_rows(groups.rows, groups.length, grains, workers)
         before = np.append(0, np.cumsum(groups.length))
-        first = groups.first_row[found.group] + found.row
-        nz = before[first + found.rows] - before[first]
-        return Pieces(found.group, found.rows, found.grains, nz)
+        first = groups.first_row[work.group] + work.row
+        nz = before[first + work.rows] - before[first]
+        return Pieces(work.group, work.rows, work.grains, nz)
 
     def slowest(self, group: np.ndarray, work: np.ndarray) -> np.ndarray:
         """The largest `work` of each sub-group's pieces."""
@@ -374,7 +374,7 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     blocks = sum(load.blocks for load in loads)
     area = plan.block_dimensions[0] * plan.block_dimensions[1]
     products = 2.0 * blocks * area * plan.params.batch_size
-    found = {}
+    times = {}
     for name in plan.costs:
         model: _Pass = (
             _GradWeight(plan, loads) if name == "grad_weight" else _Product(plan, loads, name)
@@ -382,8 +382,8 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
         steps = tuple(model.steps())
         syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
         turns = max(load.overflow.propagation_steps for load in loads)
-        found[name] = PassTime(steps, syncs, turns, plan.target.clock_hz, products)
-    return found
+        times[name] = PassTime(steps, syncs, turns, plan.target.clock_hz, products)
+    return times
 
 
 def sub_group_cycles(plan: Plan, name: str, load: BucketLoad) -> np.ndarray:

@@ -75,9 +75,9 @@ class _Runner:
         self.check_pass(name)
         layer = self._layer(pattern, values, len(operands[0]))
         arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
-        found: np.ndarray = getattr(layer, name)(*arrays)
+        result: np.ndarray = getattr(layer, name)(*arrays)
         self.profiles[name] = layer.profiles[name]
-        return torch.from_numpy(found).to(values.device)
+        return torch.from_numpy(result).to(values.device)
 
     def check_pass(self, name: str) -> None:
         """Raise ValueError for a pass that the options leave out."""
@@ -129,9 +129,9 @@ class _MachineEmbedding(torch.autograd.Function):
         ctx.save_for_backward(ids, values)
         ctx.pattern, ctx.runner, ctx.row_ptr = pattern, runner, row_ptr
         table = runner.table(pattern, values, len(ids))
-        found = table.slice(ids.cpu().numpy())
+        rows = table.slice(ids.cpu().numpy())
         runner.profiles["slice"] = table.profiles["slice"]
-        return torch.from_numpy(found).to(values.device)
+        return torch.from_numpy(rows).to(values.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,9 +141,9 @@ class _MachineEmbedding(torch.autograd.Function):
             record_rows(dy, ids, values, ctx.row_ptr)
         ctx.runner.check_pass("grad_weight")
         table = ctx.runner.table(ctx.pattern, values, len(ids))
-        found = table.gradient(ids.cpu().numpy(), dy.cpu().numpy())
+        gradient = table.gradient(ids.cpu().numpy(), dy.cpu().numpy())
         ctx.runner.profiles["gradient"] = table.profiles["gradient"]
-        return None, torch.from_numpy(found).to(values.device), None, None, None
+        return None, torch.from_numpy(gradient).to(values.device), None, None, None
 
 
 class _MachineLinear(torch.autograd.Function):
@@ -164,8 +164,8 @@ class _MachineLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         x, values = ctx.saved_tensors
-        found = (tensor.detach().to(values.dtype) for tensor in (x, dy))
-        capture.record(ctx.row_ptr, *found)
+        gradient = (tensor.detach().to(values.dtype) for tensor in (x, dy))
+        capture.record(ctx.row_ptr, *gradient)
         common = (ctx.pattern, values)
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -255,13 +255,13 @@ class TileMachine:
                     "has diverged"
                 )
         self.runner.updating(Update.parse({"pooling": pooling, **self.options.dense_grad}))
-        found = self.runner.run("scores", layer.pattern, layer.values.detach(), dy, x)
-        if not bool(found.isfinite().all()):
+        scores = self.runner.run("scores", layer.pattern, layer.values.detach(), dy, x)
+        if not bool(scores.isfinite().all()):
             raise ValueError(
                 f"growth scores overflow {self.dtype}: lower the scale of the loss, or pool by avg "
                 "or max"
             )
-        return found
+        return scores
 
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
@@ -311,8 +311,8 @@ class TargetOptions:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        wanted = (True, self.planned.do_grad_a_pass, self.planned.do_grad_w_pass)
-        return tuple(name for name, one in zip(PASSES, wanted, strict=True) if one)
+        planned = (True, self.planned.do_grad_a_pass, self.planned.do_grad_w_pass)
+        return tuple(name for name, one in zip(PASSES, planned, strict=True) if one)
 
 
 @typed

@@ -40,21 +40,21 @@ def mask_of(sparsity: Any, groups: int, rows: int, cols: int) -> np.ndarray:
     Raises:
         ValueError: another number of blocks. TypeError: neither.
     """
-    wanted = groups * rows * cols
+    expected = groups * rows * cols
     if isinstance(sparsity, SparsePattern):
         grid = sparsity.grid
         if grid != (groups * rows, cols):
             raise ValueError(
                 f"the pattern must have {groups * rows} x {cols} blocks, got {grid[0]} x {grid[1]}"
             )
-        found = np.zeros(wanted, bool)
-        found[sparsity.flat.numpy()] = True
-        return found.reshape(groups, rows, cols)
+        mask = np.zeros(expected, bool)
+        mask[sparsity.flat.numpy()] = True
+        return mask.reshape(groups, rows, cols)
     array = check_array("sparsity", sparsity, "biuf", "a SparsePattern or a mask of blocks")
     if array.size % groups:
         raise ValueError(f"the mask's {array.size} blocks do not divide into {groups} groups")
-    if array.size != wanted:
-        raise ValueError(f"the mask must have {wanted} blocks, got {array.size}")
+    if array.size != expected:
+        raise ValueError(f"the mask must have {expected} blocks, got {array.size}")
     return array.reshape(groups, rows, cols) != 0
 
 
@@ -309,12 +309,12 @@ def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """Heaviest first to the lightest of some tiles: the tile of each; equal ones in order."""
     bins = [(0.0, int(tile)) for tile in tiles]
     heapq.heapify(bins)
-    found = np.empty(len(sizes), np.int64)
+    tile_of = np.empty(len(sizes), np.int64)
     for which in np.argsort(-sizes, kind="stable"):
         load, tile = bins[0]
         heapq.heapreplace(bins, (load + float(sizes[which]), tile))
-        found[which] = tile
-    return found
+        tile_of[which] = tile
+    return tile_of
 
 
 def _cut(products: np.ndarray, parts: int) -> Iterator[np.ndarray]:
@@ -354,23 +354,23 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
             split = min(max(2 * len(own) // n, 1), len(own))
             if options.partition_method == "stripv0":
                 split = 1
-            found = []
+            parts = []
             for result in results[row]:
                 some = np.arange(products.first[result], products.first[result + 1])
                 if by_sum and passes > 1:
                     step = k // passes
                     some = some[products.k[some] // step == turn]
                 if len(some):
-                    found += [(int(result), part) for part in _cut(some, split)]
-            if not found:
+                    parts += [(int(result), part) for part in _cut(some, split)]
+            if not parts:
                 continue
-            sizes = np.array([len(part) for _, part in found])
+            sizes = np.array([len(part) for _, part in parts])
             if options.partition_method == "stripv0":
                 before = np.cumsum(sizes) - sizes
                 tile = own[before * len(own) // sizes.sum()]
             else:
                 tile = lightest_first(sizes, own)
-            pieces += [(r, int(t), turn, p) for (r, p), t in zip(found, tile, strict=True)]
+            pieces += [(r, int(t), turn, p) for (r, p), t in zip(parts, tile, strict=True)]
     return pieces
 
 
@@ -420,21 +420,21 @@ def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
     products = products_of(params)
     method = options.partition_method
     if method.startswith("strip"):
-        found = _strip(params, options, products, tiles)
+        pieces = _strip(params, options, products, tiles)
     else:
-        found = []
+        pieces = []
         rows = params.grid[0]
         for group, own in enumerate(_shares(tiles, params.groups)):
             results = np.flatnonzero(products.row // rows == group)
-            found += _of_group(method, options, products, results, own)
-    found.sort(key=lambda piece: piece[1])
-    chosen = [part for *_, part in found]
+            pieces += _of_group(method, options, products, results, own)
+    pieces.sort(key=lambda piece: piece[1])
+    chosen = [part for *_, part in pieces]
     lengths = [len(part) for part in chosen]
     return Pieces(
         products,
-        np.array([piece[0] for piece in found], np.int64),
-        np.array([piece[1] for piece in found], np.int64),
-        np.array([piece[2] for piece in found], np.int64),
+        np.array([piece[0] for piece in pieces], np.int64),
+        np.array([piece[1] for piece in pieces], np.int64),
+        np.array([piece[2] for piece in pieces], np.int64),
         np.append(0, np.cumsum(lengths)).astype(np.int64),
         np.concatenate(chosen) if chosen else np.zeros(0, np.int64),
     )
@@ -460,12 +460,12 @@ def _of_group(
     rows = np.unique(products.row[results])
     weights = np.array([sizes[products.row[results] == row].sum() for row in rows])
     of_row = lightest_first(weights, np.arange(groups))
-    found = []
+    pieces = []
     for group, own in enumerate(_shares(len(tiles), groups)):
         inside = np.isin(products.row[results], rows[of_row == group])
         if inside.any():
-            found += _blocks(products, tiles[own], results[inside], ratio)
-    return found
+            pieces += _blocks(products, tiles[own], results[inside], ratio)
+    return pieces
 
 
 @dataclass(frozen=True, eq=False)

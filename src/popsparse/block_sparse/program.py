@@ -76,9 +76,9 @@ def multiply(
     def compute(v: VertexView) -> None:
         a = v.a.values.reshape(-1, bm, bk).astype(np.float32)
         b = v.b.values.reshape(-1, bn, bk).astype(np.float32)
-        found = np.zeros((len(products), bm, bn), np.float32)
-        np.add.at(found, of, a @ b.transpose(0, 2, 1))
-        v.out.values[...] = found.reshape(-1)
+        total = np.zeros((len(products), bm, bn), np.float32)
+        np.add.at(total, of, a @ b.transpose(0, 2, 1))
+        v.out.values[...] = total.reshape(-1)
 
     def spent(v: VertexView) -> Any:
         kind = _units(dtype, partials)
@@ -119,12 +119,12 @@ def reduce(
 
     def spent(v: VertexView) -> Any:
         cycles = reduce_cycles(area, np.maximum(depth, 1), partials, result, v.target.workers)
-        found = np.bincount(tile_of, np.broadcast_to(cycles, depth.shape), minlength=v.count)
+        total_cycles = np.bincount(tile_of, np.broadcast_to(cycles, depth.shape), minlength=v.count)
         if kept is not None:
             masked = np.bincount(tile_of, area * ~kept.all(1), minlength=v.count)
             cleared = elementwise_cycles(masked, result, v.target.workers)
-            found = found + np.where(masked > 0, cleared, 0)
-        return found
+            total_cycles = total_cycles + np.where(masked > 0, cleared, 0)
+        return total_cycles
 
     fields = {"partials": In(), "out": Out()}
 
@@ -164,9 +164,9 @@ def home_tiles(plan: BlockSparsePlan, which: str, count: int) -> np.ndarray:
     pieces = plan.pieces
     blocks = getattr(pieces.products, which)[pieces.chosen]
     tiles = np.repeat(pieces.tile, np.diff(pieces.first))
-    found = np.full(count, -1)
-    found[blocks[::-1]] = tiles[::-1]
-    return found
+    home = np.full(count, -1)
+    home[blocks[::-1]] = tiles[::-1]
+    return home
 
 
 def join_blocks(blocks: Tensor, rows: int, *, turned: bool = False) -> Tensor:
@@ -259,9 +259,9 @@ class _Product:
             steps.add(Copy(pairs, name="gather blocks"))
         if not b_is_turned:
             right = self._turned(right, tile, steps)
-        tiles, place = np.unique(pieces.tile[now], return_inverse=True)
-        held = np.append(0, np.cumsum(np.bincount(place, counts).astype(np.int64)))
-        outs = np.append(0, np.cumsum(np.bincount(place)))
+        tiles, inverse = np.unique(pieces.tile[now], return_inverse=True)
+        held = np.append(0, np.cumsum(np.bincount(inverse, counts).astype(np.int64)))
+        outs = np.append(0, np.cumsum(np.bincount(inverse)))
         size = self.params.block_size
         own = self.view(partials.dtype, partials.addresses()[now])
         edges = {
@@ -270,7 +270,7 @@ class _Product:
             "out": Ragged(own.flatten(), outs * size[0] * size[2]),
         }
         kinds = (self.params.dtype, self.params.partials_type)
-        codelet = multiply(place, counts, size, *kinds)
+        codelet = multiply(inverse, counts, size, *kinds)
         steps.add(self.execute("multiply", codelet, tiles, edges))
 
     def _local(
@@ -286,17 +286,17 @@ class _Product:
         shape = addresses.shape[1:]
         area = int(np.prod(shape))
         keys, of = np.unique(tile * len(addresses) + blocks, return_inverse=True)
-        tiles, wanted = np.divmod(keys, len(addresses))
-        found = addresses[wanted]
-        flat = found.reshape(-1, area)
+        tiles, block = np.divmod(keys, len(addresses))
+        located = addresses[block]
+        flat = located.reshape(-1, area)
         there = self.graph.tiles_of(self.view(self.dtype, flat))
         away = np.flatnonzero((there != tiles[:, None]).any(1))
         if len(away):
             local = self.stretches(self.dtype, what, tiles[away], area)
             pairs.append((self.view(self.dtype, flat[away]), local))
-            found = found.copy()
-            found[away] = local.addresses().reshape(-1, *shape)
-        return found[of]
+            located = located.copy()
+            located[away] = local.addresses().reshape(-1, *shape)
+        return located[of]
 
     def _turned(self, right: np.ndarray, tile: np.ndarray, steps: Sequence) -> np.ndarray:
         """Blocks [bk, bn] brought on their tile into the order of the matrix units."""
@@ -335,9 +335,9 @@ class _Product:
             addresses[away] = local.addresses()
         if not out.numel:
             return
-        tiles, place = np.unique(home[order], return_inverse=True)
-        held = np.bincount(place, depth, minlength=len(tiles)).astype(np.int64)
-        outs = np.append(0, np.cumsum(np.bincount(place)))
+        tiles, inverse = np.unique(home[order], return_inverse=True)
+        held = np.bincount(inverse, depth, minlength=len(tiles)).astype(np.int64)
+        outs = np.append(0, np.cumsum(np.bincount(inverse)))
         edges = {
             "partials": Ragged(
                 self.view(partials.dtype, addresses.reshape(-1)),
@@ -348,7 +348,7 @@ class _Product:
         kept = self._kept()
         kinds = (self.params.partials_type, self.params.out_dtype)
         kept = None if kept is None else kept[order]
-        codelet = reduce(place, depth, area, *kinds, kept)
+        codelet = reduce(inverse, depth, area, *kinds, kept)
         steps.add(self.execute("reduce", codelet, tiles, edges))
 
     def _kept(self) -> np.ndarray | None:
@@ -454,8 +454,8 @@ def matmul(
     _expect(dense, [groups * k, n] if turned else [groups * m, k], params, "rhs" if turned else
             "lhs")  # fmt: skip
     count, shape, is_sparse = _blocks(forward, "b")
-    wanted = [count, shape[0] * shape[1]] if is_sparse else [groups * k, n]
-    _expect(sparse, wanted, params, "lhs" if turned else "rhs")
+    shape_of_sparse = [count, shape[0] * shape[1]] if is_sparse else [groups * k, n]
+    _expect(sparse, shape_of_sparse, params, "lhs" if turned else "rhs")
     at = dense.addresses()
     if turned:
         at = at.reshape(groups, k, n).transpose(0, 2, 1).reshape(groups * n, k)
@@ -465,10 +465,10 @@ def matmul(
     out = add_product(graph, made, a, b, program, name, b_is_turned=forward.transposed)
     if params.kind == "dense_dense":
         return out.reshape(len(out), out.shape[1] * out.shape[2])
-    found = join_blocks(out, groups * forward.grid[0])
+    joined = join_blocks(out, groups * forward.grid[0])
     if not turned:
-        return found
-    grouped = found.reshape(groups, n, m).transpose(0, 2, 1)
+        return joined
+    grouped = joined.reshape(groups, n, m).transpose(0, 2, 1)
     return grouped.reshape(groups * m, n)
 
 

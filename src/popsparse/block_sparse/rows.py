@@ -120,11 +120,11 @@ def softmax_grad(
             f"out_grad must be {out.dtype.name} {list(out.shape)} as out is, got "
             f"{out_grad.dtype.name} {list(out_grad.shape)}"
         )
-    found = graph.add_variable(out.dtype, [*out.shape], f"{name} in")
-    if found.numel:
-        graph.set_tile_mapping(found, graph.tiles_of(out))
-    rows.add_gradient(out, out_grad, found, program)
-    return found
+    in_grad = graph.add_variable(out.dtype, [*out.shape], f"{name} in")
+    if in_grad.numel:
+        graph.set_tile_mapping(in_grad, graph.tiles_of(out))
+    rows.add_gradient(out, out_grad, in_grad, program)
+    return in_grad
 
 
 def _check(values: Any, rows: _Rows) -> None:
@@ -303,7 +303,7 @@ class _Rows:
         steps.add(self.step(every("scale rows", fields, scale), out=data, factor=sums))
         steps.add(Copy(data, self.listed(out), name="unpack rows"))
 
-    def add_gradient(self, out: Tensor, grad: Tensor, found: Tensor, program: Sequence) -> None:
+    def add_gradient(self, out: Tensor, grad: Tensor, in_grad: Tensor, program: Sequence) -> None:
         check_kind("program", program, Sequence, "a Sequence")
         steps = Sequence(name=self.name)
         program.add(steps)
@@ -328,4 +328,4 @@ class _Rows:
         steps.add(
             self.step(every("subtract shares", more, subtract, vector=2), out=dy, y=y, sums=sums)
         )
-        steps.add(Copy(dy, self.listed(found), name="unpack rows"))
+        steps.add(Copy(dy, self.listed(in_grad), name="unpack rows"))

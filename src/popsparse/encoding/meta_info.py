@@ -217,7 +217,7 @@ def _walk_groups(words: np.ndarray, bounds: tuple[int, int], layout: BucketLayou
     bucket = np.arange(len(words))
     at = np.full(len(words), begin)
     nz = np.zeros(len(words), np.int64)
-    found: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     while len(bucket):
         _require(at < end, bucket, f"no end marker within its {end - begin} words")
         more = words[bucket, at] != 0
@@ -231,9 +231,9 @@ def _walk_groups(words: np.ndarray, bounds: tuple[int, int], layout: BucketLayou
         _require(size >= header, bucket, "offset to the next sub-group shorter than its header")
         _require(at + size < end, bucket, "offset to the next sub-group past the bucket")
         _require(nz + count <= layout.capacity, bucket, f"more non-zeros than {layout.capacity}")
-        found.append(np.stack([bucket, at, at + size, nz, count]))
+        parts.append(np.stack([bucket, at, at + size, nz, count]))
         at, nz = at + size, nz + count
-    table = np.concatenate(found, axis=1) if found else np.zeros((5, 0), np.int64)
+    table = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), np.int64)
     return _Groups(*table[:, np.argsort(table[0], kind="stable")])
 
 
@@ -286,7 +286,7 @@ def read_buckets(
         row_at = at + BLOCK_HEADER + GRAD_W_WORKER * workers
     _require(rows <= rows_here, bucket, "more rows than the rectangle has")
 
-    found: list[np.ndarray] = []
+    entries: list[np.ndarray] = []
     group = np.arange(len(bucket))
     index = np.zeros(len(bucket), np.int64)
     nz = np.zeros(len(bucket), np.int64)
@@ -300,14 +300,16 @@ def read_buckets(
         _require((count >= 1) & (count <= cols_here[group]), b, "number of columns out of range")
         end = row_at[group] + ROW_ENTRY + per_nz * count
         _require(end <= groups.end[group], b, "the columns of a row reach past the sub-group")
-        found.append(np.stack([group, row // step_x, row_at[group] + ROW_ENTRY, count, nz[group]]))
+        entries.append(
+            np.stack([group, row // step_x, row_at[group] + ROW_ENTRY, count, nz[group]])
+        )
         row_at[group] = end
         nz[group] += count
         index[group] += 1
         group = group[index[group] < rows[group]]
     _require(nz == groups.nz, bucket, "number of non-zeros and rows differ")
     _require(row_at == groups.end, bucket, "words left over in a sub-group")
-    table = np.concatenate(found, axis=1) if found else np.zeros((5, 0), np.int64)
+    table = np.concatenate(entries, axis=1) if entries else np.zeros((5, 0), np.int64)
     group, row, first, count, before = table[:, np.argsort(table[0], kind="stable")]
 
     entry_group = np.repeat(group, count)

@@ -293,10 +293,10 @@ class Partitioner:
         else:
             for one, given in zip(patterns, self._per_group(values, "values"), strict=True):
                 array = to_numpy(given)
-                wanted = one.values_shape if isinstance(one, SparsePattern) else array.shape
-                if array.shape != wanted:
+                expected = one.values_shape if isinstance(one, SparsePattern) else array.shape
+                if array.shape != expected:
                     raise ValueError(
-                        f"values must have the shape {list(wanted)}, got {list(array.shape)}"
+                        f"values must have the shape {list(expected)}, got {list(array.shape)}"
                     )
                 arrays.append(array)
         encoded = self._encode_patterns(patterns)
@@ -351,14 +351,14 @@ class Partitioner:
 
     def _per_group(self, value: Any, what: str) -> list[Any]:
         if self.groups == 1:
-            found = [value]
+            items = [value]
         elif isinstance(value, Sequence) and len(value) == self.groups:
-            found = list(value)
+            items = list(value)
         else:
             raise ValueError(f"{what} must be a sequence of {self.groups}, one for each group")
-        for one in found if what == "pattern" else ():
+        for one in items if what == "pattern" else ():
             _check_pattern(one)
-        return found
+        return items
 
     def _encode_patterns(self, patterns: list[Any]) -> EncodedPattern:
         layout = self.layout
@@ -386,10 +386,10 @@ class Partitioner:
             rows, cols, _ = pattern.to_coo().blocks()
             if len(rows) > 1 and ((rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])).any():
                 raise ValueError("a position of the matrix is stored twice")
-        wanted = (self.layout.rows, self.layout.cols)
-        if tuple(pattern.shape) != wanted or block != self.block:
+        expected = (self.layout.rows, self.layout.cols)
+        if tuple(pattern.shape) != expected or block != self.block:
             raise ValueError(
-                f"expected a pattern of the shape {wanted} with blocks of {self.block}, "
+                f"expected a pattern of the shape {expected} with blocks of {self.block}, "
                 f"got {tuple(pattern.shape)} with blocks of {block}"
             )
         cut_x, cut_y = (b // small for b, small in zip(block, self.layout.block, strict=True))
@@ -480,11 +480,11 @@ class Partitioner:
 
     def _decode_group(self, words: np.ndarray, values: np.ndarray) -> Any:
         layout = self.layout
-        found = read_buckets(words, layout)
+        contents = read_buckets(words, layout)
         part_x, part_y, _ = layout.part
-        x, y = np.divmod(found.rectangle, layout.partition[1])
-        rows, cols = x * part_x + found.row, y * part_y + found.col
-        at = found.bucket * layout.nz_elements + found.place * layout.area
+        x, y = np.divmod(contents.rectangle, layout.partition[1])
+        rows, cols = x * part_x + contents.row, y * part_y + contents.col
+        at = contents.bucket * layout.nz_elements + contents.place * layout.area
         data = values[at[:, None] + np.arange(layout.area)]
         height, width = layout.block
         matrix = COOMatrix(

@@ -94,7 +94,7 @@ class SearchSpace:
         """By rule, which partitions break it."""
         px, py, pz = self.partitions
         _, nx, ny, nz = self.groups
-        wanted = self.options.plan_constraints
+        constraints = self.options.plan_constraints
         rules = {
             "x has parts that stay empty": px != even_parts(nx, px),
             "y has parts that stay empty": py != even_parts(ny, py),
@@ -102,7 +102,7 @@ class SearchSpace:
             "offsets exceed 16 bits": self._beyond_16_bits(),
         }
         for name, parts in zip("xyz", self.partitions, strict=True):
-            value = getattr(wanted, name)
+            value = getattr(constraints, name)
             if value is not None:
                 rules[f"{name} is constrained to {value}"] = parts != value
         return rules

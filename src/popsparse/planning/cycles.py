@@ -429,13 +429,13 @@ def grid_splits(
     """
     grains = np.broadcast_to(grains, rows.shape)
     span = int(grains.max()) + 1
-    keys, place = np.unique(rows * span + grains, return_inverse=True)
+    keys, inverse = np.unique(rows * span + grains, return_inverse=True)
     table = np.empty((2, workers, len(keys)), np.int64)
     for i, key in enumerate(keys.tolist()):
         pieces = grid_split(key // span, key % span, workers)
         for j in range(workers):
             _, table[0, j, i], _, table[1, j, i] = pieces[j] if j < len(pieces) else pieces[0]
-    return table[0][:, place], table[1][:, place]
+    return table[0][:, inverse], table[1][:, inverse]
 
 
 def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

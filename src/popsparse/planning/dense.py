@@ -144,8 +144,8 @@ def _reduction(
             continue
         left, outputs = d, -(-parts[at] // d) * d
         middle = reduction_depths(d)
-        for wanted in middle:
-            step = ceil_div(left, wanted)
+        for remaining in middle:
+            step = ceil_div(left, remaining)
             outputs, left = -(-outputs // step), ceil_div(left, step)
             compute[at] += reduce_stage(outputs, step, partials, partials, *common)
             moved[at] += exchange(outputs * partials.size)
@@ -379,16 +379,16 @@ def _plan(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
             f"its operands alone, {target.name} has {target.bytes_per_tile:,}: take smaller sizes"
         )
-    found = _search(m, k, n, dtype, partials, target, share, resident)
-    cut = f"{found.field} x {found.out} x {found.in_} tiles, {found.method}"
+    best = _search(m, k, n, dtype, partials, target, share, resident)
+    cut = f"{best.field} x {best.out} x {best.in_} tiles, {best.method}"
     _log.info("planned dense %dx%d by %dx%d of %s: %s", m, k, k, n, dtype, cut)
-    if resident + found.temporary_bytes > target.bytes_per_tile:
+    if resident + best.temporary_bytes > target.bytes_per_tile:
         raise ValueError(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs "
-            f"{resident + found.temporary_bytes} bytes a tile, the target has "
+            f"{resident + best.temporary_bytes} bytes a tile, the target has "
             f"{target.bytes_per_tile}: use smaller operands or more tiles"
         )
-    return found
+    return best
 
 
 def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:
@@ -478,13 +478,13 @@ def _search(
             cut = replace(cut, partitions=cut.partitions[:, kept])
             terms = price(cut, dtype, partials, target)
             fits = terms.allowed if bound is None else terms.allowed & (terms.bytes <= bound)
-            places = np.flatnonzero(fits)
-            if not places.size:
+            indices = np.flatnonzero(fits)
+            if not indices.size:
                 continue
-            place = places[np.lexsort((terms.bytes[places], terms.cycles[places]))[0]]
-            key = (int(terms.cycles[place]), int(terms.bytes[place]))
+            index = indices[np.lexsort((terms.bytes[indices], terms.cycles[indices]))[0]]
+            key = (int(terms.cycles[index]), int(terms.bytes[index]))
             if best is None or key < best[0]:
-                best = (key, cut, terms, int(place))
+                best = (key, cut, terms, int(index))
         if best is not None:
             break
     assert best is not None  # One tile alone is always allowed.
@@ -624,13 +624,13 @@ def _planned(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
 
 def _pieces(plan: Plan, update: Update, each: list[int]) -> list[GradientPiece]:
     sizes = plan.sizes
-    found = []
+    pieces = []
     for x0, y0 in product(range(0, sizes.x, each[0]), range(0, sizes.y, each[1])):
         x1, y1 = min(x0 + each[0], sizes.x), min(y0 + each[1], sizes.y)
         piece = GradientPiece(x0, x1, y0, y1, _planned(plan, update, x1 - x0, y1 - y0))
         _check_room(plan, update, piece)
-        found.append(piece)
-    return found
+        pieces.append(piece)
+    return pieces
 
 
 def _check_room(plan: Plan, update: Update, piece: GradientPiece) -> None:
@@ -644,10 +644,10 @@ def _check_room(plan: Plan, update: Update, piece: GradientPiece) -> None:
     held += ceil_div(operands, target.tiles) * size
     blocks = (piece.x1 - piece.x0) * (piece.y1 - piece.y0) * plan.sizes.groups
     pooled = ceil_div(blocks, target.tiles) * size
-    wanted = held + pooled + piece.plan.resident_bytes + piece.plan.temporary_bytes
-    if wanted > target.bytes_per_tile:
+    needed = held + pooled + piece.plan.resident_bytes + piece.plan.temporary_bytes
+    if needed > target.bytes_per_tile:
         raise ValueError(
             f"the dense gradient of {piece.x1 - piece.x0} x {piece.y1 - piece.y0} weights needs "
-            f"{wanted:,} bytes a tile with the layer's own, {target.name} has "
+            f"{needed:,} bytes a tile with the layer's own, {target.name} has "
             f"{target.bytes_per_tile:,}: take smaller sizes or more tiles"
         )

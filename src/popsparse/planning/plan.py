@@ -261,7 +261,7 @@ _log = logging.getLogger("dynsparse.popsparse")
 class PlanningCache:
     """Plans already made, dynamic and static, by everything they depend on.
 
-    `hits` counts the plans that were found rather than made.
+    `hits` counts the requests served by a plan made earlier.
     """
 
     def __init__(self) -> None:

@@ -94,8 +94,8 @@ def make_plan(
             weights (`use_dense`) the memory cannot hold.
     """
     kind = data_type(dtype)
-    wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
-    key = (target, kind, params, wanted)
+    requested = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
+    key = (target, kind, params, requested)
     return _planned(*key) if cache is None else cache.find(key, lambda: _planned(*key))
 
 
@@ -134,7 +134,7 @@ def _candidates(
     exchanges = [False, True] if options.do_grad_w_pass else [False]
     if (constrained := options.plan_constraints.grad_w_exchange_buckets) is not None:
         exchanges = [constrained]
-    found = []
+    candidates = []
     first = SearchSpace(params, options, dtype, target, Method.ELEMENT)
     for method in _methods(params, first):
         space = replace(first, method=method)
@@ -149,8 +149,8 @@ def _candidates(
                 passes["grad_weight"] = grad_weight_terms(space, buckets, exchange_buckets=exchange)
             cycles = sum(t.cycles for terms, _ in passes.values() for t in terms)
             bytes_ = np.maximum.reduce([b for _, b in passes.values()])
-            found.append(_Candidate(space, exchange, buckets, passes, cycles, bytes_, allowed))
-    return found
+            candidates.append(_Candidate(space, exchange, buckets, passes, cycles, bytes_, allowed))
+    return candidates
 
 
 def _bounds(target: Any, options: Options) -> list[int | None]:
@@ -175,18 +175,18 @@ def _search(target: Any, dtype: DataType, params: FullyConnectedParams, options:
         fits = allowed if bound is None else allowed & (bytes_ <= bound)
         if fits.any():
             break
-    places = np.flatnonzero(fits)
+    indices = np.flatnonzero(fits)
     # Proportion 0 asks for the least memory; otherwise time comes first.
-    keys = (bytes_[places], cycles[places])
+    keys = (bytes_[indices], cycles[indices])
     if options.available_memory_proportion == 0:
         keys = keys[::-1]
-    order = places[np.lexsort(keys)]
+    order = indices[np.lexsort(keys)]
     width = len(candidates[0].cycles)
     search = Search(
         partitions=width,
         candidates=len(candidates),
         allowed=int(allowed.sum()),
-        fitting=len(places),
+        fitting=len(indices),
         bounds=tuple(tried),
         runners_up=tuple(
             _summary(candidates[i // width], i % width) for i in order[1 : 1 + _KEPT].tolist()
@@ -257,26 +257,26 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
 
 def _why_none(space: SearchSpace) -> str:
     """One line on why no partition is allowed, with the nearest that would be."""
-    wanted = space.options.plan_constraints
+    constraints = space.options.plan_constraints
     _, nx, ny, nz = space.groups
     tiles = space.target.tiles // space.params.num_groups
-    product = (wanted.x or 1) * (wanted.y or 1) * (wanted.z or 1)
+    product = (constraints.x or 1) * (constraints.y or 1) * (constraints.z or 1)
     if product > tiles:
         return (
             f"plan_constraints ask for {product} tiles a group, the target has {tiles}: "
             "use fewer partitions or a larger target"
         )
     for name, groups in (("x", nx), ("y", ny)):
-        value = getattr(wanted, name)
+        value = getattr(constraints, name)
         if value is not None and (even := int(even_parts(groups, value))) != value:
             return (
                 f"plan_constraints.partition.{name}={value} leaves parts empty: {groups} groups "
                 f"fill {even} parts as full as {value} would have them; use {even}"
             )
-    if wanted.z is not None and nz % wanted.z:
+    if constraints.z is not None and nz % constraints.z:
         return (
-            f"plan_constraints.partition.z={wanted.z} must divide the {nz} groups of the batch "
-            f"(of {space.grouping.z} each)"
+            f"plan_constraints.partition.z={constraints.z} must divide the {nz} groups of the "
+            f"batch (of {space.grouping.z} each)"
         )
     rules = {name: int(rule.sum()) for name, rule in space.broken_rules().items() if rule.any()}
     worst = max(rules, key=lambda name: rules[name])
@@ -338,11 +338,11 @@ def plan(
     """
     target = Target.mk2() if target is None else target
     names = parse_passes(passes)
-    wanted = replace(
+    requested = replace(
         Options.parse(options),
         do_grad_a_pass="grad_input" in names,
         do_grad_w_pass="grad_weight" in names,
     )
     sparsity = SparsityParams(block_size)
     params = FullyConnectedParams(sparsity, density, batch, 1, in_, out)
-    return make_plan(target, dtype, params, wanted, cache)
+    return make_plan(target, dtype, params, requested, cache)

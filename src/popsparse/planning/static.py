@@ -275,9 +275,9 @@ def make_plan(
         ValueError: a pattern of another shape, options out of range, or no partition within the
             memory and the reach of 16-bit offsets. TypeError: arguments of another type.
     """
-    kind, wanted = data_type(dtype), Options.parse(options, "static")
+    kind, requested = data_type(dtype), Options.parse(options, "static")
     pattern, _ = pattern_of(matrix, params)
-    request = (target, kind, params, wanted, pattern.block_size, _digest(pattern))
+    request = (target, kind, params, requested, pattern.block_size, _digest(pattern))
     if cache is None:
         return _plan(request, pattern)
     return cache.find(request, lambda: _plan(request, pattern))
@@ -411,10 +411,10 @@ def _price(
         band_tiles = cuts.band_tiles(cut.bands, tiles)
         if band_tiles is None:
             return "too few tiles for the bands"
-        found = estimate.terms(cuts.bands[cut.bands], band_tiles, n, cut.n_split)
-        if isinstance(found, str):
-            return found
-        terms, held = found
+        priced = estimate.terms(cuts.bands[cut.bands], band_tiles, n, cut.n_split)
+        if isinstance(priced, str):
+            return priced
+        terms, held = priced
         bytes_ = max(bytes_, held)
         slowest = max(slowest, terms, key=lambda t: sum(t.values()))
     if bytes_ > bound:
@@ -428,7 +428,7 @@ def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
     Raises:
         ValueError: no cut is possible, with the rules that are in the way.
     """
-    found: list[dict[str, Any]] = []
+    possible: list[dict[str, Any]] = []
     broken: Counter[str] = Counter()
     for cut in cuts:
         priced = _price(estimate, cuts, cut, bound)
@@ -436,7 +436,7 @@ def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
             broken[priced] += 1
             continue
         terms, bytes_ = priced
-        found.append(
+        possible.append(
             {
                 "n_split": cut.n_split,
                 "bands": cut.bands,
@@ -445,17 +445,17 @@ def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
                 "terms": terms,
             }
         )
-    count = len(found) + broken.total()
-    if not found:
+    count = len(possible) + broken.total()
+    if not possible:
         rules = ", ".join(f"{rule} ({times})" for rule, times in broken.items())
         raise ValueError(
             f"none of {count} static partitions is possible: {rules}; raise "
             "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
         )
     # Equal cycles: fewer parts of n, then fewer bands.
-    found.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
-    search = StaticSearch(count, len(found), bound, tuple(found[1 : 1 + _RUNNERS_UP]))
-    best = {name: one for name, one in found[0].items() if name != "cycles"}
+    possible.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
+    search = StaticSearch(count, len(possible), bound, tuple(possible[1 : 1 + _RUNNERS_UP]))
+    best = {name: one for name, one in possible[0].items() if name != "cycles"}
     return _Chosen(**best, search=search)
 
 

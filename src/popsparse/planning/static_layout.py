@@ -84,36 +84,36 @@ def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]
     width = 1 + sum(part.size for part in parts)
     grains = -(-tiles // grain)
     least = -(-grains // len(parts))
-    found: list[Interval] = []
+    intervals: list[Interval] = []
     begin = 0
     for part in parts:
         more = max(-(-grains * part.size // width) - 1, least)
         end = min(begin + more * grain, tiles)
-        found.append(Interval(begin, end))
+        intervals.append(Interval(begin, end))
         begin = end
-    found[-1] = Interval(found[-1].begin, tiles)
-    return found
+    intervals[-1] = Interval(intervals[-1].begin, tiles)
+    return intervals
 
 
 def tiles_of(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
     """Tiles for each band, in proportion to its blocks and in whole grains; None if too few."""
     total, used = sum(blocks), 0
-    found = []
-    for place, count in enumerate(blocks):
-        if place == len(blocks) - 1:
+    shares = []
+    for index, count in enumerate(blocks):
+        if index == len(blocks) - 1:
             share = tiles - used
         else:
             share = count * tiles // max(total, 1) or min(tiles, grain)
             needed = -(-count // -(-count // share))
             share = min(-(-needed // grain) * grain, share)
         share = max(share // grain * grain, grain)
-        later = (len(blocks) - 1 - place) * grain
+        later = (len(blocks) - 1 - index) * grain
         share = min(share, tiles - used, tiles - later)
         if share <= 0:
             return None
-        found.append(share)
+        shares.append(share)
         used += share
-    return tuple(found)
+    return tuple(shares)
 
 
 _GRAIN = 8  # Outputs that the planner of reductions spreads at least.
@@ -168,12 +168,12 @@ class Sums:
     @classmethod
     def of(cls, plan: Any) -> Sums:
         """The sums of a `StaticPlan`."""
-        found, tiles = plan.outputs, plan.target.tiles
+        outputs, tiles = plan.outputs, plan.target.tiles
         block, width = plan.pattern.block_size, plan.n_padded
         parts = np.array([(part.begin, part.size) for part in plan.n_parts]) * block
         elsewhere = _elsewhere(plan, parts[:, 1])
-        depth = plan.depths[found.row, found.part]
-        spread = elsewhere[found.row, found.part]
+        depth = plan.depths[outputs.row, outputs.part]
+        spread = elsewhere[outputs.row, outputs.part]
         home = np.flatnonzero(~spread & (depth != 1))
         row, part = np.nonzero(elsewhere)
         size = parts[part, 1]
@@ -187,11 +187,11 @@ class Sums:
         at = number * vectors[of] // pieces[of] * vector
         end = np.minimum((number + 1) * vectors[of] // pieces[of] * vector, size[of])
         columns = [
-            [found.begin[home], (row * width * block + parts[part, 0])[of] + at],
-            [found.length[home], end - at],
-            [found.tile[home], (first[of] + number) % tiles],
-            [found.row[home], row[of]],
-            [found.part[home], part[of]],
+            [outputs.begin[home], (row * width * block + parts[part, 0])[of] + at],
+            [outputs.length[home], end - at],
+            [outputs.tile[home], (first[of] + number) % tiles],
+            [outputs.row[home], row[of]],
+            [outputs.part[home], part[of]],
             [depth[home], plan.depths[row, part][of]],
             [np.ones(len(home), bool), np.zeros(len(of), bool)],
         ]
@@ -221,14 +221,14 @@ class Sums:
         total = np.bincount(at, spent, tiles)
         most = np.zeros(tiles)
         np.maximum.at(most, at, longest)
-        found = np.maximum(total, workers * most)
+        cycles = np.maximum(total, workers * most)
         cleared = chosen & (self.depth == 0)
         if cleared.any():
             words = np.bincount(
                 self.tile[cleared], self.length[cleared] * plan.dtype.size / 8, tiles
             )
-            found += np.where(words > 0, workers * 12 + np.ceil(words), 0)
-        return found
+            cycles += np.where(words > 0, workers * 12 + np.ceil(words), 0)
+        return cycles
 
     def state_bytes(self, plan: Any) -> np.ndarray:
         """Bytes of the vertices on every tile: [tiles]."""
@@ -238,15 +238,15 @@ class Sums:
 
     def received_bytes(self, plan: Any) -> np.ndarray:
         """Partial sums that come to every tile: [tiles]."""
-        tiles, found = plan.target.tiles, plan.outputs
+        tiles, outputs = plan.target.tiles, plan.outputs
         summed = np.bincount(self.tile, self.length * self.depth, tiles)
-        moved = np.bincount(found.tile[self.ones], found.length[self.ones], tiles)
+        moved = np.bincount(outputs.tile[self.ones], outputs.length[self.ones], tiles)
         return (summed + moved) * plan.dtype.size
 
     def moved_bytes(self, plan: Any) -> np.ndarray:
         """Of the sums made elsewhere, the most that a tile receives and sends: [2]."""
-        tiles, found = plan.target.tiles, plan.outputs
-        to = np.bincount(found.tile[self.spread], found.length[self.spread], tiles).max()
+        tiles, outputs = plan.target.tiles, plan.outputs
+        to = np.bincount(outputs.tile[self.spread], outputs.length[self.spread], tiles).max()
         away = ~self.at_home
         made = np.bincount(self.tile[away], self.length[away], tiles).max()
         return np.array([to, made]) * plan.dtype.size
@@ -258,12 +258,12 @@ def _elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
     PopLibs' estimate. The partial sums that come to the outputs are not multiplied by their number,
     those that come to pieces elsewhere are.
     """
-    found, tiles = plan.outputs, plan.target.tiles
+    outputs, tiles = plan.outputs, plan.target.tiles
     size, vector = plan.dtype.size, plan.dtype.vector_width
     rate = plan.target.exchange_bytes_per_cycle
     depth = plan.depths
     held = np.zeros(depth.shape, np.int64)
-    np.maximum.at(held, (found.row, found.part), found.length)
+    np.maximum.at(held, (outputs.row, outputs.part), outputs.length)
     grains = -(-sizes // _GRAIN)
     spread = -(-grains // tiles) * _GRAIN
     home = np.ceil(held * size / rate) + depth * -(-held // vector) + SYNC.typical
@@ -342,14 +342,14 @@ class Pieces:
         blocks in device order."""
         begin, end, tile, band = ([np.zeros(0, np.int64)] for _ in range(4))
         first = start = 0
-        for place, (count, tiles) in enumerate(zip(bands.blocks, band_tiles, strict=True)):
+        for index, (count, tiles) in enumerate(zip(bands.blocks, band_tiles, strict=True)):
             if count:
                 share = ceil_div(count, tiles)
                 cuts = np.arange(0, count, share)
                 begin.append(start + cuts)
                 end.append(start + np.minimum(cuts + share, count))
                 tile.append(first + np.arange(len(cuts)))
-                band.append(np.full(len(cuts), place))
+                band.append(np.full(len(cuts), index))
             first, start = first + tiles, start + count
         begins, ends = np.concatenate(begin), np.concatenate(end)
         piece = np.repeat(np.arange(len(begins)), ends - begins)
@@ -427,15 +427,15 @@ class StaticPlan:
     @cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots of the pattern in device order, with their row and column places."""
-        places = []
+        positions = []
         for order, at in (
             (self.row_order, self.pattern.rows.numpy()),
             (self.column_order, self.pattern.cols.numpy()),
         ):
             place = np.empty(len(order), np.int64)
             place[order] = np.arange(len(order))
-            places.append(place[at])
-        row, column = places
+            positions.append(place[at])
+        row, column = positions
         band = np.searchsorted(self.bands.bounds, column, "right")
         order = np.lexsort((column, row, band))
         return order, row[order], column[order]

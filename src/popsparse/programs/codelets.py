@@ -103,15 +103,15 @@ class BucketCodelets(ABC):
 
     def _flops(self, v: VertexView) -> np.ndarray:
         """Of blocks, each times a tile's part of the batch; `_match` gives `BucketMatches`."""
-        found = self._match(v)[1] if self._found is None else self._found
+        matches = self._match(v)[1] if self._found is None else self._found
         bx, by = self.plan.block_dimensions
         each = 2 * bx * by * self.plan.elements_per_tile.z
-        return each * np.bincount(found.vertex, minlength=v.count).reshape(v.shape)
+        return each * np.bincount(matches.vertex, minlength=v.count).reshape(v.shape)
 
     def _matched(self, v: VertexView) -> Any:
-        found = self._match(v)[1] if self._found is None else self._found
+        matches = self._match(v)[1] if self._found is None else self._found
         self._found = None
-        return found
+        return matches
 
 
 class BucketReader:
@@ -146,11 +146,11 @@ class BucketReader:
             rectangles: x * Ny + y of each vertex, [vertices].
         """
         count, slots = words.shape[:2]
-        found = self.groups(words.reshape(count * slots, -1))
+        buckets = self.groups(words.reshape(count * slots, -1))
         cycles = np.zeros(count)
         vertices, places = [], []
         mine: list[SubGroup] = []
-        for index, groups in enumerate(found):
+        for index, groups in enumerate(buckets):
             vertex = index // slots
             for group in groups:
                 if group.rectangle != rectangles[vertex]:
@@ -275,8 +275,8 @@ class ProductCodelets(BucketCodelets):
         return self.reader.match(self._buckets(v, "words"), v.rectangle.reshape(-1))
 
     def _compute(self, v: VertexView) -> None:
-        found = self._matched(v)
-        if not len(found.vertex):
+        matches = self._matched(v)
+        if not len(matches.vertex):
             return
         grid = v.count
         partials = v.partials.reshape(grid, *v.partials.shape[v.rank :])
@@ -284,7 +284,7 @@ class ProductCodelets(BucketCodelets):
         operand = v.operand.reshape(grid, *v.operand.shape[v.rank :])
         values = self._buckets(v, "values")
         if self.turned:
-            found = found._replace(row=found.col, col=found.row)
+            matches = matches._replace(row=matches.col, col=matches.row)
         bx, by = self.plan.block_dimensions
         values = values[..., : values.shape[-1] // (bx * by) * bx * by]
         if not self.turned:
@@ -295,10 +295,10 @@ class ProductCodelets(BucketCodelets):
             values = values.reshape(*values.shape[:2], -1, bx, by).swapaxes(-1, -2)
         rounds = partials.dtype == np.float16
         for part in chunks(grid, operand[0].size + partials[0].size):
-            at = slice(*np.searchsorted(found.vertex, (part.start, part.stop)))
+            at = slice(*np.searchsorted(matches.vertex, (part.start, part.stop)))
             if at.start == at.stop:
                 continue
-            here = BucketMatches(*(a[at] for a in found))
+            here = BucketMatches(*(a[at] for a in matches))
             blocks = values[here.vertex, here.slot, here.place].astype(np.float32)
             here = here._replace(vertex=here.vertex - part.start)
             add = _add_rounding if rounds else _add
@@ -306,14 +306,14 @@ class ProductCodelets(BucketCodelets):
 
 
 def _add(
-    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: BucketMatches
+    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, matches: BucketMatches
 ) -> None:
     """partials += blocks x operand in float32, all vertices as one block-diagonal matrix."""
     _, height, width = blocks.shape
     count, outputs, batch = partials.shape
     inputs = operand.shape[1]
-    rows = found.vertex * (outputs // height) + found.row
-    cols = found.vertex * (inputs // width) + found.col
+    rows = matches.vertex * (outputs // height) + matches.row
+    cols = matches.vertex * (inputs // width) + matches.col
     order = np.argsort(rows, kind="stable")
     offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=count * outputs // height)))
     shape = (count * outputs, count * inputs)
@@ -327,13 +327,13 @@ def _add(
 
 
 def _add_rounding(
-    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: BucketMatches
+    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, matches: BucketMatches
 ) -> None:
     """The same with float16 partials, which round after each block of a row."""
     _, height, width = blocks.shape
     count, outputs, batch = partials.shape
-    order = np.argsort(found.vertex * outputs + found.row, kind="stable")
-    vertex, row, col = found.vertex[order], found.row[order], found.col[order]
+    order = np.argsort(matches.vertex * outputs + matches.row, kind="stable")
+    vertex, row, col = matches.vertex[order], matches.row[order], matches.col[order]
     blocks = blocks[order]
     key = vertex * outputs + row
     turn = np.arange(len(key)) - np.searchsorted(key, key)
@@ -392,7 +392,7 @@ class GradWeightCodelets(BucketCodelets):
         return self.reader.match(words, rectangle.reshape(-1))
 
     def _compute(self, v: VertexView) -> None:
-        found = self._matched(v)
+        matches = self._matched(v)
         bx, by = self.plan.block_dimensions
         partials = v.partials.reshape(v.count, -1)
         assert np.shares_memory(partials, v.partials)
@@ -400,8 +400,8 @@ class GradWeightCodelets(BucketCodelets):
         partials = partials.reshape(v.count, -1, bx, by)
         gradient = self._by_block(v, v.gradient, bx)
         inputs = self._by_block(v, v.input, by)
-        for part in chunks(len(found.vertex), (bx + by) * gradient.shape[-1]):
-            here = BucketMatches(*(a[part] for a in found))
+        for part in chunks(len(matches.vertex), (bx + by) * gradient.shape[-1]):
+            here = BucketMatches(*(a[part] for a in matches))
             left = gradient[here.vertex, here.row].astype(np.float32)
             right = inputs[here.vertex, here.col].astype(np.float32)
             product = np.matmul(left, right.swapaxes(-1, -2))
@@ -468,11 +468,11 @@ class EmbeddingCodelets(BucketCodelets):
         bx, by = plan.block_dimensions
         columns = v.column.reshape(-1)
         indices = v.indices.reshape(v.count, -1).astype(np.int64)
-        found = self.reader.groups(v.words.reshape(v.count, -1))
+        buckets = self.reader.groups(v.words.reshape(v.count, -1))
         cycles = np.zeros(v.count)
         vertex: list[int] = []
         mine: list[SubGroup] = []
-        for number, groups in enumerate(found):
+        for number, groups in enumerate(buckets):
             for group in groups:
                 if group.rectangle % parts_y == columns[number]:
                     vertex.append(number)
@@ -489,9 +489,9 @@ class EmbeddingCodelets(BucketCodelets):
         row = joined("row") + first.astype(np.int64)
         # Indices of all vertices, sorted by (vertex, block row); padding sorts past every row.
         total = plan.partition.x * rows + 1
-        wanted = np.minimum(indices // bx, total - 1) + np.arange(v.count)[:, None] * total
-        order = np.argsort(wanted, axis=None, kind="stable")
-        keys = wanted.reshape(-1)[order]
+        requested = np.minimum(indices // bx, total - 1) + np.arange(v.count)[:, None] * total
+        order = np.argsort(requested, axis=None, kind="stable")
+        keys = requested.reshape(-1)[order]
         low, high = (np.searchsorted(keys, owner * total + row, side) for side in ("left", "right"))
         times = high - low
         block = np.repeat(np.arange(len(row)), times)

@@ -364,8 +364,8 @@ def _reduce_stages(
         codelet: that of a stage; True for the last, whose results are of the type `result`.
     """
     targets = [*cycles.reduction_depths(len(copies)), 1]
-    for number, wanted in enumerate(targets):
-        depth = ceil_div(len(copies), wanted)
+    for number, remaining in enumerate(targets):
+        depth = ceil_div(len(copies), remaining)
         last = number == len(targets) - 1
         dtype = result if last else copies[0].tensor.dtype
         compute = graph.add_compute_set(f"{name} reduce {number}")
@@ -518,10 +518,10 @@ class _Product:
             cast = {"src": home[0], "out": out}
             steps.add(self.execute("final cast", [(codelets.CAST, sums.tiles, cast)]))
             home = out.expand_dims(0)
-        found = Result(home, layout.matrix("c"))
+        product = Result(home, layout.matrix("c"))
         if not layout.is_rearranged["c"]:
-            return found
-        view = found.tensor()
+            return product
+        view = product.tensor()
         ordered = spread_in_order(self.graph, layout, view.shape, f"{self.name} result in order")
         steps.add(Copy(view, ordered, name="regroup result"))
         return Result(ordered, None)
@@ -533,7 +533,7 @@ class _Product:
         steps: Sequence,
     ) -> list[Operand]:
         """The operands where the product wants them."""
-        found, pairs = [], []
+        operands, pairs = [], []
         for which, one, turn in zip("ab", given, turned, strict=True):
             if isinstance(one, PlannedTensor) and isinstance(one.layout, Operand):
                 is_in_place = one.layout.matches(self.layout, which, turned=turn)
@@ -543,11 +543,11 @@ class _Product:
                 own = Operand(self.graph, self.layout, which, name, turned=turn)
                 pairs.append((one, own.tensor()))
                 one = own
-            found.append(one)
+            operands.append(one)
         if pairs:
             steps.add(Copy(pairs, name="regroup operands"))
-        self._rearrange(found, steps)
-        return found
+        self._rearrange(operands, steps)
+        return operands
 
     def _rearrange(self, operands: list[Operand], steps: Sequence) -> None:
         """Operands that are padded or not in the vertex's order are brought into it."""
@@ -571,7 +571,7 @@ class _Product:
 
     def _fetch(self, operands: list[Operand], steps: Sequence, what: str) -> dict[str, Tensor]:
         """The part of each operand that each tile works on, [*tiles, rows, cols]."""
-        pairs, slices, found = [], [], {}
+        pairs, slices, fetched = [], [], {}
         for one in operands:
             home = one.home
             if one.matrix.steps > 1:
@@ -593,12 +593,12 @@ class _Product:
                 pairs.append((source.expand_dims(3).broadcast_to(*shape), local))
             rows, cols = one.matrix.rows.each, one.matrix.cols.each
             local = local.reshape(*one.tiles.shape, sharing * one.share)[..., : one.matrix.numel]
-            found[one.which] = self._to_grid(local.reshape(*one.tiles.shape, rows, cols), one)
+            fetched[one.which] = self._to_grid(local.reshape(*one.tiles.shape, rows, cols), one)
         if slices:
             steps.add(self.execute("slice operands", slices))
         if pairs:
             steps.add(Copy(pairs, name=what))
-        return found
+        return fetched
 
     @staticmethod
     def _order(one: Operand) -> tuple[int, ...]:

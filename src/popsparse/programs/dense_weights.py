@@ -177,12 +177,12 @@ class DensePartitioner:
         parts, kept = [], []
         for group, one in enumerate(patterns):
             if isinstance(one, SparseMatrix):
-                one, found = one.to_pattern()
+                one, tensor = one.to_pattern()
             else:
-                found = torch.from_numpy(to_numpy(given[group]))
+                tensor = torch.from_numpy(to_numpy(given[group]))
             self._check(one)
             kept.append(one)
-            parts.append(one.to_dense(found).T.reshape(-1).numpy())
+            parts.append(one.to_dense(tensor).T.reshape(-1).numpy())
         none = np.zeros(0, np.uint16)
         return DenseWeights(none, np.concatenate(parts), DensePatterns(self, kept))
 
@@ -191,8 +191,8 @@ class DensePartitioner:
         if isinstance(weights, DenseWeights):
             nz_values = weights.nz_values
         dense = self._dense(nz_values)
-        found = [SparsePattern.from_mask(one != 0, self.block_size) for one in dense]
-        pairs = [(p, p.values_of(one)) for p, one in zip(found, dense, strict=True)]
+        patterns = [SparsePattern.from_mask(one != 0, self.block_size) for one in dense]
+        pairs = [(p, p.values_of(one)) for p, one in zip(patterns, dense, strict=True)]
         return pairs[0] if self.groups == 1 else pairs
 
     def gather(self, pattern: SparsePattern, nz_values: Any, group: int = 0) -> torch.Tensor:

@@ -87,7 +87,7 @@ class _GradWeight:
 
     def _fetch(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The operands each tile works on, [*grid, channels, batch] or [*grid, batch, channels]."""
-        pairs, found, turns = [], {}, self.graph.add_compute_set("rearrange inputs")
+        pairs, operands, turns = [], {}, self.graph.add_compute_set("rearrange inputs")
         copies = []
         for dim, tensor in tensors.items():
             what = "gradient" if dim == "x" else "input"
@@ -106,13 +106,13 @@ class _GradWeight:
                 edges = {"operand": operand, "out": turned}
                 self.graph.add_vertices(turns, codelet, self.tiles, edges)
                 operand = turned
-            found[dim] = operand
+            operands[dim] = operand
         self.steps.add(Copy(pairs, name="fetch inputs"))
         if self.codelets.batch_first:
             structured = self.plan.options.enable_structured_rearrangements
             name = "rearrange inputs"
             self.steps.add(Execute(turns, name=name) if structured else Copy(copies, name=name))
-        return found
+        return operands
 
     @property
     def _spreads(self) -> bool:
@@ -255,11 +255,11 @@ class _GradWeight:
             compute[buffers] = self.execute(f"visit {buffers}", self.codelets.visiting, edges)
             for dim, what in (("z", "xy"), ("y", "y"), ("x", "x")):
                 if getattr(parts, dim) > 1:
-                    found = [
+                    passing = [
                         pair
                         for one in what
                         for rotating in (moving[one], ids[one])
                         for pair in rotating.move(held[one], dim, 1)
                     ]
-                    moves[dim, buffers] = Copy(found, name=f"{dim} {buffers}")
+                    moves[dim, buffers] = Copy(passing, name=f"{dim} {buffers}")
         self.steps.add(loop.build(Copy(pairs, name="first offset"), compute, moves))

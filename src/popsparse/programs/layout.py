@@ -163,9 +163,9 @@ class OperandLayout:
                 f"expected a tensor [batch, {what} channels] of the shape {list(self.shape)}, "
                 f"got {list(tensor.shape)}"
             )
-        wanted = machine_type(self.plan)
-        if tensor.dtype != wanted:
-            raise TypeError(f"expected a tensor of {wanted.name}, got {tensor.dtype.name}")
+        expected = machine_type(self.plan)
+        if tensor.dtype != expected:
+            raise TypeError(f"expected a tensor of {expected.name}, got {tensor.dtype.name}")
 
     def at_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
         """The operand in this layout; copied into it unless it lies so already. Errors as of
@@ -294,7 +294,7 @@ def check_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
     plan = weights.plan
     if params != plan.params:
         raise ValueError(f"the weights were made for {plan.params}, not for {params}")
-    wanted = Options.parse(options).repaired(plan.dtype, params.sparsity_params.is_element)
-    if wanted != plan.options:
-        raise ValueError(f"the weights were made with {plan.options}, not with {wanted}")
+    requested = Options.parse(options).repaired(plan.dtype, params.sparsity_params.is_element)
+    if requested != plan.options:
+        raise ValueError(f"the weights were made with {plan.options}, not with {requested}")
     return weights

@@ -93,8 +93,8 @@ class Propagation:
         self.graph = graph
         self.name = name
         self.homing = homing
-        found = toggles or {"z": 1, "y": 1, "x": 1}
-        self.toggles = {_Z_MOVE: found["z"], _Y_MOVE: found["y"], _X_MOVE: found["x"]}
+        changed = toggles or {"z": 1, "y": 1, "x": 1}
+        self.toggles = {_Z_MOVE: changed["z"], _Y_MOVE: changed["y"], _X_MOVE: changed["x"]}
         self.first_buffers = first_buffers
         tile = control_tile(self.plan)
 

@@ -137,8 +137,8 @@ class _Product:
         )
         self.graph.map_linearly(out, grain=_grain(plan))
         self._reduce(partials, out, steps)
-        places = np.argsort(order)
-        rows = out if np.array_equal(order, np.arange(height)) else out[places]
+        inverse_order = np.argsort(order)
+        rows = out if np.array_equal(order, np.arange(height)) else out[inverse_order]
         return _natural(rows[:, : plan.params.n], turned=turned)
 
     def _multiply(self, values: Tensor, home: Tensor, steps: Sequence) -> list[Tensor]:
@@ -186,9 +186,9 @@ class _Product:
     def _columns(self, home: Tensor, part: int) -> Tensor:
         """The columns that the tiles of a part of n need, [columns of all pieces, n, b]."""
         plan, n = self.plan, self.plan.n_parts[part]
-        place = plan.column_order[plan.pieces(part).column]
+        column = plan.column_order[plan.pieces(part).column]
         first = int(home[:1, :1, :1].addresses().item()) + n.begin * self.block
-        starts = first + place * plan.n_padded * self.block
+        starts = first + column * plan.n_padded * self.block
         lengths = np.full(len(starts), n.size * self.block)
         shape = [len(starts), n.size, self.block]
         return Tensor(self.graph, home.dtype, shape, runs=Runs(starts, lengths))
@@ -217,13 +217,13 @@ class _Product:
 
     def _reduce(self, partials: list[Tensor], out: Tensor, steps: Sequence) -> None:
         """Bring the partial sums to the tiles that add them up, and the sums to the outputs."""
-        plan, found, sums = self.plan, self.plan.outputs, self.plan.sums
+        plan, outputs, sums = self.plan, self.plan.outputs, self.plan.sums
         ones, spread = sums.ones, sums.spread
         pairs = []
         if len(ones):
-            rows, parts = found.row[ones], found.part[ones]
-            start = self._sources(partials, rows, parts, found.begin[ones], np.zeros_like(ones))
-            pairs.append((self._runs(out, start, found.length[ones]), self._outputs(out, ones)))
+            rows, parts = outputs.row[ones], outputs.part[ones]
+            start = self._sources(partials, rows, parts, outputs.begin[ones], np.zeros_like(ones))
+            pairs.append((self._runs(out, start, outputs.length[ones]), self._outputs(out, ones)))
         compute = self.graph.add_compute_set("reduce")
         made: Tensor | None = None
         for at_home in (True, False):
@@ -263,9 +263,9 @@ class _Product:
 
     def _outputs(self, out: Tensor, chosen: np.ndarray) -> Tensor:
         """Some stretches of the result."""
-        found = self.plan.outputs
+        outputs = self.plan.outputs
         first = int(out[:1, :1, :1].addresses().item())
-        return self._runs(out, first + found.begin[chosen], found.length[chosen])
+        return self._runs(out, first + outputs.begin[chosen], outputs.length[chosen])
 
     def _sources(
         self,
@@ -285,9 +285,9 @@ class _Product:
             order, begins = reduction_sources(plan, part)
             columns, row = plan.n_parts[part], rows[here]
             in_row = begin[here] - row * plan.n_padded * self.block
-            place = order[begins[row] + turn[here]]
+            index = order[begins[row] + turn[here]]
             first = int(one[:1, :1, :1].addresses().item())
-            start[here] = first + (place * columns.size - columns.begin) * self.block + in_row
+            start[here] = first + (index * columns.size - columns.begin) * self.block + in_row
         return start
 
     def _add_up(
@@ -357,15 +357,15 @@ def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> 
     rows = len(pieces.row)
     dense = operand.astype(np.float32).transpose(0, 2, 1)
     if block > 1 and operand.dtype == np.float16:
-        found = np.zeros((rows, block, n), np.float16)
+        sums = np.zeros((rows, block, n), np.float16)
         first = np.searchsorted(pieces.block_row, pieces.block_row)
         turn = np.arange(len(values)) - first
         for number in range(int(turn.max(initial=-1)) + 1):
             now = turn == number
             product = values[now].astype(np.float32) @ dense[pieces.block_column[now]]
             at = pieces.block_row[now]
-            found[at] = found[at].astype(np.float32) + product
-        return found.transpose(0, 2, 1)
+            sums[at] = sums[at].astype(np.float32) + product
+        return sums.transpose(0, 2, 1)
     offsets = np.append(0, np.cumsum(np.bincount(pieces.block_row, minlength=rows)))
     shape = (rows * block, columns * block)
     blocks = values.astype(np.float32)

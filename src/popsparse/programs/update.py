@@ -147,12 +147,12 @@ class UpdatePrograms:
             made = add_product(
                 self.graph, layout, a, b, steps, f"dense gradient{mark}", turned=turned
             )
-            found = made.tensor()
+            scores = made.tensor()
             is_pooled = self.update.pooling != "none" and self.block != (1, 1)
             if is_pooled:
-                found = self._pool(found, mark, steps)
-            stream = self._stream(f"scores{mark}", found, to_device=False)
-            steps.add(Copy(found, stream, name=f"scores to host{mark}"))
+                scores = self._pool(scores, mark, steps)
+            stream = self._stream(f"scores{mark}", scores, to_device=False)
+            steps.add(Copy(scores, stream, name=f"scores to host{mark}"))
             self._parts.append(_Part(piece, stream, is_pooled))
         for name, tensor in self._state:
             stream = self._stream(name, tensor, to_device=False)
@@ -212,7 +212,7 @@ class UpdatePrograms:
         """What came down last, [groups, block rows, block columns], float32."""
         rows, cols = self.block
         sizes = self.plan.sizes
-        found = np.empty((sizes.groups, sizes.x // rows, sizes.y // cols), np.float32)
+        scores = np.empty((sizes.groups, sizes.x // rows, sizes.y // cols), np.float32)
         for piece, stream, is_pooled in self._parts:
             x, y = piece.x1 - piece.x0, piece.y1 - piece.y0
             got = self.host[stream.name].astype(np.float32)
@@ -221,9 +221,9 @@ class UpdatePrograms:
             else:
                 blocks = got.reshape(sizes.groups, y // cols, cols, x // rows, rows)
                 part = pool_magnitudes(blocks.transpose(0, 3, 1, 2, 4), "sum")
-            at = found[:, piece.x0 // rows : piece.x1 // rows]
+            at = scores[:, piece.x0 // rows : piece.x1 // rows]
             at[:, :, piece.y0 // cols : piece.y1 // cols] = part
-        return found
+        return scores
 
     def values(self) -> np.ndarray:
         """The values that came down last, in the order of the weights' own."""
