@@ -244,7 +244,7 @@ def create_slice_tensor(
     """Rows to be added to the matrix, [num_indices, input channels], laid out by their use.
 
     Raises:
-        ValueError: fewer than one index; several groups; options no plan can meet.
+        ValueError: fewer than one index; several groups; options that no plan satisfies.
     """
     _require_one_group(params)
     plan = make_plan(graph.target, dtype, params, options, cache)

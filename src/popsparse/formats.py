@@ -23,7 +23,7 @@ from dynsparse.pattern import SparsePattern
 
 
 class Blocks(NamedTuple):
-    """The form all formats meet in: block coordinates int64 [n], values [n, height, width]."""
+    """The form between formats: block coordinates int64 [n], values [n, height, width]."""
 
     row: np.ndarray
     col: np.ndarray
@@ -109,17 +109,17 @@ def merge_blocks(blocks: Blocks, by: tuple[int, int], width: int) -> Blocks:
     flat = blocks.row // by[0] * width + blocks.col // by[1]
     part = blocks.row % by[0] * by[1] + blocks.col % by[1]
     order = np.lexsort((part, flat))
-    whole, counts = np.unique(flat, return_counts=True)
-    expected = np.tile(np.arange(parts), len(whole))
+    merged, counts = np.unique(flat, return_counts=True)
+    expected = np.tile(np.arange(parts), len(merged))
     if (counts != parts).any() or (part[order] != expected).any():
-        at = whole[counts != parts][:1].tolist() or whole[:1].tolist()
+        at = merged[counts != parts][:1].tolist() or merged[:1].tolist()
         raise ValueError(
             f"blocks cannot be merged {by[0]} x {by[1]}: not all {parts} parts of the block at "
             f"block row {at[0] // width}, column {at[0] % width} are there exactly once"
         )
     _, height, edge = blocks.data.shape
     data = blocks.data[order].reshape(-1, by[0], by[1], height, edge).transpose(0, 1, 3, 2, 4)
-    return Blocks(whole // width, whole % width, data.reshape(-1, by[0] * height, by[1] * edge))
+    return Blocks(merged // width, merged % width, data.reshape(-1, by[0] * height, by[1] * edge))
 
 
 def offsets_of(lines: np.ndarray, count: int) -> np.ndarray:

@@ -62,7 +62,7 @@ class StoredLayer(NamedTuple):
 
 
 def write_layer(file: Path, layer: StoredLayer) -> None:
-    """Write the file, which appears whole or not at all.
+    """Write the file atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -247,7 +247,7 @@ class Layer:
         A program is not in the file: it follows from the plan, and `load` builds it.
 
         Args:
-            file: where to; it appears whole or not at all.
+            file: where to; written atomically.
 
         Raises:
             OSError: the file cannot be written.

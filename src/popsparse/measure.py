@@ -73,11 +73,11 @@ def draw_pattern(
 
     Args:
         shape: rows and columns, elements.
-        density: of the whole.
+        density: present blocks over all blocks.
         seed: of the draw.
-        area: ((row, column), (row, column), weight): from the first corner up to the second, whole
+        area: ((row, column), (row, column), weight): from the first corner up to the second,
             blocks are `weight` times as likely as elsewhere; then each block is drawn on its own,
-            and the density is met in the mean. Without it the number of blocks is exact.
+            and the density holds in the mean. Without it the number of blocks is exact.
 
     Raises:
         ValueError: an area outside the matrix, or so heavy that a block would be drawn with more
@@ -202,7 +202,7 @@ def dense_plans(
 ) -> dict[str, dense.DensePlan]:
     """The plan of the dense product of each pass.
 
-    float16 uses float16 partials unless told otherwise, as published dense figures do.
+    float16 uses float16 partials by default, as published dense figures do.
 
     Raises:
         ValueError: sizes or operands the machine cannot hold.

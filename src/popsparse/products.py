@@ -49,7 +49,7 @@ def create_fully_connected_weights(
         cache: plans made earlier are taken from it.
 
     Raises:
-        ValueError, TypeError: parameters or options no plan can meet.
+        ValueError, TypeError: parameters or options that no plan satisfies.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
     return operations(plan).create_weights(graph, plan, name)
@@ -137,7 +137,7 @@ def fully_connected_grad_w(
 
     Returns:
         [values], laid out like `weights.nz_values`: `EncodedPattern.gather` brings it into the
-        pattern's order. With `use_dense` that is the whole gradient, [groups * in * out].
+        pattern's order. With `use_dense` that is the dense gradient, [groups * in * out].
 
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
@@ -160,7 +160,7 @@ def fully_connected_dense_grad_w_serial_splits(
 
     Returns:
         The serial splits of groups, input channels and output channels of [G, in, out]; the dense
-        weight gradient need never exist whole where one of them is above 1.
+        weight gradient need never exist at once where one of them is above 1.
     """
     requested = Options.parse(options)
     plan = dense_pass(
@@ -193,7 +193,7 @@ def create_sparse_dense_matmul_lhs(
         cache: plans made earlier are taken from it.
 
     Raises:
-        ValueError, TypeError: parameters or options no plan can meet.
+        ValueError, TypeError: parameters or options that no plan satisfies.
     """
     plan = matmul_plan(graph.target, dtype, params, options, cache)
     return SparseTensor.create(graph, plan, name)

@@ -69,7 +69,7 @@ def _gather(plan: StaticPlan, part: int) -> np.ndarray:
 
 
 def column_fragments(plan: StaticPlan, pieces: Pieces) -> np.ndarray:
-    """In how many stretches the columns of each piece lie: with n whole, neighbours are one."""
+    """In how many stretches the columns of each piece lie: with n uncut, neighbours are one."""
     if plan.n_split > 1:
         return pieces.columns
     column = plan.column_order[pieces.column]

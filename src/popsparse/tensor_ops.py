@@ -1,4 +1,4 @@
-"""Operations on whole tensors of the tile machine, wherever their elements lie.
+"""Operations on tensors of the tile machine, wherever their elements lie.
 
 Each adds its steps to a program and gives a new tensor. What a tile needs and has not is copied to
 it; sums are float32 and round once.
@@ -84,11 +84,11 @@ class Spread(NamedTuple):
 
     def bring(self, graph: Graph, tensor: Tensor, program: Program, name: str) -> Tensor:
         """A tensor [of this shape, or broadcast to it] that lies so: itself, or a copy."""
-        whole = tensor.broadcast_to(*self.shape)
-        if np.array_equal(graph.tiles_of(whole).reshape(-1), self.owner):
-            return whole
+        full = tensor.broadcast_to(*self.shape)
+        if np.array_equal(graph.tiles_of(full).reshape(-1), self.owner):
+            return full
         local = self.like(graph, tensor.dtype, f"{name} brought")
-        program.add(Copy(whole, local, name=f"{name}: bring"))
+        program.add(Copy(full, local, name=f"{name}: bring"))
         return local
 
 

@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
 
 class _Rows(NamedTuple):
     """Instructions of a kernel's general case, by what they are paid for. A non-zero takes 3 of
-    them in a whole vector and 2 in a part of one; these are the ones around those loops."""
+    them in a full vector and 2 in a part of one; these are the ones around those loops."""
 
     row: int
     vector: int
@@ -183,7 +183,7 @@ def grad_weight(
 
 def product_kernel(plan: Plan, z: Ints, *, grad_input: bool) -> Kernel:
     """The kernel of the plan's forward or grad_input when a worker has `z` elements of the batch
-    (with shared element buckets, grad_input's workers each have the whole batch of the tile).
+    (with shared element buckets, grad_input's workers each have the full batch of the tile).
 
     Codelets and the execution model both take their cycles from here.
     """

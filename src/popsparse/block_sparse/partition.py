@@ -333,7 +333,7 @@ def _shares(tiles: int, count: int) -> list[np.ndarray]:
 def _strip(params: MatmulParams, options: Options, products: Products, tiles: int) -> list:
     """Block rows get disjoint ranges of tiles, in as many passes as asked for. In a range, columns
     are cut along the sum until there are about two pieces a tile, and dealt heaviest first.
-    `stripv0` deals whole columns in order instead, each tile about its share."""
+    `stripv0` deals columns uncut, in order instead, each tile about its share."""
     passes, (m, k, n) = options.number_of_pass, params.grid
     by_sum = params.kind == "dense_dense"
     along = k if by_sum else m
@@ -376,7 +376,7 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
 
 def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: float) -> list:
     """Each block of the result to the tile that it costs least: `ratio` of the memory of blocks
-    that the tile does not hold yet, the rest of its products; both as shares of the whole."""
+    that the tile does not hold yet, the rest of its products; both as shares of the total."""
     all_products = max(int(products.first[-1]), 1)
     all_blocks = max(len(np.unique(products.a)) + len(np.unique(products.b)), 1)
     count = int(tiles.max()) + 1

@@ -281,8 +281,8 @@ class _Rows:
             v.out.values[...] = np.exp(shifted)
 
         def inverses(v: VertexView) -> None:
-            whole = v.most.values > lowest  # otherwise all of the row is masked
-            v.out.values[...] = np.where(whole, 1 / v.out.values, 0)
+            has_values = v.most.values > lowest  # otherwise all of the row is masked
+            v.out.values[...] = np.where(has_values, 1 / v.out.values, 0)
 
         def scale(v: VertexView) -> None:
             v.out.values[...] = v.out.values.astype(np.float32) * v.factor.values[self.row_of]

@@ -11,9 +11,9 @@ into one contiguous piece for each of its Z partners; a piece's rows are kept in
 length, so that what is trimmed from the end is short (sections 3 and 4 of the PopSparse note).
 All of it is sorting and running sums over arrays: no loop over buckets or rows.
 
-Bucket and operand meet when the bucket of (x - i, y - j) is at the tiles of (x, y), offset (i, j)
-cyclic in the partition. The distribution phase covers offset (0, 0) for every Z partner; each
-further offset that the overflow record keeps costs one step for each Z partner.
+Bucket and operand come together when the bucket of (x - i, y - j) is at the tiles of (x, y), offset
+(i, j) cyclic in the partition. The distribution phase covers offset (0, 0) for every Z partner;
+each further offset that the overflow record keeps costs one step for each Z partner.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class BucketLayout:
 
     @property
     def meta_info_size(self) -> int:
-        """Words of the whole meta-info array."""
+        """Words of the meta-info array."""
         return self.overflow_words + self.buckets * self.bucket_stride
 
     def header_words(

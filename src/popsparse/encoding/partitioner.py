@@ -6,7 +6,7 @@
     pattern, values = partitioner.decode(encoded)
 
 The method is that of PopSparse's partitioner; `meta_info` documents the words, `spilling` what
-happens when a bucket is full, `overflow` what the propagation phase is told.
+happens when a bucket is full, `overflow` what the propagation phase reads.
 """
 
 from __future__ import annotations

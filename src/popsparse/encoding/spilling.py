@@ -1,9 +1,9 @@
 """Moving what does not fit a bucket to buckets that have room.
 
-Full buckets give up whole rows from the end, the shortest first. What they gave up looks for room
+Full buckets give up rows from the end, the shortest first. What they gave up looks for room
 first among the partners of the same (x, y) rectangle (Z), then of the same x (Y and Z), then
-everywhere; in each range first as whole rows, then with rows cut. Buckets are tried against the
-direction in which the propagation phase moves them, so that spilled data is met soonest.
+everywhere; in each range first uncut rows, then rows cut in two. Buckets are tried against the
+direction in which the propagation phase moves them, so that spilled data is used soonest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BucketOverflowError(ValueError):
 
     Attributes:
         left: blocks that found no room.
-        growth: by which factor the buckets would have to grow, as far as can be told.
+        growth: by which factor the buckets would have to grow, as far as is known.
     """
 
     def __init__(self, message: str, left: int, growth: float) -> None:
@@ -118,27 +118,27 @@ class _Balancer:
         rest = self.pending[source]
         words, nz = (int(free) for free in self.free(target))
         costs = self.cost(np.arange(1, len(rest.row) + 1), rest.total)
-        whole = int(min(np.searchsorted(costs, words, "right"),
+        full = int(min(np.searchsorted(costs, words, "right"),
                         np.searchsorted(rest.total, nz, "right")))  # fmt: skip
-        row, start, length = rest.row[:whole], rest.start[:whole], rest.length[:whole]
+        row, start, length = rest.row[:full], rest.start[:full], rest.length[:full]
         placed = int(length.sum())
-        tail_start, tail_length = rest.start[whole:], rest.length[whole:]
-        if cut_rows and whole < len(rest.row):
-            part = min(nz - placed, words - int(self.cost(whole + 1, placed)))
-            while part > 0 and int(self.cost(whole + 1, placed + part)) > words:
+        tail_start, tail_length = rest.start[full:], rest.length[full:]
+        if cut_rows and full < len(rest.row):
+            part = min(nz - placed, words - int(self.cost(full + 1, placed)))
+            while part > 0 and int(self.cost(full + 1, placed + part)) > words:
                 part -= 1
             if part > 0:
                 # The end of the row leaves, its beginning waits for the next bucket.
                 tail_length = tail_length.copy()
                 tail_length[0] -= part
-                row = rest.row[: whole + 1]
+                row = rest.row[: full + 1]
                 start = np.append(start, tail_start[0] + tail_length[0])
                 length = np.append(length, part)
                 placed += part
         self.moves.append(_Move(source, target, row, start, length))
         self.words[target] += int(self.cost(len(row), placed))
         self.nz[target] += placed
-        self.pending[source] = _Overflow(rest.row[whole:], tail_start, tail_length)
+        self.pending[source] = _Overflow(rest.row[full:], tail_start, tail_length)
 
 
 def spill(

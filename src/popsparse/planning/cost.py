@@ -61,7 +61,7 @@ class SearchSpace:
 
     @cached_property
     def groups(self) -> Sizes:
-        """Groups of each dimension over the whole product."""
+        """Groups of each dimension over the full product."""
         p, g = self.params, self.grouping
         return Sizes(
             p.num_groups,
@@ -150,7 +150,7 @@ def groups_per_bucket(
 
 
 def value_elements(groups: Ints, area: int, partials: DataType, *, grad_weight: bool) -> Ints:
-    """Values of a bucket; whole 64-bit words of partials where grad_weight uses them as such."""
+    """Values of a bucket; a multiple of 64 bits of partials where grad_weight uses them as such."""
     return align_up(groups * area, 8 // partials.size if grad_weight else 1)
 
 
@@ -487,7 +487,7 @@ def grad_weight_terms(
 
 
 def _multiply_grad_weight(space: SearchSpace) -> Array:
-    """The slowest worker's vertex for the part of the pattern met at one step over z."""
+    """The slowest worker's vertex for the part of the pattern at one step over z."""
     _, _, pz = space.partitions
     tx, ty, tz = space.per_tile
     _, gx, gy, gz = space.grouping

@@ -28,7 +28,7 @@ CONTROL_INSTRUCTIONS = 20
 """Worker instructions of a vertex that reads, computes and writes one number. 10 to 40."""
 
 LOOP_STEPS = 4
-"""Supersteps of one turn that exchange anything: the loop's condition and two choices, each told to
+"""Supersteps of one turn that exchange anything: the loop's condition and two choices, each sent to
 all tiles, and the buckets passed on. What else there is in a turn needs no tile but its own, so no
 synchronisation. The original's loop has a choice more."""
 
@@ -74,7 +74,7 @@ def reduce(outputs: Ints, depth: Ints, partials: DataType, result: DataType, wor
     width = 2 * partials.vector_width
     outputs, depth = np.asarray(outputs), np.asarray(depth)
     rest = outputs % width
-    # What is left after the whole vectors is done in powers of two.
+    # What is left after the full vectors is done in powers of two.
     odd_loops = sum((rest >> bit) & 1 for bit in range(3))
     loops = outputs // width + odd_loops
     share, more = loops // workers, loops % workers > 0
@@ -451,7 +451,7 @@ def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray,
 def split_rows(group_rows: np.ndarray, row_nz: np.ndarray, grains: int, workers: int) -> WorkPieces:
     """Share every sub-group's rows among workers.
 
-    More than twice as many rows as workers are cut by their non-zeros, the whole batch staying
+    More than twice as many rows as workers are cut by their non-zeros, the batch staying
     together; fewer are cut as a grid of rows x batch grains.
 
     Args:
@@ -644,7 +644,7 @@ def add_in_place(elements: Ints, dtype: DataType, workers: int) -> Ints:
 
 def rearrange(held: Ints, dtype: DataType, copy_bytes: int, *, odd: bool) -> Ints:
     """Bringing the `held` bytes on a tile into groups of channels, one element at a time; `odd`:
-    the channels are no whole vectors."""
+    the channels do not fill vectors."""
     return ceil_div(5 * held, (3 if odd else 4) * min(copy_bytes, dtype.size))
 
 

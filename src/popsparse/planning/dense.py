@@ -82,7 +82,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Terms:
-    """Cycles of each term over the whole product, and what else the search compares."""
+    """Cycles of each term over the full product, and what else the search compares."""
 
     terms: dict[str, Array]
     cycles: Array
@@ -373,7 +373,7 @@ def _plan(
     m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any, share: float
 ) -> DensePlan:
     resident = ceil_div((m * k + k * n + m * n) * dtype.size, target.tiles)
-    # Before the search, which takes the longer the more is wanted.
+    # Before the search, which takes longer for larger products.
     if resident > target.bytes_per_tile:
         raise ValueError(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
@@ -573,9 +573,9 @@ class GradientPiece(NamedTuple):
 
 
 def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
-    """The pieces, in the order they are computed; they meet at edges of blocks.
+    """The pieces, in the order they are computed; they are cut at edges of blocks.
 
-    As many as the planner's serial splits of the whole product; twice as many, and again, where a
+    As many as the planner's serial splits of the full product; twice as many, and again, where a
     piece does not fit.
 
     Raises:
@@ -585,8 +585,8 @@ def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
     edges = plan.params.sparsity_params.block_dimensions
     blocks = sizes.x // edges[0], sizes.y // edges[1]
     try:
-        whole = _planned(plan, update, sizes.x, sizes.y)
-        splits = [1, whole.serial_out] if whole.swapped else [whole.serial_out, 1]
+        full = _planned(plan, update, sizes.x, sizes.y)
+        splits = [1, full.serial_out] if full.swapped else [full.serial_out, 1]
     except ValueError:
         splits = [1, 1]
     while True:

@@ -110,7 +110,7 @@ class Options:
         partials_type: type of the partial sums; never narrower than the data, and float32 for
             elements. (float32)
         shared_buckets: grad_input reads the forward buckets; blocks always do. (True)
-        optimise_for_speed: spills go where they are met soonest, else where most is free. (True)
+        optimise_for_speed: spills go where they are used soonest, else where most is free. (True)
         force_bucket_spills: every bucket's content spills; to test the propagation. (False)
         use_actual_worker_split_costs: meta-info counts only the workers in use. (False)
         enable_structured_rearrangements: grad_weight rearranges by transpose vertices rather

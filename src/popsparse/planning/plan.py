@@ -55,7 +55,7 @@ class BucketSizes(NamedTuple):
     grad_input_words: int
     """0 when grad_input reads the forward buckets."""
     overflow_words: int
-    """Words of the one overflow record of the whole tensor, not of each bucket."""
+    """Words of the one overflow record of the tensor, not of each bucket."""
 
     @property
     def words(self) -> int:
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def elements_per_tile(self) -> Sizes:
-        """Elements of each dimension on the fullest tile, padded to whole groups."""
+        """Elements of each dimension on the fullest tile, padded to full groups."""
         return Sizes(*(t * g for t, g in zip(self.groups_per_tile, self.grouping, strict=True)))
 
     def splits(self, dim: str) -> list[int]:

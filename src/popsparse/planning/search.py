@@ -90,8 +90,8 @@ def make_plan(
         cache: plans made earlier are taken from it, and the plan is kept there.
 
     Raises:
-        ValueError: options or constraints no partition can meet, more groups than tiles, dense
-            weights (`use_dense`) the memory cannot hold.
+        ValueError: options or constraints that no partition satisfies, more groups than tiles,
+            dense weights (`use_dense`) the memory cannot hold.
     """
     kind = data_type(dtype)
     requested = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
@@ -124,8 +124,8 @@ def _methods(params: FullyConnectedParams, space: SearchSpace) -> list[Method]:
     if params.sparsity_params.is_element:
         return [Method.ELEMENT]
     x, y = space.block
-    whole = params.batch_size % Method.BLOCK_AMP.grouping((x, y), space.dtype).z == 0
-    return [Method.BLOCK, *([Method.BLOCK_AMP] if whole and x % 4 == y % 4 == 0 else [])]
+    fills_units = params.batch_size % Method.BLOCK_AMP.grouping((x, y), space.dtype).z == 0
+    return [Method.BLOCK, *([Method.BLOCK_AMP] if fills_units and x % 4 == y % 4 == 0 else [])]
 
 
 def _candidates(

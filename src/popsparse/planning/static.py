@@ -65,7 +65,7 @@ class Cuts:
     """All cuts of one product.
 
     Args:
-        n: columns of the dense operand, padded to whole vectors.
+        n: columns of the dense operand, padded to full vectors.
         column_counts: blocks of each column of the pattern, those that are planned for first.
         planned: how many columns these are.
 
@@ -142,14 +142,14 @@ def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DataType) -> Numb
             return 31 + rows * 7 + more * 2
         if n == 8:
             return 31 + rows * 8 + more * 3
-        whole, rest = n // 8, n % 8 != 0
-        return 33 + rows * (11 + whole * 14 + rest * 9) + more * (whole * 3 + rest * 2)
+        vectors, rest = n // 8, n % 8 != 0
+        return 33 + rows * (11 + vectors * 14 + rest * 9) + more * (vectors * 3 + rest * 2)
     if n == 2:
         return 29 + rows * 5 + more * 2
     if n == 4:
         return 30 + rows * 6 + more * 3
-    whole, rest = n // 4, n % 4 != 0
-    return 31 + rows * (12 + (whole + rest) * 10) + more * (whole * 3 + rest * 2)
+    vectors, rest = n // 4, n % 4 != 0
+    return 31 + rows * (12 + (vectors + rest) * 10) + more * (vectors * 3 + rest * 2)
 
 
 def _block_constants(block: int, n: int, dtype: DataType) -> tuple[int, int, int]:
@@ -380,7 +380,7 @@ def _empty(
 ) -> StaticPlan:
     """Nothing to multiply: the output is zeros."""
     n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
-    whole = ceil_div(params.m * n * dtype.size, target.tiles)
+    moved = ceil_div(params.m * n * dtype.size, target.tiles)
     return StaticPlan(
         params=params,
         options=options,
@@ -394,7 +394,7 @@ def _empty(
         n_parts=(Interval(0, n),),
         tile_parts=(Interval(0, target.tiles),),
         band_tiles=((target.tiles,),),
-        terms={"move output": whole},
+        terms={"move output": moved},
         temporary_bytes=0,
         search=StaticSearch(1, 1, 1, ()),
     )
@@ -471,9 +471,9 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
     (row_order, planned_rows), (column_order, planned_columns) = kept
     estimate = _Estimate(target, dtype, params, pattern, (planned_rows, planned_columns))
 
-    def cuts(wanted: Options) -> Cuts:
+    def cuts(options: Options) -> Cuts:
         columns = counts[1][column_order]
-        return Cuts(target, dtype, wanted, pattern, estimate.n, columns, planned_columns)
+        return Cuts(target, dtype, options, pattern, estimate.n, columns, planned_columns)
 
     bound = int(options.available_memory_proportion * target.bytes_per_tile)
     best = _best(estimate, cuts(options), bound)

@@ -56,13 +56,13 @@ def sort_kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, i
     return np.concatenate([order[kept], others]), max(1, int(kept.sum()))
 
 
-def column_bands(counts: np.ndarray, wanted: int) -> Bands:
-    """At most `wanted` bands, each closed by the column with which it has its even share."""
+def column_bands(counts: np.ndarray, most: int) -> Bands:
+    """At most `most` bands, each closed by the column with which it has its even share."""
     total = int(counts.sum())
-    share = -(-total // wanted)
+    share = -(-total // most)
     before = np.concatenate([[0], np.cumsum(counts)])
     bounds = [0]
-    while len(bounds) <= wanted and before[bounds[-1]] < total:
+    while len(bounds) <= most and before[bounds[-1]] < total:
         goal = int(before[bounds[-1]]) + share
         bounds.append(min(int(np.searchsorted(before, goal)), len(counts)))
     if len(bounds) == 1:
@@ -74,13 +74,13 @@ def column_bands(counts: np.ndarray, wanted: int) -> Bands:
 
 
 def split_n(n: int, parts: int, grain: int) -> list[Interval]:
-    """n columns (whole grains) in at most `parts` equal parts; the last may be shorter."""
+    """n columns (a multiple of `grain`) in at most `parts` equal parts; the last may be shorter."""
     step = -(-(n // grain) // parts) * grain
     return [Interval(begin, min(begin + step, n)) for begin in range(0, n, step)]
 
 
 def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]:
-    """Tiles for each part of n, in proportion to its width and in whole grains."""
+    """Tiles for each part of n, in proportion to its width, in multiples of `grain`."""
     width = 1 + sum(part.size for part in parts)
     grains = -(-tiles // grain)
     least = -(-grains // len(parts))
@@ -96,7 +96,7 @@ def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]
 
 
 def tiles_of(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
-    """Tiles for each band, in proportion to its blocks and in whole grains; None if too few."""
+    """Tiles for each band, in multiples of `grain`, by its blocks; None if too few."""
     total, used = sum(blocks), 0
     shares = []
     for index, count in enumerate(blocks):
@@ -133,8 +133,8 @@ def vertex_cycles(outputs: Any, depth: Any, dtype: DataType) -> Any:
     strided = 15 + -(-outputs // vector) * ((13 if half else 10) + depth)
     wide = 2 * vector
     checks = 3 if half else 2
-    whole, rest = outputs // wide, outputs % wide
-    general = 33 + 24 + 2 * checks + whole * (7 + 2 * vector + 19 * depth)
+    vectors, rest = outputs // wide, outputs % wide
+    general = 33 + 24 + 2 * checks + vectors * (7 + 2 * vector + 19 * depth)
     for bit in range(checks):
         width = 1 << bit
         each = 5 + 2 * min(width, vector) + (15 + max(1, width // vector)) * depth
@@ -378,7 +378,7 @@ class StaticPlan:
             row `row_order[i]`.
         planned: rows and columns, in blocks, that the planner reckoned with.
         bands: column bands, in places of `column_order`.
-        n_parts: the columns of the dense operand (padded to whole vectors), cut.
+        n_parts: the columns of the dense operand (padded to full vectors), cut.
         tile_parts: the tiles of each part of n.
         band_tiles: for each part of n, the tiles of each band.
         terms: the planner's estimate in cycles, by name.

@@ -77,12 +77,12 @@ class Matrix(NamedTuple):
     def spread(self, matrix: np.ndarray) -> np.ndarray:
         """[groups, rows, cols] as [steps, groups, row parts, column parts, numel], padded by 0."""
         (groups, *_), rows, cols = self.shape, self.rows, self.cols
-        whole = np.zeros(
+        padded = np.zeros(
             (groups, *(e.steps * e.parts * e.each for e in (rows, cols))), matrix.dtype
         )
-        whole[:, : rows.size, : cols.size] = matrix
-        whole = whole.reshape(groups, *rows[1:], *cols[1:]).transpose(1, 4, 0, 2, 5, 3, 6)
-        return whole.reshape(self.steps, groups, rows.parts, cols.parts, self.numel)
+        padded[:, : rows.size, : cols.size] = matrix
+        padded = padded.reshape(groups, *rows[1:], *cols[1:]).transpose(1, 4, 0, 2, 5, 3, 6)
+        return padded.reshape(self.steps, groups, rows.parts, cols.parts, self.numel)
 
     def join(self, parts: np.ndarray) -> np.ndarray:
         """The inverse of `spread`; each part may have more than its elements, at the end."""
@@ -459,7 +459,7 @@ def add_product(
     """Add the product of "a" [groups, m, k] and "b" [groups, k, n] to a program.
 
     Args:
-        a, b: made by `layout.create_operand`; any other tensor is copied to where it is wanted.
+        a, b: made by `layout.create_operand`; any other tensor is copied into such a one.
         turned: which of them are transposed.
     """
     return _Product(graph, layout, name).add((a, b), program, turned)
@@ -632,9 +632,9 @@ class _Product:
         """The sums over k, of the type of the result; of the partials' where more steps follow."""
         plan, layout = self.plan, self.layout
         outputs = layout.m.each * layout.n.each
-        whole = partials.reshape(*partials.shape[:4], 1, outputs)
+        by_output = partials.reshape(*partials.shape[:4], 1, outputs)
         copies = [
-            _Partials(whole[:, :, k], layout.tiles[:, :, k, :, None], outputs)
+            _Partials(by_output[:, :, k], layout.tiles[:, :, k, :, None], outputs)
             for k in range(layout.k.parts)
         ]
         kind = plan.partials if plan.serial_in > 1 else plan.dtype

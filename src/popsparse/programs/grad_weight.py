@@ -1,9 +1,9 @@
 """The program of grad_weight: either the buckets travel, or the dense operands do.
 
-Each bucket has to meet all parts of the batch, and, where it holds sub-groups of other rectangles,
-their operands. Where the buckets travel, meta-info and partial gradients go round and come home at
-the end. Where the operands travel they go the other way round: a move along x changes the gradient
-of the output only, a move along y the input only. See section 5.3 of
+Each bucket is combined with all parts of the batch, and, where it holds sub-groups of other
+rectangles, with their operands. Where the buckets travel, meta-info and partial gradients go round
+and come home at the end. Where the operands travel they go the other way round: a move along x
+changes the gradient of the output only, a move along y the input only. See section 5.3 of
 docs/popsparse-formulas.md. In the original the first round over z is a broadcast of each part; here
 it is passed on.
 """

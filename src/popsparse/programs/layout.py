@@ -114,8 +114,8 @@ class OperandLayout:
         """Whether the parts hold more than the operand does."""
         parts = self.plan.partition
         channels, batch = self.part
-        whole = (getattr(parts, self.dim) * channels, parts.z * batch)
-        return whole != (self.channels, self.plan.sizes.z)
+        padded = (getattr(parts, self.dim) * channels, parts.z * batch)
+        return padded != (self.channels, self.plan.sizes.z)
 
     def matches(self, other: Any) -> bool:
         """Whether a tensor of the other layout lies as this one wants it."""

@@ -332,11 +332,11 @@ class _Product:
         if self.turns_blocks:
             values = self._turn_blocks(values, steps)
         local = self.fetch(operand, steps)
-        whole, partials = self.add_partials(steps)
+        all_partials, partials = self.add_partials(steps)
         edges = {"operand": local, "partials": partials, "rectangle": self.rectangles}
         self._distribute(words, values, edges, steps)
         self._propagate(words, values, edges, steps)
-        return self.reduce(whole, steps)
+        return self.reduce(all_partials, steps)
 
     def _turn_blocks(self, values: Tensor, steps: Sequence) -> Tensor:
         turned = self.variable("turned values", [values.shape[-1]])
@@ -415,7 +415,7 @@ class _Product:
         return local.reshape(*self.tiles.shape, *self.input.part)
 
     def add_partials(self, steps: Sequence) -> tuple[Tensor, Tensor]:
-        """Zeroed partial sums: whole, padded for the reduction, and as [*grid, channels, batch]."""
+        """Zeroed partial sums: all, padded for the reduction, and as [*grid, channels, batch]."""
         outputs, depth = self.output.numel, self.tiles.shape[1]
         padded = depth * ceil_div(outputs, depth)
         partials = self.variable("partials", [padded], partials=True)
