@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -155,13 +155,9 @@ class ModelEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        layers = []
-        for layer in self.layers:
-            row = dict(vars(layer))
-            row["passes"] = {name: dict(vars(one)) for name, one in layer.passes.items()}
-            row["bucket_fill"] = list(layer.bucket_fill)
-            row["update"] = None if layer.update is None else dict(vars(layer.update))
-            layers.append(row)
+        layers = [asdict(layer) for layer in self.layers]
+        for layer in layers:
+            layer["bucket_fill"] = list(layer["bucket_fill"])
         return {
             "target": self.target.to_dict(),
             "dtype": self.dtype,

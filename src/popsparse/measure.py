@@ -234,12 +234,10 @@ def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
     rng, kind = np.random.default_rng(seed), np.dtype(plan.dtype.name)
     a, b = (rng.uniform(-1, 1, size).astype(kind) for size in ((plan.m, plan.k), (plan.k, plan.n)))
     for operand, values in zip(operands, (a, b), strict=True):
-        if isinstance(operand, Operand):
-            engine.write(operand.home, operand.arrange(values[None]))
-        else:
-            engine.write(operand, values[None])
+        tensor = operand.tensor() if isinstance(operand, Operand) else operand
+        engine.write(tensor, values[None])
     profile = engine.run()
-    product = result.join(engine.read(result.home))[0]
+    product = engine.read(result.tensor())[0]
     return Run(profile, relative_error(product, a.astype(np.float64) @ b.astype(np.float64)))
 
 
@@ -312,16 +310,14 @@ def run_plans(
     Raises:
         ValueError: a plan that does not fit the tiles, code included.
     """
-    for plan in plans.values():
+    numerics, runs = not ignore_data, {}
+    for name, plan in plans.items():
         if isinstance(plan, StaticPlan):
             require_fit(plan)
-    return {name: _run(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
-
-
-def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool) -> Run:
-    if isinstance(plan, StaticPlan):
-        return _run_static(plan, seed, numerics=numerics)
-    return _run_dense(plan, seed, numerics=numerics)
+            runs[name] = _run_static(plan, seed, numerics=numerics)
+        else:
+            runs[name] = _run_dense(plan, seed, numerics=numerics)
+    return runs
 
 
 def run_figures(

@@ -37,13 +37,9 @@ def run(plan, target, *, groups=1, turned=(False, False), foreign=False, numeric
         return None, None, engine.run()
     for one, array, turn in zip(operands, arrays, turned, strict=True):
         given_array = array.swapaxes(1, 2) if turn else array
-        if isinstance(one, Operand):
-            engine.write(one.home, one.arrange(given_array))
-        else:
-            engine.write(one, given_array)
+        engine.write(one.tensor() if isinstance(one, Operand) else one, given_array)
     profile = engine.run()
-    found = result.join(engine.read(result.home))
-    np.testing.assert_array_equal(engine.read(result.tensor()), found)
+    found = engine.read(result.tensor())
     a, b = (array.astype(np.float64) for array in arrays)
     return found, a @ b, profile
 

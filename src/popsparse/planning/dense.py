@@ -640,7 +640,7 @@ def _check_room(plan: Plan, update: Update, piece: GradientPiece) -> None:
     if plan.use_dense:
         weights = plan.sizes.groups * plan.sizes.x * plan.sizes.y
         held = ceil_div(weights, target.tiles) * size * (1 + update.optimizer_slots)
-    operands = ceil_div(plan.sizes.groups * plan.sizes.z * (plan.sizes.x + plan.sizes.y), 1)
+    operands = plan.sizes.groups * plan.sizes.z * (plan.sizes.x + plan.sizes.y)
     held += ceil_div(operands, target.tiles) * size
     blocks = (piece.x1 - piece.x0) * (piece.y1 - piece.y0) * plan.sizes.groups
     pooled = ceil_div(blocks, target.tiles) * size

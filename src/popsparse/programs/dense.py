@@ -74,18 +74,9 @@ class Matrix(NamedTuple):
     def is_padded(self) -> bool:
         return any(e.steps * e.parts * e.each != e.size for e in (self.rows, self.cols))
 
-    def spread(self, matrix: np.ndarray) -> np.ndarray:
-        """[groups, rows, cols] as [steps, groups, row parts, column parts, numel], padded by 0."""
-        (groups, *_), rows, cols = self.shape, self.rows, self.cols
-        padded = np.zeros(
-            (groups, *(e.steps * e.parts * e.each for e in (rows, cols))), matrix.dtype
-        )
-        padded[:, : rows.size, : cols.size] = matrix
-        padded = padded.reshape(groups, *rows[1:], *cols[1:]).transpose(1, 4, 0, 2, 5, 3, 6)
-        return padded.reshape(self.steps, groups, rows.parts, cols.parts, self.numel)
-
     def join(self, parts: np.ndarray) -> np.ndarray:
-        """The inverse of `spread`; each part may have more than its elements, at the end."""
+        """[steps, groups, row parts, column parts, numel] as [groups, rows, cols]; each part may
+        have more than its elements, at the end."""
         groups, rows, cols = self
         at = parts.reshape(rows.steps, cols.steps, groups, rows.parts, cols.parts, -1)
         at = at[..., : self.numel].reshape(*at.shape[:-1], rows.each, cols.each)
@@ -176,13 +167,6 @@ class Operand:
     def matches(self, layout: Layout, which: str, *, turned: bool) -> bool:
         mine = (self.layout.plan, self.layout.groups, self.which, self.turned)
         return mine == (layout.plan, layout.groups, which, turned)
-
-    def arrange(self, matrix: np.ndarray) -> np.ndarray:
-        """A matrix [groups, rows, cols] as `home` holds it."""
-        parts = self.matrix.spread(matrix)
-        room = self.tiles.shape[-1] * self.share - parts.shape[-1]
-        padded = np.pad(parts, [(0, 0)] * 4 + [(0, room)])
-        return padded.reshape(self.home.shape)
 
     def tensor(self) -> Tensor:
         """The matrix [groups, rows, cols], wherever its elements lie."""
@@ -436,13 +420,11 @@ class Result(NamedTuple):
     home: Tensor
     matrix: Matrix | None
 
-    def join(self, home: np.ndarray) -> np.ndarray:
-        """What `home` holds as [groups, m, n]."""
-        return home if self.matrix is None else self.matrix.join(home.reshape(*home.shape[:4], -1))
-
     def tensor(self) -> Tensor:
         """The result as [groups, m, n], wherever its elements lie."""
-        at = self.join(self.home.addresses())
+        at = self.home.addresses()
+        if self.matrix is not None:
+            at = self.matrix.join(at.reshape(*at.shape[:4], -1))
         return Tensor(self.home.graph, self.home.dtype, at.shape, addresses=at)
 
 
