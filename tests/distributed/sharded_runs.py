@@ -105,7 +105,7 @@ def doors(rank, size):
     with pytest.raises(RuntimeError, match="call the module that fully_shard was given"):
         forward(other[0], x)
     with torch.no_grad(), pytest.raises(RuntimeError, match="are sharded"):
-        other[0].held()
+        other[0].snapshot()
     other[0].resizable = True
     with pytest.raises(ValueError, match="number of blocks"):
         other[0].set_pattern(ds.SparsePattern.random(other[0].pattern.shape, nnz=3))

@@ -82,7 +82,7 @@ def test_sparsified_trained_saved_and_loaded(name, tmp_path):
     moved = [name for name, layer in trainer.layers.items() if layer.pattern != before[name]]
     assert len(moved) >= len(before) - 1  # one may be outside of what the loss sees
     # Whoever reads a weight gets what it asks for without a dense matrix.
-    assert not any(m.told_of_dense_weight for m in model.modules() if isinstance(m, SparseLinear))
+    assert not any(m._has_warned for m in model.modules() if isinstance(m, SparseLinear))
 
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(tmp_path)

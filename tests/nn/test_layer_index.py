@@ -106,7 +106,7 @@ def test_an_index_that_was_written_to_is_refused(layer, name):
     tensor = layer.pattern.rows if name == "rows" else getattr(layer.index, name)
     tensor[0] = 1000
     if name == "cols":
-        with pytest.raises(RuntimeError, match="somebody has written to the index"):
+        with pytest.raises(RuntimeError, match="the index of this layer was written to"):
             layer(torch.randn(2, 24))
     x, values = torch.randn(2, 24), layer.values.detach()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

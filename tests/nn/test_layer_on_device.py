@@ -154,7 +154,7 @@ def test_an_index_that_another_thread_has_replaced_is_refused(layer):
 
 def test_an_index_that_was_written_to_is_refused(layer):
     layer.index.cols[0] = 3
-    with pytest.raises(RuntimeError, match="somebody has written to the index"):
+    with pytest.raises(RuntimeError, match="the index of this layer was written to"):
         layer(torch.randn(5, 48))
 
 

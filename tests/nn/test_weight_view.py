@@ -124,7 +124,7 @@ def test_no_other_weight_takes_its_place():
     with pytest.raises(AttributeError):
         own.weight = torch.zeros(6, 8)
     assert "weight" not in dict(own.named_parameters())
-    assert copy.deepcopy(own).known_as is None
+    assert copy.deepcopy(own)._module_name is None
 
 
 def test_what_goes_past_pythons_functions_is_refused():

@@ -301,7 +301,7 @@ def test_a_target_refuses_slots_in_another_order():
     layer = SparseLinear(16, 8, 0.5, target=popsparse.Target.bow())
     before = copy.deepcopy(layer.state_dict())
     flipped = {name: before[name].flip(0) for name in ("rows", "cols", "values")}
-    with pytest.raises(RuntimeError, match="not in row-major order, which rectangles"):
+    with pytest.raises(RuntimeError, match="not in row-major order, which shards"):
         layer.load_state_dict({**before, **flipped})
     pattern = layer.pattern
     drop, grow = torch.arange(3), random_outside(pattern, 3)

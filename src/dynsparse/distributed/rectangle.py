@@ -98,7 +98,7 @@ class Rectangle:
     def _product(self, layer: SparseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.active is not None:
             return self.active.product(layer, x, bias)
-        values, index = layer.held()
+        values, index = layer.snapshot()
         return linear(x, values, index, bias)
 
     def kernel(self, batch: int, backward: bool) -> str:

@@ -202,7 +202,7 @@ class _SparseConv(SparseLinear):
         if self.executor is not None:
             y = self.executor(self, x)
         else:
-            values, index = self.held()
+            values, index = self.snapshot()
             y = ops.conv(x, values, index, self.geometry, self.bias)
         if self.dimensions == 1:
             y = y.squeeze(2)

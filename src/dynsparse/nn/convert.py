@@ -358,7 +358,7 @@ def make_sparse_layer(
             dtype=weight.dtype,
         )
     layer.values.copy_(values)
-    layer.known_as = candidate.name
+    layer._module_name = candidate.name
     layer.register_parameter("bias", _as_parameter(candidate.bias, candidate.bias_parameter))
     layer.values.requires_grad_(candidate.parameter.requires_grad)
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):

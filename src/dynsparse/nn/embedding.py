@@ -103,7 +103,7 @@ class SparseEmbedding(SparseLinear):
             executor: Any = self.executor
             rows: Tensor = executor.embed(self, ids)
         else:
-            values, index = self.held()
+            values, index = self.snapshot()
             rows = embedding(ids, values, index, self.embedding_dim)
         if self.padding_idx is None:
             return rows

@@ -1,4 +1,4 @@
-"""What a layer computes with at one time, as one object: a reader sees all of it or none."""
+"""The state that a layer computes with, replaced as a unit so that readers see all or nothing."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.layer_index import LayerIndex, Read, register_index
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-# Held where values and pattern of a layer change, or are looked at afresh. One for all layers: it
-# is held for moments.
+# Held while values and pattern of a layer change or are read together. One lock for all layers, as
+# it is held only for moments.
 changing = threading.RLock()
 
 
 class LayerState:
     """A pattern, its index on the device of the values, and the memory of the values.
 
-    A layer replaces its state whole. Who took the old one goes on with it: it keeps alive what it
-    points to. Off the CPU the memory stays, so that CUDA graphs that read it stay valid: the next
-    pattern and values are written over those before, in the order of the device's work.
+    A layer replaces its state as a unit; readers of the old one continue with it, as it keeps its
+    memory alive. On other devices than the CPU the memory stays in place, so that CUDA graphs stay
+    valid: the next pattern and values overwrite it, in the order of the device's work.
 
     Attributes:
-        index: of the pattern. Its `row_ptr` is this layer's alone, by which `ops.capture` knows it;
-            the rest may be the pattern's own memory.
-        memory: the values without their Parameter, which may be given other memory meanwhile.
-        read: index and memory as forward takes them.
-        address: of the memory, by which the layer knows that it still is that of its values; -1
-            where these are sharded, until they are gathered.
-        watched, version: a tensor of the index, and how often it had been written to: patterns do
-            not change, and an index that somebody writes to is refused.
+        index: the index of the pattern. Its `row_ptr` belongs to this layer only, which
+            `ops.capture` identifies by it; the rest may be shared with the pattern.
+        memory: the values without their Parameter, whose memory may be replaced.
+        read: index and memory as forward needs them.
+        address: address of the memory, which tells whether it is still that of the values; -1 for
+            sharded values.
+        watched, version: a tensor of the index and its version counter, which detect writes to the
+            index.
     """
 
     __slots__ = ("address", "index", "memory", "read", "version", "watched")
@@ -44,21 +44,21 @@ class LayerState:
         index: LayerIndex | None,
         row_ptr: Tensor | None = None,
     ) -> None:
-        # Outside of inference mode, where tensors do not count how often they are written to.
+        # Outside of inference mode, in which tensors have no version counter.
         with torch.inference_mode(False):
             device, sharded = device_of(values), is_sharded(values)
             if index is None or index.cols.device != device or values.shape != index.values_shape:
-                # What each rank holds whole shall be little: backward makes the order by columns.
+                # Every rank holds the full index, so keep it small: no order by columns.
                 thin = sharded and device.type == "cpu"
                 tensors = pattern._thin_index() if thin else pattern._index_on(device)
                 if row_ptr is None or row_ptr.device != device:
                     row_ptr = tensors.row_ptr.clone()
                 tensors = tensors._replace(row_ptr=row_ptr)
-                index = self._of(tensors, values, sharded, device)
+                index = self._make_index(tensors, values, sharded, device)
             if sharded and index.on_cpu and index.order is not None:
                 pattern.forget_index()
                 tensors = pattern._thin_index()._replace(row_ptr=index.index.row_ptr)
-                index = self._of(tensors, values, sharded, device)
+                index = self._make_index(tensors, values, sharded, device)
             if not index.on_cpu:
                 cuda.derive(index)
             self.index = index
@@ -70,10 +70,10 @@ class LayerState:
             self.version = self.watched._version
 
     @staticmethod
-    def _of(
+    def _make_index(
         tensors: PatternIndex, values: Tensor, sharded: bool, device: torch.device
     ) -> LayerIndex:
-        # Their number may be about to change.
+        # The number of values may be about to change.
         shape = len(tensors.cols), *values.shape[1:]
         index = LayerIndex(
             tensors, torch.empty(1, device=device).expand(shape) if sharded else values
@@ -84,13 +84,13 @@ class LayerState:
     def take(
         self, other: LayerState, pattern: SparsePattern, values: Tensor, moved: Tensor | None
     ) -> LayerState:
-        """Write the index of another state over this one's, and other values over the values; the
-        state of this memory from now on.
+        """Overwrite index and values in place, and return the new state of this memory.
 
         Args:
-            pattern: of the other state.
-            values: the Parameter that holds the values.
-            moved: what they become; None where others see to them.
+            other: the state with the new index.
+            pattern: the pattern of `other`.
+            values: the Parameter with the values.
+            moved: the new values; None if the caller sets them.
         """
         if moved is not None:
             torch._foreach_copy_([values], [moved])

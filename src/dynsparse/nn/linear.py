@@ -16,7 +16,8 @@ from dynsparse.checks import check_integer
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import executor_for
 from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform
-from dynsparse.nn.sparse_module import SparseModule, whole
+from dynsparse.nn.sharded import require_unsharded
+from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -89,8 +90,8 @@ class WeightView(Tensor):
         layers: set[Any] = set()
         args, kwargs = _substitute_dense(args, layers), _substitute_dense(kwargs, layers)
         for layer in layers:
-            if not layer.told_of_dense_weight:
-                layer.told_of_dense_weight = True
+            if not layer._has_warned:
+                layer._has_warned = True
                 warnings.warn(_dense_weight_warning(layer), stacklevel=2)
         return func(*args, **kwargs)
 
@@ -142,13 +143,13 @@ def _dense_weight_warning(layer: Any) -> str:
 
 def _display_name(layer: Any) -> str:
     name = type(layer).__name__
-    return f"a {name}" if layer.known_as is None else f"{layer.known_as!r} ({name})"
+    return f"a {name}" if layer._module_name is None else f"{layer._module_name!r} ({name})"
 
 
 def _advice(layer: Any) -> str:
-    if layer.known_as is None:
+    if layer._module_name is None:
         return "use an nn.Linear in its place"
-    return f"keep it dense with sparsify(..., exclude=[{layer.known_as!r}])"
+    return f"keep it dense with sparsify(..., exclude=[{layer._module_name!r}])"
 
 
 class SparseLinear(SparseModule):
@@ -319,7 +320,7 @@ class SparseLinear(SparseModule):
         """`forward` with another bias [out] or None; None if an executor computes the layer."""
         if self.executor is not None:
             return None
-        return linear(x, whole(self.values), self._current().index, bias)
+        return linear(x, require_unsharded(self.values), self._current().index, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out].
@@ -334,7 +335,7 @@ class SparseLinear(SparseModule):
         parameters = self._parameters
         values = parameters.get("values")
         if type(values) is not Parameter or is_dynamo_compiling():
-            return linear(x, whole(self.values), self.index, self.bias)
+            return linear(x, require_unsharded(self.values), self.index, self.bias)
         state = self._state
         if (
             state is None

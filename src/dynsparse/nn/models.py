@@ -198,4 +198,4 @@ def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
         if layer.pattern != layers[name].pattern:
             raise ValueError(f"the layers {name!r} must begin with the same pattern")
     for name, layer in copies.items():
-        layers[name].lead(layer)
+        layers[name].add_follower(layer)

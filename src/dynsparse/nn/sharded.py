@@ -23,11 +23,11 @@ def is_sharded(tensor: Any) -> bool:
     return sharding is not None and isinstance(tensor, sharding.DTensor)
 
 
-def whole(values: Tensor) -> Tensor:
-    """The values, unless they are sharded: products need all of them.
+def require_unsharded(values: Tensor) -> Tensor:
+    """The values, which products need in full.
 
     Raises:
-        RuntimeError: they are.
+        RuntimeError: they are sharded.
     """
     if is_sharded(values):
         raise RuntimeError(

@@ -1,10 +1,12 @@
-"""A module with one sparse weight, whose pattern may change at any time."""
+"""The base class of sparse layers: one sparse weight, whose pattern may change at any time."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,9 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.backends import Executor
-from dynsparse.nn.copies import is_averaging
 from dynsparse.nn.layer_state import LayerState, changing
-from dynsparse.nn.sharded import gathered, is_sharded, whole
+from dynsparse.nn.sharded import gathered, is_sharded, require_unsharded
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.panels import discard_panels
@@ -28,9 +29,9 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class SparseModule(nn.Module):
-    """Holds the values of a sparse weight and their pattern, and keeps them together.
+    """Holds the values of a sparse weight and their pattern, and keeps them consistent.
 
-    What a subclass must do: register the Parameter `values`, then call `_install(pattern)`.
+    A subclass registers the Parameter `values`, then calls `_install(pattern)`.
     """
 
     values: nn.Parameter
@@ -38,24 +39,24 @@ class SparseModule(nn.Module):
 
     resizable: bool = False
     executor: Executor | None = None
-    # The index is no buffer: buffers are averaged, broadcast and written to by others. It is made
-    # of the pattern for the device of the values, and `rows` and `cols` are in the state dict.
+    # The index is not a buffer because buffers are averaged, broadcast and overwritten. It is
+    # derived from the pattern on the device of the values; the state dict has `rows` and `cols`.
     _state: LayerState | None = None
-    # Rows and columns that were put in place of the layer's own, as `functional_call` does it.
-    _given: dict[str, Tensor] | None = None
-    # The index of the layer's own pattern meanwhile.
-    _aside: LayerIndex | None = None
-    # The row pointers of the index, by which `ops.capture` knows the layer. They stay while the
-    # pattern stays, also where the rest of the index is given up or made anew.
+    # Rows and columns that `functional_call` substitutes for those of the layer.
+    _substitutes: dict[str, Tensor] | None = None
+    # The index of the layer's own pattern while others are substituted.
+    _own_index: LayerIndex | None = None
+    # The row pointers of the index, by which `ops.capture` identifies the layer. They stay the same
+    # as long as the pattern does, even if the rest of the index is released or rebuilt.
     _row_ptr: Tensor | None = None
-    # The name that `sparsify` found it under, for messages; and whether one has been given already.
-    known_as: str | None = None
-    told_of_dense_weight: bool = False
+    # The name in the model, for messages, and whether use of the dense weight was warned about.
+    _module_name: str | None = None
+    _has_warned: bool = False
     # The other sharded tensors of a tensor-parallel layer: name -> their shard and its dimension.
     dim_shards: dict[str, tuple[DimShard, int]]
-    # Whether another pattern was loaded: a trainer looks before its next step.
+    # Whether another pattern was loaded, which a trainer checks before its next step.
     _was_replaced: bool = False
-    # Averages of this layer, which take its patterns.
+    # Averages of this layer, which follow its pattern.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
 
     @property
@@ -80,52 +81,52 @@ class SparseModule(nn.Module):
 
     @property
     def index(self) -> PatternIndex:
-        """The kernels' index tensors, on the device of the values; not to be written to."""
+        """The kernels' index tensors on the device of the values; read-only."""
         state = self._state
         return (self._refresh() if state is None else state).index.index
 
     @property
     def rows(self) -> Tensor:
         """Block rows of the slots, int32 [nnz], on the device of the values."""
-        return self._shown("rows")
+        return self._index_tensor("rows")
 
     @rows.setter
     def rows(self, rows: Tensor) -> None:
-        self._give("rows", rows)
+        self._substitute("rows", rows)
 
     @property
     def cols(self) -> Tensor:
         """Block columns of the slots, int32 [nnz], on the device of the values."""
-        return self._shown("cols")
+        return self._index_tensor("cols")
 
     @cols.setter
     def cols(self, cols: Tensor) -> None:
-        self._give("cols", cols)
+        self._substitute("cols", cols)
 
-    def _shown(self, name: str) -> Tensor:
-        given = None if self._given is None else self._given.get(name)
+    def _index_tensor(self, name: str) -> Tensor:
+        substitute = None if self._substitutes is None else self._substitutes.get(name)
         own: Tensor = getattr(self._pattern, name)
-        return own.to(self.values.device) if given is None else given
+        return own.to(self.values.device) if substitute is None else substitute
 
-    def _give(self, name: str, tensor: Tensor) -> None:
-        # torch's functional calls put the tensors of a state dict in place for one call, and put
-        # back what they found. Others change the pattern through `set_pattern`.
-        given = {**(self._given or {}), name: tensor}
-        own = {n: t for n, t in given.items() if torch.equal(t.cpu(), getattr(self._pattern, n))}
-        self._given = None if len(own) == len(given) else given
+    def _substitute(self, name: str, tensor: Tensor) -> None:
+        # torch's functional calls substitute the tensors of a state dict for one call, and restore
+        # the originals. All other changes of the pattern go through `set_pattern`.
+        tensors = {**(self._substitutes or {}), name: tensor}
+        own = {n: t for n, t in tensors.items() if torch.equal(t.cpu(), getattr(self._pattern, n))}
+        self._substitutes = None if len(own) == len(tensors) else tensors
         if self._state is not None:
-            self._aside, self._state = self._state.index, None
+            self._own_index, self._state = self._state.index, None
 
-    def held(self) -> tuple[Tensor, PatternIndex]:
-        """Values and index tensors that belong together, whatever other threads do.
+    def snapshot(self) -> tuple[Tensor, PatternIndex]:
+        """Values and index tensors of the same moment, whatever other threads do.
 
-        The values are the Parameter where gradients are recorded, which only the thread that
-        changes the pattern should do, and its memory otherwise.
+        With gradients enabled the values are the Parameter, and only the thread that changes the
+        pattern should call this; otherwise they are its memory.
         """
         if torch.is_grad_enabled() or is_compiling():
-            return whole(self.values), self.index
+            return require_unsharded(self.values), self.index
         state = self._current()
-        return whole(state.memory), state.index.index
+        return require_unsharded(state.memory), state.index.index
 
     def _current(self) -> LayerState:
         state, values = self._state, self.values
@@ -138,23 +139,22 @@ class SparseModule(nn.Module):
         return state
 
     def _refresh(self) -> LayerState:
-        """The state as it is now: after a change, a move, or memory that was replaced."""
+        """Rebuild the state after a change of pattern, device, or memory of the values."""
         with changing:
             values = self.values
             pattern, before = self._pattern, self._state
             if before is not None and before.version != before.watched._version:
                 raise RuntimeError(
-                    "somebody has written to the index of this layer, which then no longer belongs "
-                    "to its values: change patterns with set_pattern() or rewire(), and load the "
-                    "layer anew"
+                    "the index of this layer was written to and no longer belongs to its values: "
+                    "change patterns with set_pattern() or rewire(), and reload the layer"
                 )
-            if self._given is not None:
-                found = {"rows": pattern.rows, "cols": pattern.cols, **self._given}
+            if self._substitutes is not None:
+                tensors = {"rows": pattern.rows, "cols": pattern.cols, **self._substitutes}
                 pattern = SparsePattern._in_order(
-                    **found, shape=pattern.shape, block_size=self.block_size
+                    **tensors, shape=pattern.shape, block_size=self.block_size
                 )
                 return LayerState(pattern, values, None)
-            index = self._aside if before is None else before.index
+            index = self._own_index if before is None else before.index
             self._check_owner()
             state = LayerState(pattern, values, index, self._row_ptr)
             self._row_ptr = state.index.row_ptr
@@ -162,7 +162,7 @@ class SparseModule(nn.Module):
                 pattern._detach()
             else:
                 pattern._attach(state.index.index)
-            self._state, self._aside = state, None
+            self._state, self._own_index = state, None
             return state
 
     def _check_owner(self) -> None:
@@ -171,69 +171,69 @@ class SparseModule(nn.Module):
             _owners[self.values] = weakref.ref(self)
         elif not owner._pattern._has_slots_of(self._pattern):
             raise RuntimeError(
-                "this layer was given the values of another sparse layer, whose pattern is a "
-                "different one: pass rows and cols with them, as in the other layer's state_dict()"
+                "this layer was given the values of another sparse layer, whose pattern differs: "
+                "pass rows and cols with them, as in the other layer's state_dict()"
             )
 
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
-        """Change over to a pattern, and to values of its own where there are any."""
+        """Switch to a pattern, and to its `values` if given."""
         self._was_replaced = True
-        self._give_up_index()
-        self._prepared(pattern, values)()
+        self._release_index()
+        self._prepare_change(pattern, values)()
 
-    def _give_up_index(self) -> None:
-        """The largest array of an update: whoever wants it still makes it anew. Off the CPU its
-        memory serves the next pattern."""
+    def _release_index(self) -> None:
+        """Free the index, the largest array of an update, on the CPU; it is rebuilt on demand. On
+        other devices its memory is reused for the next pattern."""
         if self._state is not None and self._state.index.on_cpu:
             self._state = None
 
-    def _prepared(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
-        """What changes over to a pattern and its values, and takes no memory to do so."""
-        own: SparsePattern | None = vars(self).get("_pattern")  # none while the layer is made
+    def _prepare_change(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
+        """Allocate what a switch to a pattern and its values needs, and return the switch."""
+        own: SparsePattern | None = vars(self).get("_pattern")  # None in the constructor
         if own is not None and self.keeps_slots and own.nnz == pattern.nnz:
-            # No tensor changes its size, so that nothing is compiled or captured anew.
+            # No tensor changes its size, so nothing is recompiled or recaptured.
             pattern = pattern if own._is_row_major else pattern._with_slots()
         before = self._state
-        kept = None
+        row_ptr = None
         if before is None and own is not None and own._has_slots_of(pattern):
-            kept = self._row_ptr
-        # Made now, and not in the next call, which a compiler may watch.
-        state = LayerState(pattern, self.values if values is None else values, None, kept)
+            row_ptr = self._row_ptr
+        # Made now because the next call may be compiled.
+        state = LayerState(pattern, self.values if values is None else values, None, row_ptr)
         if before is not None and not before.index.may_take(state.index):
             before = None
         if before is not None:
             state.index.derive_like(before.index)
-            left = self._pattern._before_overwrite(before.index.index)
+            saved_index = self._pattern._before_overwrite(before.index.index)
         executor = None if self.executor is None else self.executor.after(pattern)
         followers = [follower for reference in self._followers if (follower := reference())]
-        following = []
+        switches = []
         for follower in followers:
             follower.resizable = self.resizable
-            following.append(follower.prepare(Rewiring.between(follower.pattern, pattern)))
+            switches.append(follower.prepare(Rewiring.between(follower.pattern, pattern)))
 
         @torch.no_grad()
-        def change_over() -> None:
+        def switch() -> None:
             with uninterrupted():
                 with changing:
-                    made = state
+                    new = state
                     if before is not None:
-                        self._pattern._device_index = left
-                        made = before.take(state, pattern, self.values, values)
+                        self._pattern._device_index = saved_index
+                        new = before.take(state, pattern, self.values, values)
                     elif values is not None:
                         self._store(values)
-                    if not made.index.on_cpu:
-                        pattern._attach(made.index.index)
-                    row_ptr = made.index.row_ptr
+                    if not new.index.on_cpu:
+                        pattern._attach(new.index.index)
+                    row_ptr = new.index.row_ptr
                     if self._row_ptr is not None and self._row_ptr.data_ptr() != row_ptr.data_ptr():
                         capture.replace(self._row_ptr, row_ptr, self.values)
-                    self._pattern, self._state, self._row_ptr = pattern, made, row_ptr
+                    self._pattern, self._state, self._row_ptr = pattern, new, row_ptr
                     _owners[self.values] = weakref.ref(self)
-                    self._given = self._aside = None
+                    self._substitutes = self._own_index = None
                     self.executor = executor
-                for follow in following:
+                for follow in switches:
                     follow()
 
-        return change_over
+        return switch
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModule:
         super()._apply(fn, recurse)
@@ -242,13 +242,13 @@ class SparseModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         with changing:
-            # Pickle reads the Parameter later, when another thread may have changed the pattern.
+            # Pickle reads the Parameter later, after other threads may have changed the pattern.
             return {**self._state_to_copy(), "_saved": (self._pattern, self.values.detach())}
 
     def _state_to_copy(self) -> dict[str, Any]:
-        # What was made of the pattern stays with this layer: copies have memory of their own.
-        own = ("_state", "_aside", "_row_ptr", "_followers")
-        return {k: v for k, v in self.__dict__.items() if k not in own}
+        # What is derived from the pattern is not copied: copies have their own memory.
+        derived = ("_state", "_own_index", "_row_ptr", "_followers")
+        return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pattern, values = state.pop("_saved", (None, None))
@@ -258,34 +258,34 @@ class SparseModule(nn.Module):
         self._refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModule:
-        made = self.__new__(type(self))
-        memo[id(self)] = made
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
         with changing:
             state = copy.deepcopy(self._state_to_copy(), memo)
-        made.__setstate__(state)
-        if is_averaging():
-            self.lead(made)
-        return made
+        copied.__setstate__(state)
+        if _is_made_for_averaging():
+            self.add_follower(copied)
+        return copied
 
-    def lead(self, other: SparseModule) -> None:
-        """From now on, `other` takes every pattern of this layer: see `nn.follow_patterns`."""
+    def add_follower(self, other: SparseModule) -> None:
+        """Let `other` follow every change of this layer's pattern, see `nn.follow_patterns`."""
         alive = (reference for reference in self._followers if reference() is not None)
         self._followers = (*alive, weakref.ref(other))
 
     def thin_index(self) -> None:
-        """Keep only 4 bytes of index per block, where ranks share the values out among each other.
+        """If the values are sharded on CPUs, keep only 4 bytes of index per block.
 
-        Backward makes the order by columns each time, and panels and masks are made for one call.
-        Trainers do this; after an update it is so anyway. Off the CPU it always is.
+        Backward then computes the order by columns at each call, and panels and masks are not
+        kept. Trainers call this; every update has the same effect.
         """
         if is_sharded(self.values):
             self._refresh()
 
     def forget_panels(self) -> None:
-        """Give up what kernels for many samples have made of the index, 12 bytes per weight.
+        """Free what kernels for many samples derived from the index, 12 bytes per weight.
 
-        The next product that wants it makes it anew. Trainers do this before they change the
-        pattern, after which it would be of no use.
+        It is rebuilt on demand. Trainers call this before they change the pattern, which makes it
+        invalid.
         """
         if self._state is not None:
             discard_panels(self._state.index)
@@ -304,8 +304,10 @@ class SparseModule(nn.Module):
 
     @torch.no_grad()
     def prepare(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> Callable[[], None]:
-        """The two parts of `rewire`: all that takes memory or can fail is done now, and calling
-        what is returned changes over. No other change may come in between.
+        """Do everything of `rewire` that allocates memory or can fail.
+
+        Returns:
+            A function that performs the change. No other change may come in between.
 
         Raises:
             ValueError: as `rewire`.
@@ -314,14 +316,14 @@ class SparseModule(nn.Module):
             raise ValueError(
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
-        values = whole(self.values)
+        values = require_unsharded(self.values)
         self._check_capacity(rewiring.after)
-        # Beside the old values, which other threads may be reading. The order by columns is given
-        # up before, as it is the largest array here: whoever wants it still makes it anew.
+        # New memory, because other threads may be reading the old values. The order by columns, the
+        # largest array, is freed before; it is rebuilt on demand.
         self._pattern.forget_index()
-        self._give_up_index()
+        self._release_index()
         moved = rewiring.apply(values.detach(), fill)
-        return self._prepared(rewiring.after, moved)
+        return self._prepare_change(rewiring.after, moved)
 
     @torch.no_grad()
     def set_pattern(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
@@ -336,39 +338,39 @@ class SparseModule(nn.Module):
             self.rewire(Rewiring.between(self._pattern, pattern))
             return
         pattern._check_values(values)
-        self._install(pattern, values.to(whole(self.values), copy=True))
+        self._install(pattern, values.to(require_unsharded(self.values), copy=True))
 
     def prepare_moved(self, pattern: SparsePattern) -> Callable[[], None]:
-        """What changes over to a pattern where others see to the values: sharded ones move from
-        rank to rank. In two parts as `prepare`."""
+        """As `prepare`, for a pattern whose values the caller changes: sharded values move between
+        ranks."""
         self._check_capacity(pattern)
         self._pattern.forget_index()
-        return self._prepared(pattern, None)
+        return self._prepare_change(pattern, None)
 
     def _store(self, values: Tensor) -> None:
-        """Take over the memory of values [any] or [any, b, b]; the Parameter stays the same."""
+        """Replace the memory of the Parameter by that of values [any] or [any, b, b]."""
         own = self.values
         if values.shape != own.shape:
             own.grad = None  # it belongs to the old length
-            # A graph that is still alive, as that of the last loss, keeps the node that accumulates
-            # the gradient, and with it the old length. Autograd makes a new one when the type
-            # changes.
+            # A graph that is still alive, such as that of the last loss, keeps the node that
+            # accumulates the gradient, with the old length. Autograd creates a new one when the
+            # dtype changes.
             other = torch.float32 if own.dtype == torch.float64 else torch.float64
             own.data = own.data.new_empty(0, dtype=other)
         else:
-            own[:0].zero_()  # a graph that waits for its backward pass learns of the change
+            own[:0].zero_()  # autograd detects the change if a backward pass is pending
         own.data = values
 
     @property
     def may_resize(self) -> bool:
-        """Whether the number of blocks on this rank may change: that of a shard does while that of
-        the full layer stays."""
+        """Whether the number of blocks on this rank may change; that of a shard may even if that of
+        the full layer may not."""
         return self.resizable or isinstance(self.executor, ShardSpec)
 
     @property
     def keeps_slots(self) -> bool:
-        """Whether slots may have any order, so that survivors of an update stay where they are.
-        Rectangles and targets need row-major order."""
+        """Whether slots may have any order, so that survivors of an update stay in their slots.
+        Shards and targets need row-major order."""
         return self.executor is (None if self.executor is None else getattr(self, "active", None))
 
     def _check_capacity(self, pattern: SparsePattern) -> None:
@@ -384,15 +386,15 @@ class SparseModule(nn.Module):
             )
         if not (self.keeps_slots or pattern._is_row_major):
             raise ValueError(
-                "rows and cols are not in row-major order, which rectangles and targets need: "
-                "make rewirings with row_major=True"
+                "rows and cols are not in row-major order, which shards and targets need: make "
+                "rewirings with row_major=True"
             )
 
     def to_dense(self) -> Tensor:
         """The weight as an [out, in] tensor, differentiable in the values.
 
-        Where the values are sharded, all ranks must call it. A backward pass through it raises
-        RuntimeError once the pattern has changed.
+        If the values are sharded, all ranks must call it. A backward pass through it raises
+        RuntimeError after the pattern has changed.
         """
         if is_compiling() or is_sharded(self.values):  # no compiler traces locks and hooks
             return self._pattern.to_dense(gathered(self.values))
@@ -414,7 +416,7 @@ class SparseModule(nn.Module):
     def _load(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        # The pattern is in the state too: it is taken over when all of it fits, or nothing is.
+        # The pattern is part of the state: either all of it fits and is loaded, or nothing is.
         rows, cols = state_dict.get(prefix + "rows"), state_dict.get(prefix + "cols")
         if rows is not None and cols is not None:
             try:
@@ -430,7 +432,7 @@ class SparseModule(nn.Module):
                 if values is None or is_sharded(self.values) or is_sharded(values):
                     self._install(pattern)
                 elif values.shape == pattern.values_shape:
-                    # Memory of their own, so that other threads see pattern and values together.
+                    # New memory, so that other threads see pattern and values of one moment.
                     self._install(pattern, values.to(self.values, copy=True))
         elif prefix + "values" in state_dict:
             error_msgs.append(
@@ -451,6 +453,20 @@ class SparseModule(nn.Module):
         with changing:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             pattern = self._pattern
-        # Copies: who loads into a state dict in place does not write into the pattern.
+        # Copies, so that in-place changes of a state dict do not write to the pattern.
         for name in ("rows", "cols"):
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
+
+
+# Files of torch and timm that copy a model to average its weights.
+_AVERAGERS = ("torch/optim/swa_utils.py", "timm/utils/model_ema.py")
+
+
+def _is_made_for_averaging() -> bool:
+    """Whether the current copy is made by a class that averages weights."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.replace("\\", "/").endswith(_AVERAGERS):
+            return True
+        frame = frame.f_back
+    return False
