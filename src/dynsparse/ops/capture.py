@@ -1,15 +1,15 @@
-"""Keeps what growth needs from a backward pass: the inputs and output gradients of chosen layers.
+"""Captures what growth needs from backward passes: inputs and output gradients of chosen layers.
 
-The key is the storage of `row_ptr`, the one tensor of a layer that every operator is given and that
-nothing shards, gathers or casts; each layer has one of its own. The recording happens inside the
-backward operator. So it also works under torch.compile, with activation checkpointing, with
-gradient accumulation, for a layer used several times in one forward pass, and where `fully_shard`
-hands backward other values than those that the layer holds.
+A layer is identified by the storage of its `row_ptr`: every operator receives this tensor, no two
+layers share it, and nothing shards, gathers or casts it. Recording happens inside the backward
+operator. So it works under torch.compile, with activation checkpointing, gradient accumulation, a
+layer that is used several times in one forward pass, and under `fully_shard`, which passes other
+values to backward than the layer holds.
 
-Pairs belong to the gradient that the values hold. When a backward pass begins and that has been
-taken away or set to zero, the earlier passes count for nothing any more, and what they left is
-forgotten: passes without a step, as those of a learning-rate finder, do not pile up. Where values
-are sharded nothing is forgotten before the step, as `fully_shard` adds up gradients out of sight.
+Pairs belong to the gradient that the values hold. When a backward pass begins and that gradient has
+been removed or set to zero, earlier pairs are discarded: passes without a step, as in a
+learning-rate finder, do not pile up. With sharded values nothing is discarded before the step,
+because `fully_shard` accumulates gradients elsewhere.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ CHANGED = (
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
-    """(x [batch, in], dY [batch, out]) of the backward passes that made the present gradient."""
+    """(x [batch, in], dY [batch, out]) of the backward passes that made the current gradient."""
 
     values: weakref.ref[Tensor]
     last_pass: int = -1
-    writes: int = -1  # to the gradient, when the last pass began; -1 where there was none
-    before: int = 0  # pairs, when the last pass began
+    writes: int = -1  # version of the gradient when the last pass began; -1 if there was none
+    before: int = 0  # number of pairs when the last pass began
 
     def begin(self, backward_pass: int) -> None:
-        """Forget what belongs to a gradient that is gone, when another pass begins."""
+        """At the start of another pass, discard pairs of a gradient that no longer exists."""
         if backward_pass == self.last_pass:
             return
         self.last_pass = backward_pass
         values = self.values()
         if hasattr(values, "_local_tensor"):
-            return  # a DTensor: where its gradient is added up until then, nobody is told
+            return  # a DTensor, whose gradient is accumulated elsewhere until the step
         grad = None if values is None else values.grad
         if grad is None:
             self.clear()
             self.writes = -1
         else:
-            # A pass writes once, or not at all where it was asked for other gradients. A gradient
-            # of zeros may be one that came out as zeros.
+            # A pass writes once, or never if it is asked for other gradients only. A gradient of
+            # zeros may be the result of a pass.
             if grad._version == self.writes:
                 del self[self.before :]
             elif 0 <= self.writes < grad._version - 1 and not bool(grad.any()):
@@ -63,15 +63,15 @@ class Pairs(list[tuple[Tensor, Tensor]]):
         self.before = len(self)
 
 
-# Weak, so that a capture nobody waits for any more ends, and its address may be used again.
+# Weak, so that a capture ends with its last reference and the address may be reused.
 _open: WeakValueDictionary[int, Pairs] = WeakValueDictionary()
 
 
 def start(row_ptr: Tensor, values: Tensor) -> Pairs:
-    """From now on, keep x and dY of the backward passes through the layer of `row_ptr`.
+    """Capture x and dY of later backward passes through the layer of `row_ptr`.
 
-    The capture lasts until `take` or `stop`, and only as long as the caller holds what is returned
-    here. Starting again forgets what was kept so far.
+    The capture lasts until `take` or `stop`, and only while the caller holds the returned pairs.
+    Starting again discards earlier pairs.
 
     Args:
         row_ptr: of the index that the layer computes with.
@@ -88,9 +88,9 @@ def take(row_ptr: Tensor) -> list[tuple[Tensor, Tensor]]:
     pairs = _open.pop(row_ptr.data_ptr(), None)
     if pairs is None:
         return []
-    kept = list(pairs)
-    pairs.clear()  # so that the memory is free as soon as the caller is done with them
-    return kept
+    taken = list(pairs)
+    pairs.clear()  # so that the memory is free as soon as the caller drops them
+    return taken
 
 
 # Address of a `row_ptr` that its layer no longer computes with: its storage, which must still be
@@ -100,7 +100,7 @@ _replaced: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
 
 def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
     """The layer with the Parameter `values` has another pattern, whose index has the row pointers
-    `new`. An open capture goes on with the passes to come; pairs kept so far are forgotten.
+    `new`. An open capture goes on with the passes to come; earlier pairs are discarded.
 
     Programs and autograd graphs that still hold `row_ptr` are refused from now on where they use
     the layer's values: see `check_program` and `check_backward`.
@@ -167,12 +167,12 @@ def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
 
 
 def stop(row_ptr: Tensor) -> None:
-    """End the capture and forget what was kept."""
+    """End the capture and discard its pairs."""
     take(row_ptr)
 
 
 def is_open(row_ptr: Tensor) -> bool:
-    """Whether somebody waits for pairs of this layer: lets a backward pass skip making them."""
+    """Whether pairs of this layer are captured; a backward pass need not make them otherwise."""
     return bool(_open) and row_ptr.data_ptr() in _open
 
 
@@ -190,7 +190,7 @@ def needs_check(row_ptr: Tensor) -> bool:
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
-    """Called by backward passes; the tensors must stay as they are until the capture is taken."""
+    """Append a pair, from a backward pass; the tensors must not change before `take`."""
     if _open and (pairs := _open.get(row_ptr.data_ptr())) is not None:
         pairs.begin(backward_pass())
         pairs.append((x, dy))

@@ -75,7 +75,7 @@ def has_modes() -> bool:
 
 
 def dispatch_modes() -> list[Any]:
-    """The active modes, for FLOP counters, which are not told of later formulas otherwise."""
+    """The active modes; FLOP counters among them copy their formulas when they begin."""
     try:
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     except ImportError:

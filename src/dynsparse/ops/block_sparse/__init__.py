@@ -1,4 +1,4 @@
-"""Matrices that are sparse in blocks: products, softmax, and the attention made of them."""
+"""Block-sparse matrices: products, softmax and attention."""
 
 from dynsparse.ops.block_sparse.attention import scaled_dot_product_attention
 from dynsparse.ops.block_sparse.products import (

@@ -250,10 +250,10 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale Q K^T) V where a query sees only the keys in its blocks of a pattern.
+    """softmax(scale Q K^T) V in which a query attends only to the keys in its blocks of a pattern.
 
-    As `torch.nn.functional.scaled_dot_product_attention` with the pattern for a mask, at the cost
-    of its blocks: neither time nor memory goes with [L, S]. A query that sees nothing gets zeros.
+    As `torch.nn.functional.scaled_dot_product_attention` with the pattern as a mask, at the cost of
+    its blocks: time and memory do not scale with [L, S]. A query without keys gets zeros.
     On the CPU compiled kernels go through one row of blocks at a time; blocks of 16 to 64 suit
     them best. bfloat16 and float16 are computed in float32; float64, other devices and an
     installation without kernels take plain torch, over the blocks, too. Its gradient has none.
@@ -261,8 +261,8 @@ def scaled_dot_product_attention(
     Args:
         query, key, value: [N, heads, L, E], [N, heads, S, E], [N, heads, S, V]; any strides.
         pattern: [L, S], in elements; one for all heads and sequences.
-        is_causal: no query sees keys behind its own position, also inside of blocks.
-        key_padding_mask: [N, S]: True for keys that nobody sees, or what is added to the scores.
+        is_causal: no query attends to later keys, inside of blocks either.
+        key_padding_mask: [N, S]: True for keys to ignore, or a bias of the scores.
         dropout_p: the share of weights that is set to zero, in [0, 1).
         scale: of the scores; 1 / sqrt(E) when left out.
 
@@ -295,9 +295,9 @@ def scaled_dot_product_attention(
         raise ValueError("there must be at least one sequence, head and feature")
     refuse_transforms("attention at the blocks of a pattern", query, key, value)
     bias = bias_of(key_padding_mask, query, (query.shape[0], pattern.shape[1]))
-    # Not the whole index, which a compiler that watches would not see made.
+    # Not `pattern.index`, which a compiler could not trace.
     index = pattern if query.is_cpu else pattern._shared_on(query.device)
-    # On the CPU, where an operator may read it without waiting.
+    # On the CPU, where the operator reads it without synchronising.
     seed = torch.randint(2**63 - 1, ()) if dropout_p else None
     out, _ = torch.ops.dynsparse.block_attention(
         query,

@@ -22,7 +22,7 @@ class Settings(NamedTuple):
     seed: int
 
     @property
-    def kept(self) -> float:
+    def keep_scale(self) -> float:
         """The factor of weights that dropout keeps; 0 without dropout."""
         return 1 / (1 - self.dropout) if 0 < self.dropout < 1 else 0.0
 
@@ -48,7 +48,7 @@ def _with_strides(tensors: Sequence[Tensor | None]) -> list[Tensor | np.ndarray 
 
 
 def _options(s: Settings) -> tuple[float, int, int, float, int]:
-    return s.scale, s.seed, s.threshold, s.kept, torch.get_num_threads()
+    return s.scale, s.seed, s.threshold, s.keep_scale, torch.get_num_threads()
 
 
 def _by_token(shape: Sequence[int]) -> Tensor:

@@ -10,10 +10,10 @@ from dynsparse.pattern import SparsePattern
 
 def dense_of(values: Tensor, pattern: SparsePattern) -> Tensor:
     """[..., nnz] or [..., nnz, b, b] -> [..., m, n], zeros elsewhere; matrix by matrix."""
-    own = pattern.values_shape
-    batch = values.shape[: values.dim() - len(own)]
-    found = [pattern.to_dense(one) for one in values.reshape(batch.numel(), *own)]
-    return torch.stack(found).reshape(*batch, *pattern.shape) if len(batch) else found[0]
+    shape = pattern.values_shape
+    batch = values.shape[: values.dim() - len(shape)]
+    matrices = [pattern.to_dense(matrix) for matrix in values.reshape(batch.numel(), *shape)]
+    return torch.stack(matrices).reshape(*batch, *pattern.shape) if len(batch) else matrices[0]
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
@@ -30,8 +30,8 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     elif subblock_mask == "zero_lower_triangle":
         seen = seen.triu()
     weights = _softmax(dense_of(values, pattern), seen)
-    found = [pattern.values_of(one) for one in weights.reshape(-1, *pattern.shape)]
-    return torch.stack(found).reshape(values.shape)
+    matrices = weights.reshape(-1, *pattern.shape)
+    return torch.stack([pattern.values_of(m) for m in matrices]).reshape(values.shape)
 
 
 def attention(
@@ -47,7 +47,7 @@ def attention(
     """[N, heads, L, E], [N, heads, S, E], [N, heads, S, V] -> [N, heads, L, V].
 
     Args:
-        away: bool [N, S], True for keys that nobody sees.
+        away: bool [N, S], True for keys to ignore.
         kept: what the weights [N, heads, L, S] are multiplied by, in place of dropout.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -24,23 +24,23 @@ def _tokens(parts: Tensor, which: Tensor, tokens: int) -> Tensor:
 def _scores(
     q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, bias: Tensor | None, s: Settings
 ) -> Tensor:
-    found = _blocks(q, s.block, rows) @ _blocks(k, s.block, cols).transpose(-2, -1) * s.scale
+    scores = _blocks(q, s.block, rows) @ _blocks(k, s.block, cols).transpose(-2, -1) * s.scale
     if bias is not None:
-        found = found + bias.unflatten(1, (-1, s.block))[:, cols][:, None, :, None]
+        scores = scores + bias.unflatten(1, (-1, s.block))[:, cols][:, None, :, None]
     if s.causal:
-        found = found.masked_fill(diagonal_mask(rows, cols, s.block, upper=True), -torch.inf)
-    return found
+        scores = scores.masked_fill(diagonal_mask(rows, cols, s.block, upper=True), -torch.inf)
+    return scores
 
 
-def _kept(weights: Tensor, s: Settings) -> Tensor | None:
-    """What dropout multiplies weights by; drawn again for backward, from the seed."""
-    if not s.kept:
+def _dropout_factors(weights: Tensor, s: Settings) -> Tensor | None:
+    """The factors of weights under dropout; backward draws them again from the seed."""
+    if not s.keep_scale:
         return None
     generator = torch.Generator(weights.device).manual_seed(s.seed)
     drawn = torch.rand(
         weights.shape, dtype=weights.dtype, device=weights.device, generator=generator
     )
-    return (drawn >= s.dropout).to(weights.dtype) * s.kept
+    return (drawn >= s.dropout).to(weights.dtype) * s.keep_scale
 
 
 def forward(
@@ -55,8 +55,8 @@ def forward(
     """As `kernels.forward`."""
     rows, cols = rows_of(row_ptr, len(cols)), cols.long()
     weights, sums = weights_of(_scores(q, k, rows, cols, bias, s), rows, len(row_ptr) - 1)
-    kept = _kept(weights, s)
-    weights = weights if kept is None else weights * kept
+    factors = _dropout_factors(weights, s)
+    weights = weights if factors is None else weights * factors
     out = _tokens(weights @ _blocks(v, s.block, cols), rows, q.shape[2])
     return out, sums.flatten(2)
 
@@ -78,20 +78,20 @@ def backward(
     rows, cols = rows_of(row_ptr, len(cols)), cols.long()
     of_rows = sums.unflatten(2, (-1, s.block)).index_select(2, rows)
     weights = (_scores(q, k, rows, cols, bias, s) - of_rows[..., None]).exp()
-    kept = _kept(weights, s)
+    factors = _dropout_factors(weights, s)
     of_out = _blocks(grad, s.block, rows)
     to_weights = of_out @ _blocks(v, s.block, cols).transpose(-2, -1)
     dropped = weights
-    if kept is not None:
-        dropped, to_weights = weights * kept, to_weights * kept
+    if factors is not None:
+        dropped, to_weights = weights * factors, to_weights * factors
     shares = (grad * out).sum(-1, keepdim=True)
     to_scores = weights * (to_weights - _blocks(shares, s.block, rows)) * s.scale
-    found: list[Tensor | None] = [None, None, None]
+    gradients: list[Tensor | None] = [None, None, None]
     if needed[0]:
-        found[0] = _tokens(to_scores @ _blocks(k, s.block, cols), rows, q.shape[2])
+        gradients[0] = _tokens(to_scores @ _blocks(k, s.block, cols), rows, q.shape[2])
     if needed[1]:
-        turned = to_scores.transpose(-2, -1)
-        found[1] = _tokens(turned @ _blocks(q, s.block, rows), cols, k.shape[2])
+        transposed = to_scores.transpose(-2, -1)
+        gradients[1] = _tokens(transposed @ _blocks(q, s.block, rows), cols, k.shape[2])
     if needed[2]:
-        found[2] = _tokens(dropped.transpose(-2, -1) @ of_out, cols, v.shape[2])
-    return found
+        gradients[2] = _tokens(dropped.transpose(-2, -1) @ of_out, cols, v.shape[2])
+    return gradients

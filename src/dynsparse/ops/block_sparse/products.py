@@ -68,8 +68,8 @@ def _batch_of(first: Sequence[int], second: Sequence[int], shared: bool) -> list
     """The batch of both operands; one of them may have none where it can be shared."""
     if list(first) == list(second) or (shared and not len(first)):
         return list(second)
-    alike = "be alike in both operands" + (", or absent from values" if shared else "")
-    raise ValueError(f"the dimensions of the batch must {alike}: {list(first)}, {list(second)}")
+    rule = "be equal in both operands" + (", or absent from values" if shared else "")
+    raise ValueError(f"the dimensions of the batch must {rule}: {list(first)}, {list(second)}")
 
 
 def _diagonal(index: PatternIndex, count: int) -> PatternIndex:
@@ -176,7 +176,7 @@ def rows_of(row_ptr: Tensor, nnz: int) -> Tensor:
 
 
 def diagonal_mask(rows: Tensor, cols: Tensor, block: int, upper: bool) -> Tensor:
-    """Which elements of blocks lie above the diagonal, or below: bool [nnz, b, b]."""
+    """The elements of blocks above the diagonal, or below: bool [nnz, b, b]."""
     within = torch.arange(block, device=rows.device)
     ahead = (cols - rows)[:, None, None] * block + within - within[:, None]
     return ahead > 0 if upper else ahead < 0
@@ -191,8 +191,8 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     Args:
         values: of S, [..., nnz] or [..., nnz, b, b], floating point; -infinity masks an element.
         pattern: of S, [m, n].
-        subblock_mask: "zero_upper_triangle" masks what lies above the diagonal of S, in blocks on
-            it and beyond it; "zero_lower_triangle" what lies below. ("none")
+        subblock_mask: "zero_upper_triangle" masks the elements above the diagonal of S;
+            "zero_lower_triangle" those below. Defaults to "none".
 
     Returns:
         The shape and dtype of values; 16-bit types are computed in float32.
@@ -223,15 +223,15 @@ def added_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
 
     The same bits on every run, also on a GPU, where that adds as threads happen to come.
     """
-    found = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
+    zeros = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
     if parts.is_cpu:
-        return found.index_add(dim, which, parts)
-    return in_order(found, which, dim, parts)
+        return zeros.index_add(dim, which, parts)
+    return in_order(zeros, which, dim, parts)
 
 
-def in_order(found: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
+def in_order(sums: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
     """`index_add` that sorts what it adds."""
-    first = found.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
+    first = sums.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
     return first.movedim(0, dim)
 
 
@@ -240,10 +240,10 @@ def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tenso
     logarithm of the sum of exponentials [..., height, b]: infinity where there is none."""
     # Finite, so that what is masked everywhere gives zeros and not NaN. No gradient goes through
     # it, as the weights do not depend on it.
-    found = scores.detach().amax(-1)
+    largest = scores.detach().amax(-1)
     lowest = torch.finfo(scores.dtype).min
-    top = found.new_full((*found.shape[:-2], height, found.shape[-1]), lowest)
-    top = top.scatter_reduce(-2, rows[:, None].expand_as(found), found, "amax")
+    top = largest.new_full((*largest.shape[:-2], height, largest.shape[-1]), lowest)
+    top = top.scatter_reduce(-2, rows[:, None].expand_as(largest), largest, "amax")
     weights = (scores - top.index_select(-2, rows)[..., None]).exp()
     sums = added_up(weights.sum(-1), rows, weights.dim() - 3, height)
     nothing = sums == 0

@@ -1,7 +1,7 @@
 """The sparse convolution of two dimensions: one operator, one autograd.
 
-Its weight is a sparse matrix over what the kernel sees of the input, which is never laid out as a
-whole: see `geometry.Geometry` for the order of its columns.
+Its weight is a sparse matrix over the unfolded input, which is never materialised; see
+`geometry.Geometry` for the order of its columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators as torch's dispatcher sees them, and their autograd, as those of `ops.linear`."""
+"""The operators of convolutions for torch's dispatcher: shapes, autograd, autocast, FLOPs."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ _library.impl("conv_backward", _backward_shapes, "Meta")
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, values, *index, bias, geometry = inputs
-    # Without a gradient of the values x is not needed, so it is not kept alive.
+    # x only for a gradient of the values, so that it is not kept alive otherwise.
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *index)
     ctx.geometry, ctx.size = geometry, x.shape[2:]
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _autograd(ctx: Any, dy: Tensor) -> Any:
-    # Read once: activation checkpointing hands each saved tensor out a single time.
+    # Read once: activation checkpointing returns each saved tensor a single time.
     try:
         x, values, *index = ctx.saved_tensors
     except RuntimeError as error:
@@ -114,7 +114,7 @@ def _setup_double(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _double(ctx: Any, grad_dx: Tensor | None, grad_dw: Tensor | None) -> Any:
-    """The gradients of both are passes of the same kinds: each is linear in its operands."""
+    """The gradients of both are passes of the same kinds, as each is linear in its operands."""
     dy, x, values, *index = ctx.saved_tensors
     ops, needs, g, size = torch.ops.dynsparse, ctx.needs_input_grad, ctx.geometry, ctx.size
     to_dy = to_x = to_values = None

@@ -1,4 +1,4 @@
-"""Where a convolution's kernel goes: sizes, strides, padding, and the order of its matrix."""
+"""The geometry of a convolution: sizes, strides, padding, and the order of its matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Geometry(NamedTuple):
     Attributes:
         kernel, stride, dilation: (down, across).
         padding: zeros at the (top, left, bottom, right).
-        groups: of channels; each sees its own.
+        groups: of channels, as in `torch.nn.Conv2d`.
     """
 
     kernel: tuple[int, int]
@@ -31,7 +31,7 @@ class Geometry(NamedTuple):
         return self.kernel[0] * self.kernel[1]
 
     def numbers(self) -> list[int]:
-        """As operators take it."""
+        """As a list, for the operators."""
         return [*self.kernel, *self.stride, *self.padding, *self.dilation, self.groups]
 
     @classmethod

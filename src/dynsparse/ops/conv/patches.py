@@ -1,9 +1,9 @@
-"""What growth reads of a convolution: the input as the kernel sees it, without a copy of it.
+"""The pairs of a convolution that growth reads: the unfolded input as a view.
 
 A pair (x, dY) of a linear layer is two matrices whose product dY^T X is the gradient of the weight.
 That of a convolution is the same with the unfolded input, which is as many times larger as the
-kernel has taps. It is a view here: the padded input under strides. Whoever multiplies it makes
-matrices of a part of it at a time.
+kernel has taps. Here it is a strided view of the padded input, of which `matrices` copies a
+part at a time.
 
 A pair of patches is x [groups, batch, height, width, kh, kw, channels] and dY [groups, batch,
 height, width, outputs], channels and outputs being those of a group, heights and widths those of
@@ -47,7 +47,7 @@ def are_patches(x: Tensor, dy: Tensor) -> bool:
 
 
 def features_of(x: Tensor, dy: Tensor) -> tuple[int, int]:
-    """(out, in) of the matrix that a pair, of whichever layer, makes a gradient for."""
+    """(out, in) of the matrix whose gradient a pair, of any layer, makes."""
     if not are_patches(x, dy):
         return dy.shape[1], x.shape[1]
     return dy.shape[0] * dy.shape[4], x.shape[4:].numel()
@@ -59,7 +59,7 @@ def samples_of(x: Tensor) -> int:
 
 
 def copied(x: Tensor) -> Tensor:
-    """A copy of one side of a pair, which takes no more memory than what it is a view of."""
+    """A copy of one side of a pair, of no more memory than the tensor that it is a view of."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     if x.dim() == 2 or not x.numel() or span >= x.numel():
         return x.detach().clone()

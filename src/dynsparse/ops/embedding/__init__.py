@@ -132,7 +132,7 @@ def embedding(
     Raises:
         TypeError: ids that are not integers. ValueError: a width that is not that of the table.
         RuntimeError: index tensors that do not fit or point outside. IndexError: an id outside the
-            table; on a CPU only, as elsewhere it would make the host wait for the device.
+            table; on a CPU only, since it would synchronise with an accelerator.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:

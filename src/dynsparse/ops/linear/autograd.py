@@ -118,8 +118,8 @@ _library.impl("linear_backward", _backward_shapes, "Meta")
 
 
 def _save(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, *more: Tensor) -> None:
-    """Save what `gradients` needs. x only for a gradient of the values, so that it is not kept
-    alive otherwise."""
+    """Save what `gradients` needs; x only for a gradient of the values, to keep it alive no
+    longer than necessary."""
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *more)
     ctx.bias_dtype = None if bias is None or not bias.requires_grad else bias.dtype
 
@@ -388,7 +388,7 @@ flop_formulas: dict[str, Callable[..., int]] = {
 def register_flop_formulas() -> None:
     """Register the formulas with `FlopCounterMode`, and with counters that are active.
 
-    Importing it takes longer than importing torch, so this does nothing before somebody has.
+    Importing it takes longer than importing torch, so this does nothing until it is imported.
     """
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:

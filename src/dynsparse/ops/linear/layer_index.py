@@ -1,4 +1,4 @@
-"""A pattern's index tensors as the passes take them: checked once, with sizes at hand.
+"""The index tensors of a pattern for the passes: checked once, with their sizes.
 
 Reading sizes off tensors and checking them costs more than the products of a small layer, so a
 layer prepares its index once per pattern and passes the same object to every call.

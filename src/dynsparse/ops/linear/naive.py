@@ -1,7 +1,7 @@
 """The three passes in plain torch: the oracle of the compiled kernels, and what runs without them.
 
-Feature-major, for any device, dtype and block size. Work goes in chunks of blocks so that memory
-stays bounded. Elements are blocks of size 1.
+Feature-major, for any device, dtype and block size. Works on chunks of blocks to bound the
+memory. Elements are blocks of size 1.
 """
 
 from __future__ import annotations

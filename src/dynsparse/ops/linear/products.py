@@ -42,7 +42,7 @@ def check_kind(x: Tensor, values: Tensor, what: str) -> None:
     if x.dtype != values.dtype and not low:
         raise RuntimeError(
             f"{what} is {x.dtype} but the layer's values are {values.dtype}: convert one of them "
-            "(bfloat16 and float16 activations may meet float32 values)"
+            "(bfloat16 and float16 activations may be used with float32 values)"
         )
 
 
@@ -138,8 +138,8 @@ def forward(
     w = values if takes_all else values.to(compute_dtype).contiguous()
     b = bias if takes_all or bias is None else bias.to(compute_dtype).contiguous()
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
-    kept = () if keep is None or p.on_cpu else (keep,)
-    y = kernels[kind].forward(_matrix(x, compute_dtype), w, p, b, *kept)
+    extra = () if keep is None or p.on_cpu else (keep,)
+    y = kernels[kind].forward(_matrix(x, compute_dtype), w, p, b, *extra)
     if y.dtype is not dtype:
         y = y.to(dtype)
     # Not a view: autograd forbids writing to it, and `fully_shard` warns.
