@@ -179,25 +179,6 @@ RECEIVE_POINTER = Fact(
     "were 14 % below to 18 % above the code of eight scheduled exchanges",
 )
 
-FACTS = (
-    SYNC,
-    EXCHANGE_SETUP,
-    EXCHANGE_FILL,
-    SUPERSTEP,
-    COPY_LAUNCH,
-    STACKS,
-    KERNEL_CODE,
-    SUM_CODE,
-    CONTROL_CODE,
-    HOST_EXCHANGE,
-    EXCHANGE_ENTRY,
-    SEND,
-    LONG_SEND,
-    RECEIVE,
-    RECEIVE_POINTER,
-)
-
-
 # Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
 _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
