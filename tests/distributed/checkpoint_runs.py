@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.distributed import gather, replicate, split
-from dynsparse.distributed.rectangle import spec_of
+from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.training import ConstantSchedule
 
 KINDS = ("ddp", "fsdp")

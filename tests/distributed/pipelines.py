@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.distributed import gather, split
-from dynsparse.distributed.rectangle import spec_of
+from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.ops.linear import products
 from dynsparse.training import ConstantSchedule, GlobalBudget
 

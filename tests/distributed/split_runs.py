@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dynsparse as ds
 from dynsparse.distributed import gather, replicate, split
-from dynsparse.distributed.rectangle import spec_of
+from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.training import ConstantSchedule
 
 

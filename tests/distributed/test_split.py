@@ -15,7 +15,7 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.distributed.placement import Placement
-from dynsparse.distributed.rectangle import spec_of
+from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.ranks import DimShard
 
 BLOCKS = [1, 4, 16]
@@ -180,7 +180,7 @@ def test_copies_of_a_split_model_compute_the_same():
     def work(grid):
         own = split(copy.deepcopy(model), grid)
         assert torch.equal(copy.deepcopy(own)(x), own(x))
-        assert own[0].kernel(8) == "rectangle"
+        assert own[0].kernel(8) == "tensor parallel"
         assert spec_of(own[0]).shape == (96, 48)
 
     on_grid((2, 1, 1), work)

@@ -14,7 +14,7 @@ from threaded import over
 
 import dynsparse as ds
 from dynsparse.distributed import gather, split
-from dynsparse.distributed.rectangle import spec_of
+from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.ranks import rebalance
 from dynsparse.training.checkpoint.rank_state import Sources
 

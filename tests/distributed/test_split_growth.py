@@ -13,7 +13,7 @@ from test_split import chain, samples
 
 import dynsparse as ds
 from dynsparse.distributed import split
-from dynsparse.distributed.rectangle import spec_of
+from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.ops import capture
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest, topk_over_ranks

@@ -1,4 +1,4 @@
-"""A model over a grid of ranks, each with a rectangle of every sparse layer."""
+"""Tensor parallelism: a model over a mesh of ranks, each with a shard of every sparse layer."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.distributed.heads import split_heads
 from dynsparse.distributed.placement import Borders, Chain, Placement, find_chains, place_layers
-from dynsparse.distributed.rectangle import Rectangle, spec_of, take_part, whole_layer
+from dynsparse.distributed.sharded_layer import (
+    ShardBackend,
+    gather_layer,
+    keep_shard,
+    spec_of,
+    split_heads,
+)
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
 from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest
 
 
 def split(model: nn.Module, mesh: Any) -> nn.Module:
-    """Keep this rank's rectangle of every sparse layer of `model`, in place; returns the model.
+    """Keep this rank's shard of every sparse layer of `model`, in place; returns the model.
 
     Of layers in a row, such as those of an `nn.Sequential` with elementwise functions in between,
     the projections of an attention, or the feed-forward part of a `SparseTransformerLayer`, the
     first has its rows over x and its columns over y, the next the other way round, and so on. With
-    x alone two layers need one sum between them. What cannot be cut into as many slabs stays whole.
+    x alone two layers need one sum between them. Layers with too few blocks are not sharded.
 
-    The model computes as before: features that modules other than a row's see are whole. Each
+    The model computes as before: modules outside of a chain see all features. Each
     rank sees the samples of its z. The gradients of the weights are those of these samples: make
     the model data parallel over z with `replicate(model, ranks=mesh["z"])`.
     Make the optimizer afterwards: the layers' Parameters are new ones. Modules that are not split
     compute the same on all ranks along x and y, whose random numbers (dropout) must then be the
-    same; inside a row each slab draws its own.
+    same; inside a chain each shard draws its own.
 
-    Slabs hold about equal numbers of non-zeros and end where blocks do. They stay where they are
+    Shards hold about equal numbers of non-zeros and end where blocks do. Their borders stay
     while patterns change inside.
 
     Args:
-        model: whole, and the same on all ranks.
+        model: not sharded, and the same on all ranks.
         mesh: a `DeviceMesh` with axes among "x", "y" and "z".
 
     Raises:
@@ -46,33 +51,33 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     grid = RankGrid.of(mesh)
-    parts: dict[str, Rectangle] = {}
+    shards: dict[str, ShardBackend] = {}
     with collective_errors(grid.all_ranks):
         layers, chains = find_chains(model)
         for name, layer in layers.items():
-            check_whole(name, layer)
+            check_unsharded(name, layer)
         for chain in chains:
             placements = place_layers(chain, Borders(layers, chain), grid)
-            parts.update(rectangles(layers, chain, placements, grid))
-    check_equal(grid, layers)
-    for name, part in parts.items():
-        take_part(layers[name], part)
+            shards.update(make_shards(layers, chain, placements, grid))
+    check_same_layers(grid, layers)
+    for name, shard in shards.items():
+        keep_shard(layers[name], shard)
     for module in model.modules():
         if isinstance(module, SparseMultiheadAttention):
             split_heads(module)
     return model
 
 
-def rectangles(
+def make_shards(
     layers: Mapping[str, SparseLinear],
     chain: Chain,
     placements: Mapping[str, Placement],
     grid: RankGrid,
-) -> dict[str, Rectangle]:
-    """This rank's rectangles of the layers of a chain, by name.
+) -> dict[str, ShardBackend]:
+    """This rank's shards of the layers of a chain, by name.
 
     Raises:
-        ValueError: too few blocks or heads for so many slabs.
+        ValueError: too few blocks or heads for so many shards.
     """
     borders = Borders(layers, chain)
     found = {}
@@ -81,7 +86,7 @@ def rectangles(
             placement = placements[name]
             rows, cols = (grid.line(axis).size for axis in placement[:2])
             given = grid.line(placement.input).size
-            found[name] = Rectangle(
+            found[name] = ShardBackend(
                 grid,
                 placement,
                 layers[name].pattern.shape,
@@ -93,18 +98,18 @@ def rectangles(
     return found
 
 
-def check_whole(name: str, layer: SparseLinear) -> None:
-    """Raise ValueError unless a layer is whole, and computed by the operator."""
+def check_unsharded(name: str, layer: SparseLinear) -> None:
+    """Raise ValueError unless a layer is not sharded, and computed by the operator."""
     if spec_of(layer) is not None:
         raise ValueError(f"the layer {name!r} is split already")
     if layer.executor is not None:
         raise ValueError(
-            f"the layer {name!r} is computed by {layer.kernel(1)}, which knows no rectangles: "
+            f"the layer {name!r} is computed by {layer.kernel(1)}, which computes no shards: "
             "split layers without a target and without an active subset"
         )
 
 
-def check_equal(grid: RankGrid, layers: Mapping[str, SparseLinear]) -> None:
+def check_same_layers(grid: RankGrid, layers: Mapping[str, SparseLinear]) -> None:
     """Raise ValueError where the ranks' layers differ."""
     check_consistent(
         grid.all_ranks,
@@ -119,7 +124,7 @@ def check_equal(grid: RankGrid, layers: Mapping[str, SparseLinear]) -> None:
 
 @torch.no_grad()
 def gather(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the whole model, on every rank: a model that is not split loads it.
+    """The state dict of the full model, on every rank: a model that is not split loads it.
 
     All ranks call it at the same time. For checks and small models: each rank holds all of it.
     """
@@ -127,8 +132,8 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
-        found = whole_layer(module) if isinstance(module, SparseLinear) else {}
-        for key, (slab, dim) in getattr(module, "dim_shards", {}).items():
-            found[key] = slab.all_gather(gathered(getattr(module, key).detach()), dim)
+        found = gather_layer(module) if isinstance(module, SparseLinear) else {}
+        for key, (shard, dim) in getattr(module, "dim_shards", {}).items():
+            found[key] = shard.all_gather(gathered(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
     return {key: gathered(tensor) for key, tensor in state.items()}

@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dynsparse.distributed.heads import split_heads
 from dynsparse.distributed.placement import Bundle, Chain, Placement
-from dynsparse.distributed.rectangle import take_part
-from dynsparse.distributed.split import check_equal, check_whole, rectangles
+from dynsparse.distributed.sharded_layer import keep_shard, split_heads
+from dynsparse.distributed.split import check_same_layers, check_unsharded, make_shards
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.ranks import RankGrid, collective_errors, ranks_of
 from dynsparse.typed import typed
@@ -31,10 +30,10 @@ class _Style(ParallelStyle):
         with collective_errors(line):
             chain, placements = self._chain(module)
             layers = {name: _layer(module, name) for name in placements}
-            parts = rectangles(layers, chain, placements, grid)
-        check_equal(grid, layers)
-        for name, part in parts.items():
-            take_part(layers[name], part)
+            shards = make_shards(layers, chain, placements, grid)
+        check_same_layers(grid, layers)
+        for name, shard in shards.items():
+            keep_shard(layers[name], shard)
         if isinstance(module, SparseMultiheadAttention):
             split_heads(module)
         return module
@@ -49,15 +48,15 @@ def _layer(module: nn.Module, name: str) -> SparseLinear:
             f"expected a SparseLinear{f' named {name!r}' if name else ''} in "
             f"{type(module).__name__}, got {type(found).__name__}"
         )
-    check_whole(name or type(module).__name__, found)
+    check_unsharded(name or type(module).__name__, found)
     return found
 
 
 class SplitRows(_Style):
-    """Each rank computes a slab of a `SparseLinear`'s outputs, from all inputs.
+    """Each rank computes a shard of a `SparseLinear`'s outputs, from all inputs.
 
     As torch's `ColwiseParallel`, which goes by the columns of the transposed weight. Slabs hold
-    equal non-zeros, and are gathered at once: layers that work on slabs belong together, in a
+    equal non-zeros, and are gathered at once: layers that work on shards belong together, in a
     `SplitPair`, or a model that `split` cuts.
     """
 
@@ -66,9 +65,9 @@ class SplitRows(_Style):
 
 
 class SplitCols(_Style):
-    """Each rank computes with a slab of a `SparseLinear`'s inputs; the results are added up.
+    """Each rank computes with a shard of a `SparseLinear`'s inputs; the results are added up.
 
-    As torch's `RowwiseParallel`. Takes all features of the input, and a slab of them is used.
+    As torch's `RowwiseParallel`. Takes all features of the input, and uses a shard of them.
     """
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
@@ -78,8 +77,8 @@ class SplitCols(_Style):
 class SplitPair(_Style):
     """Two `SparseLinear` layers of a module with one sum between them.
 
-    The first writes slabs of features, elementwise functions may follow, and the second reads the
-    same slabs, whose borders share the non-zeros of both. Source: Shoeybi et al. 2019,
+    The first writes shards of features, elementwise functions may follow, and the second reads the
+    same shards, whose borders share the non-zeros of both. Source: Shoeybi et al. 2019,
     "Megatron-LM", section 3.
 
     Args:

@@ -175,6 +175,10 @@ class SparseModule(nn.Module):
                 "pass rows and cols with them, as in the other layer's state_dict()"
             )
 
+    def _forget_owner(self) -> None:
+        """Drop the weak reference to the values: torch swaps no tensor that has any."""
+        _owners.pop(self.values, None)
+
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Switch to a pattern, and to its `values` if given."""
         self._was_replaced = True

@@ -215,6 +215,7 @@ def resize_shards(layer: SparseLinear, count: int) -> None:
     holder._orig_param_uid = number
     holder.all_gather_outputs = []
     holder.__dict__.pop("_unsharded_param", None)
+    layer._forget_owner()
     swap_tensors(values, holder.sharded_param)
     holder.sharded_param = values
     holder._setattr_on_modules(values)

@@ -1,0 +1,335 @@
+"""Tensor-parallel layers: what computes a layer or an attention of which a rank holds a shard.
+
+The collectives on activations are those of Shoeybi et al. 2019, "Megatron-LM: Training
+Multi-Billion Parameter Language Models Using Model Parallelism", section 3, and have its names: the
+gradient of a sum is the identity, and the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.distributed.placement import Placement, slice_pattern
+from dynsparse.nn import SparseLinear, SparseMultiheadAttention
+from dynsparse.nn.active_set import ActiveSet
+from dynsparse.nn.sharded import gathered as gathered_shards
+from dynsparse.ops.linear import linear
+from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import DimShard, RankGrid, Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class ShardBackend:
+    """A backend (`nn.backends`) for a layer that holds a 2-D shard: a range of rows and one of
+    columns, with their pattern and values.
+
+    Rank (i, j, z) computes Y_i = sum over j of X_j W_ij^T for its samples: forward is a sum over
+    the axis of the columns, the gradient of the input one over the axis of the rows, as the passes
+    of PopSparse are over tiles. The gradient of the weights is a sum over z, which data parallelism
+    adds.
+
+    Attributes:
+        grid: the ranks along each axis.
+        placement: the axes that rows, columns and input are sharded over.
+        shape: [out, in] of the full layer.
+        row_borders, col_borders: of the shards, in features.
+        input_borders: of the features that come in.
+        blocks: present blocks of the full layer when it was split.
+        active: the slots that the forward pass uses, where it does not use all: Top-KAST's.
+    """
+
+    grid: RankGrid
+    placement: Placement
+    shape: tuple[int, int]
+    row_borders: tuple[int, ...]
+    col_borders: tuple[int, ...]
+    input_borders: tuple[int, ...]
+    blocks: int
+    active: ActiveSet | None = None
+
+    target = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first feature of this rank's rows, and the one after its last."""
+        return self.dim_shards[0].ends
+
+    @property
+    def cols(self) -> tuple[int, int]:
+        """The first feature of this rank's columns, and the one after its last."""
+        return self.dim_shards[1].ends
+
+    @property
+    def dim_shards(self) -> tuple[DimShard, DimShard]:
+        """The shards of rows and columns."""
+        line = self.grid.line
+        return (
+            DimShard(line(self.placement.rows), self.row_borders),
+            DimShard(line(self.placement.cols), self.col_borders),
+        )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the layer is sharded over; along others all ranks hold the same."""
+        return tuple(axis for axis in self.placement[:2] if axis is not None)
+
+    def __call__(self, layer: SparseLinear, x: Tensor) -> Tensor:
+        """x [..., in], or its shard, -> [..., out], or this rank's shard."""
+        placement, line = self.placement, self.grid.line
+        senders = line(placement.input)
+        width = self.input_borders[senders.rank + 1] - self.input_borders[senders.rank]
+        if x.shape[-1] != width:
+            raise ValueError(
+                f"expected {width} features on rank {senders.rank} of the axis {placement.input!r} "
+                f"(None: all features), got x {list(x.shape)}"
+            )
+        if placement.input != placement.cols:
+            x = gather_from(x, senders, self.input_borders)
+            x = scatter_to(x, line(placement.cols), self.col_borders)
+        x = copy_to(x, line(placement.rows))
+        bias = layer.bias
+        if placement.cols is None:
+            y = self._product(layer, x, bias)
+        else:
+            y = reduce_from(self._product(layer, x, None), line(placement.cols))
+            y = y if bias is None else y + bias.to(y.dtype)
+        return (
+            gather_from(y, line(placement.rows), self.row_borders) if placement.gather_output else y
+        )
+
+    def _product(self, layer: SparseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.active is not None:
+            return self.active.product(layer, x, bias)
+        values, index = layer.snapshot()
+        return linear(x, values, index, bias)
+
+    def kernel(self, batch: int, backward: bool) -> str:
+        return "tensor parallel"
+
+    def after(self, pattern: SparsePattern) -> ShardBackend:
+        """Patterns change inside the shard, whose borders stay; the active slots are dropped."""
+        return self.with_active(None)
+
+    def with_active(self, active: ActiveSet | None) -> ShardBackend:
+        """The same shard, whose forward pass uses these slots."""
+        return self if active is self.active else replace(self, active=active)
+
+    def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
+        """See `ranks.ShardSpec`: by how many non-zeros each row has in each shard."""
+        rows, cols = self.dim_shards
+        counts = pattern.row_ptr.long().diff()
+        beside = torch.stack(cols.ranks.all_gather(counts, [len(counts)] * cols.ranks.size))
+        in_row = beside.sum(0)
+        in_shard = in_row.sum().view(1)
+        above = torch.cat(rows.ranks.all_gather(in_shard, [1] * rows.ranks.size))
+        first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
+        first += beside[: cols.ranks.rank].sum(0)
+        at = pattern.rows.long()
+        own = torch.arange(pattern.nnz) - pattern.row_ptr.long()[at]
+        return first[at] + own, int(above.sum())
+
+    def to_full(self, flat: Tensor, block_size: int) -> Tensor:
+        """Flat block positions in the shard as positions in the full layer; the order stays."""
+        (top, _), (left, right) = self.rows, self.cols
+        width = (right - left) // block_size
+        rows = flat // width + top // block_size
+        return rows * (self.shape[1] // block_size) + flat % width + left // block_size
+
+    def to_local(self, flat: Tensor, block_size: int) -> Tensor:
+        """Those of flat positions in the full layer that are in the shard, as positions in it."""
+        top, (left, right) = self.rows[0], self.cols
+        flat = flat[self.inside(flat, block_size)]
+        full_width, width = self.shape[1] // block_size, (right - left) // block_size
+        return (
+            (flat // full_width - top // block_size) * width
+            + flat % full_width
+            - left // block_size
+        )
+
+    def inside(self, flat: Tensor, block_size: int) -> Tensor:
+        """Which flat positions in the full layer are in the shard."""
+        width = self.shape[1] // block_size
+        row, col = flat // width * block_size, flat % width * block_size
+        (top, bottom), (left, right) = self.rows, self.cols
+        return (row >= top) & (row < bottom) & (col >= left) & (col < right)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardBackend:
+        return self  # it does not change
+
+
+def spec_of(layer: SparseLinear) -> ShardBackend | None:
+    """What a layer's shard is; None for a full layer."""
+    return layer.executor if isinstance(layer.executor, ShardBackend) else None
+
+
+@torch.no_grad()
+def keep_shard(layer: SparseLinear, spec: ShardBackend) -> None:
+    """Keep only this rank's shard of a full layer; its Parameters become new ones."""
+    pattern, slots = slice_pattern(layer.pattern, spec.rows, spec.cols)
+    values = layer.values.detach()[slots.to(layer.values.device)].clone()
+    bias = layer.bias
+    layer.values = nn.Parameter(values, layer.values.requires_grad)
+    layer.out_features, layer.in_features = pattern.shape
+    if bias is not None and spec.placement.rows is not None:
+        own = spec.dim_shards[0].narrow(bias.detach(), 0).clone()
+        layer.bias = nn.Parameter(own, bias.requires_grad)
+        layer.dim_shards = {"bias": (spec.dim_shards[0], 0)}
+    layer.executor = spec
+    layer._install(pattern)
+
+
+@torch.no_grad()
+def gather_layer(layer: SparseLinear) -> dict[str, Tensor]:
+    """Pattern and values of the full layer, on every rank, as its `state_dict` has them.
+
+    All ranks of the grid call it at the same time.
+    """
+    spec = spec_of(layer)
+    if spec is None:
+        return layer.state_dict()
+    b = layer.block_size
+    values = gathered_shards(layer.values.detach())
+    flat = spec.to_full(layer.pattern.flat, b).to(values.device)
+    for axis in (spec.placement.cols, spec.placement.rows):
+        line = spec.grid.line(axis)
+        flat, values = torch.cat(line.all_gather(flat)), torch.cat(line.all_gather(values))
+    order = flat.argsort()
+    flat = flat[order]
+    width = spec.shape[1] // b
+    return {
+        "values": values[order],
+        "rows": (flat // width).int(),
+        "cols": (flat % width).int(),
+    }
+
+
+def _sharded_projection(attention: SparseMultiheadAttention) -> ShardBackend | None:
+    """Of the queries' projection, if heads are spread over ranks."""
+    projection = attention.q_proj
+    spec = spec_of(projection) if isinstance(projection, SparseLinear) else None
+    return None if spec is None or spec.placement.rows is None else spec
+
+
+@torch.no_grad()
+def split_heads(attention: SparseMultiheadAttention) -> None:
+    """Let an attention whose projections are split compute this rank's heads only."""
+    spec = _sharded_projection(attention)
+    if spec is None:
+        return
+    head_dim = spec.shape[0] // attention.num_heads
+    heads = attention.num_heads
+    shard = spec.dim_shards[0]
+    first, last = shard.ends
+    attention.num_heads = (last - first) // head_dim
+    attention.shares_heads = True
+    attention.dim_shards = {}
+    for name in ("bias_k", "bias_v"):
+        row = getattr(attention, name)
+        if row is not None:
+            own = shard.narrow(row.detach(), -1).clone()
+            setattr(attention, name, nn.Parameter(own, row.requires_grad))
+            attention.dim_shards[name] = shard, -1
+    borders = tuple(border // head_dim for border in spec.row_borders)
+    attention.register_forward_hook(_GatherWeights(spec, heads, borders))
+
+
+class _GatherWeights:
+    """Makes the attention weights of all heads of those of this rank's."""
+
+    def __init__(self, spec: ShardBackend, heads: int, borders: tuple[int, ...]) -> None:
+        self.line = spec.grid.line(spec.placement.rows)
+        self.heads = heads
+        self.borders = borders
+
+    def __call__(self, attention: Any, args: Any, output: Any) -> Any:
+        result, weights = output
+        if weights is None:
+            return output
+        if weights.dim() == result.dim():  # the mean over heads
+            return result, reduce_from(weights * (attention.num_heads / self.heads), self.line)
+        moved = gather_from(weights.movedim(-3, -1), self.line, self.borders)
+        return result, moved.movedim(-1, -3)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherWeights:
+        return self
+
+
+def copy_to(x: Tensor, ranks: Ranks) -> Tensor:
+    """`x`, which all ranks have in full; its gradient is the sum over ranks."""
+    return x if ranks.alone else _CopyTo.apply(x, ranks)
+
+
+def reduce_from(y: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks; the gradient of each summand is that of the sum."""
+    return y if ranks.alone else _ReduceFrom.apply(y, ranks)
+
+
+def scatter_to(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+    """This rank's features of x [..., features], which all ranks have in full.
+
+    The gradients of all shards are gathered.
+    """
+    return x if ranks.alone else _ScatterTo.apply(x, ranks, borders)
+
+
+def gather_from(y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+    """All features of y [..., shard], of which each rank has a shard.
+
+    All ranks must use them alike, so that their gradients are equal: each keeps that of its shard.
+    """
+    return y if ranks.alone else _GatherFrom.apply(y, ranks, borders)
+
+
+def _local(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+    return DimShard(ranks, borders).narrow(x, -1).contiguous()
+
+
+def _full(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+    return DimShard(ranks, borders).all_gather(x, -1)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ranks: Ranks) -> Tensor:
+        return ranks.sum(y.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.borders = ranks, borders
+        return _local(x, ranks, borders)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _full(grad, ctx.ranks, ctx.borders), None, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.borders = ranks, borders
+        return _full(y, ranks, borders)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _local(grad, ctx.ranks, ctx.borders), None, None
