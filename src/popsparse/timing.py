@@ -32,12 +32,12 @@ import numpy as np
 
 from popsparse.encoding.buckets import OverflowInfo, SubGroups
 from popsparse.encoding.partitioner import Partitioner
-from popsparse.planning import cycles as estimate
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (
     CONTROL_INSTRUCTIONS,
     LOOP_CONTROL,
     LOOP_STEPS,
+    WorkPieces,
     grid_split,
     split_rows,
 )
@@ -151,7 +151,7 @@ def block_product(
 
     def tile(x: int, y: int, workers: int) -> int:
         sizes = (block, dtype, partials, units, workers)
-        return int(estimate.block_forward(x, y, z, *sizes, retain=retain))
+        return int(tile_cycles.block_forward(x, y, z, *sizes, retain=retain))
 
     nothing = tile(0, 0, 0)
     by_row = tile(1, 0, 0) - nothing
@@ -168,8 +168,8 @@ def grad_weight(
 
     def tile(x: int, y: int, workers: int) -> int:
         if block == (1, 1):
-            return int(estimate.element_grad_weight(x, y, z, dtype, workers))
-        formula = estimate.block_grad_weight_amp if amp else estimate.block_grad_weight
+            return int(tile_cycles.element_grad_weight(x, y, z, dtype, workers))
+        formula = tile_cycles.block_grad_weight_amp if amp else tile_cycles.block_grad_weight
         return int(formula(x, y, z, block, dtype, partials, workers))
 
     nothing = tile(0, 0, 0)
@@ -211,15 +211,6 @@ def zero(bytes_: Ints, workers: int, path_bytes: int = 8) -> Ints:
 
 MISS_CYCLES = 32
 """Supervisor cycles to pass over a sub-group of another rectangle."""
-
-
-class Pieces(NamedTuple):
-    """Work of the workers: sub-group, rows, grains of the batch and non-zeros of each piece."""
-
-    group: np.ndarray
-    rows: np.ndarray
-    grains: np.ndarray
-    nz: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -276,13 +267,16 @@ class BucketLoad:
         turns = -(-self.groups.length // workers)
         return np.add.reduceat(turns, self.groups.first_row) if len(turns) else turns
 
-    def pieces(self, grains: int, workers: int, *, transposed: bool = False) -> Pieces:
+    def work_pieces(
+        self, grains: int, workers: int, *, transposed: bool = False
+    ) -> tuple[WorkPieces, np.ndarray]:
+        """What each worker does, and its non-zeros: int64 [pieces]."""
         groups = self.groups.transposed() if transposed else self.groups
         work = split_rows(groups.rows, groups.length, grains, workers)
         before = np.append(0, np.cumsum(groups.length))
         first = groups.first_row[work.group] + work.row
         nz = before[first + work.rows] - before[first]
-        return Pieces(work.group, work.rows, work.grains, nz)
+        return work, nz
 
     def slowest(self, group: np.ndarray, work: np.ndarray) -> np.ndarray:
         """The largest `work` of each sub-group's pieces."""
@@ -492,9 +486,11 @@ class _Product(_Pass):
             kernel = self.kernel(self.z)
             work = kernel.worker(load.rows, load.shared_turns(self.workers))
             return self.workers * work + kernel.supervisor
-        pieces = load.pieces(plan.groups_per_tile.z, self.workers, transposed=self.grad_input)
+        pieces, nz = load.work_pieces(
+            plan.groups_per_tile.z, self.workers, transposed=self.grad_input
+        )
         kernel = self.kernel(pieces.grains * grain)
-        work = load.slowest(pieces.group, kernel.worker(pieces.rows, pieces.nz))
+        work = load.slowest(pieces.group, kernel.worker(pieces.rows, nz))
         return self.workers * work + kernel.supervisor
 
     def steps(self) -> Iterable[Step]:

@@ -15,7 +15,7 @@ from popsparse.programs.dense import Layout, Operand, add_product, create_operan
 FREE = settings(deadline=None, max_examples=30)
 
 
-def run(plan, target, *, groups=1, turned=(False, False), foreign=False, numerics=True):
+def run(plan, target, *, groups=1, transposed=(False, False), foreign=False, numerics=True):
     """The product of a plan on the machine: (result, exact result, profile)."""
     graph, program = Graph(target), Sequence()
     layout = Layout(plan, groups)
@@ -24,18 +24,18 @@ def run(plan, target, *, groups=1, turned=(False, False), foreign=False, numeric
     # Whole numbers, so that float16 sums of many are exact.
     arrays = [rng.integers(-1, 2, shape).astype(plan.dtype.name) for shape in shapes]
     operands = []
-    for which, array, turn in zip("ab", arrays, turned, strict=True):
+    for which, array, turn in zip("ab", arrays, transposed, strict=True):
         if foreign:
             shape = array.swapaxes(1, 2).shape if turn else array.shape
             operands.append(graph.add_variable(plan.dtype.name, shape, which))
             graph.map_linearly(operands[-1])
         else:
-            operands.append(create_operand(graph, layout, which, which, turned=turn))
-    result = add_product(graph, layout, *operands, program, "product", turned=turned)
+            operands.append(create_operand(graph, layout, which, which, transposed=turn))
+    result = add_product(graph, layout, *operands, program, "product", transposed=transposed)
     engine = Engine(graph, program, numerics=numerics)
     if not numerics:
         return None, None, engine.run()
-    for one, array, turn in zip(operands, arrays, turned, strict=True):
+    for one, array, turn in zip(operands, arrays, transposed, strict=True):
         given_array = array.swapaxes(1, 2) if turn else array
         engine.write(one.tensor() if isinstance(one, Operand) else one, given_array)
     profile = engine.run()
@@ -50,14 +50,14 @@ def run(plan, target, *, groups=1, turned=(False, False), foreign=False, numeric
     types=st.sampled_from([("float16", "float16"), ("float16", "float32"), ("float32", "float32")]),
     tiles=st.sampled_from([1, 2, 5, 24, 60]),
     groups=st.sampled_from([1, 2]),
-    turned=st.tuples(st.booleans(), st.booleans()),
+    transposed=st.tuples(st.booleans(), st.booleans()),
     foreign=st.booleans(),
 )
-def test_any_product(sizes, types, tiles, groups, turned, foreign):
+def test_any_product(sizes, types, tiles, groups, transposed, foreign):
     dtype, partials = types
     plan = dense.plan(*sizes, dtype, Target(tiles=tiles), partials=partials)
     target = Target(tiles=tiles * groups)
-    found, exact, profile = run(plan, target, groups=groups, turned=turned, foreign=foreign)
+    found, exact, profile = run(plan, target, groups=groups, transposed=transposed, foreign=foreign)
     np.testing.assert_array_equal(found, exact)
     assert profile.step("dense product").compute == plan.terms["compute"]
 
@@ -71,9 +71,9 @@ def test_any_product(sizes, types, tiles, groups, turned, foreign):
     serial=st.sampled_from([(1, 1), (2, 1), (5, 1), (1, 2), (1, 3)]),
     once=st.booleans(),
     partials=st.sampled_from(["float16", "float32"]),
-    turned=st.tuples(st.booleans(), st.booleans()),
+    transposed=st.tuples(st.booleans(), st.booleans()),
 )
-def test_any_plan(swapped, vertex, parts, serial, once, partials, turned):
+def test_any_plan(swapped, vertex, parts, serial, once, partials, transposed):
     field, out, in_ = parts
     target = Target(tiles=field * out * in_)
     plan = replace(
@@ -87,7 +87,7 @@ def test_any_plan(swapped, vertex, parts, serial, once, partials, turned):
         serial_in=serial[1],
         broadcast_once=once and serial[0] > 1,
     )
-    found, exact, profile = run(plan, target, turned=turned)
+    found, exact, profile = run(plan, target, transposed=transposed)
     np.testing.assert_array_equal(found, exact)
     steps = [step for step in profile.steps if step.name.endswith("dense product")]
     assert [step.runs for step in steps] == [max(serial)]

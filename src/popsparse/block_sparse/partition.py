@@ -213,7 +213,7 @@ class MatmulParams:
         return self.nnz * self.grid[other] * area
 
     def forward(self) -> MatmulParams:
-        """The same as dense x sparse or dense x dense: sparse x dense is turned around."""
+        """The same as dense x sparse or dense x dense: sparse x dense is transposed."""
         if self.kind != "sparse_dense":
             return self
         return replace(

@@ -169,13 +169,11 @@ def home_tiles(plan: BlockSparsePlan, which: str, count: int) -> np.ndarray:
     return home
 
 
-def join_blocks(blocks: Tensor, rows: int, *, turned: bool = False) -> Tensor:
-    """Blocks [rows * cols, height, width] as the matrix that they make; its transpose if
-    `turned`."""
+def join_blocks(blocks: Tensor, rows: int) -> Tensor:
+    """Blocks [rows * cols, height, width] as the matrix that they make."""
     count, height, width = blocks.shape
     grid = blocks.reshape(rows, count // rows, height, width).transpose(0, 2, 1, 3)
-    matrix = grid.reshape(rows * height, count // rows * width)
-    return matrix.transpose(1, 0) if turned else matrix
+    return grid.reshape(rows * height, count // rows * width)
 
 
 def add_product(
@@ -186,15 +184,15 @@ def add_product(
     program: Sequence,
     name: str,
     *,
-    b_is_turned: bool,
+    b_is_transposed: bool,
 ) -> Tensor:
     """Add a product to a program: [results, bm, bn], in the order of the plan's products.
 
     Args:
         a: address of each element of the blocks [.., bm, bk] of the left operand.
-        b: likewise of the right one, [.., bn, bk] where `b_is_turned`, otherwise [.., bk, bn].
+        b: likewise of the right one, [.., bn, bk] where `b_is_transposed`, otherwise [.., bk, bn].
     """
-    return _Product(graph, plan, name).add(a, b, program, b_is_turned)
+    return _Product(graph, plan, name).add(a, b, program, b_is_transposed)
 
 
 class _Product:
@@ -217,7 +215,7 @@ class _Product:
     def execute(self, what: str, codelet: Any, tiles: np.ndarray, edges: dict[str, Any]) -> Execute:
         return execute(self.graph, f"{self.name} {what}", codelet, tiles, edges, what)
 
-    def add(self, a: np.ndarray, b: np.ndarray, program: Sequence, b_is_turned: bool) -> Tensor:
+    def add(self, a: np.ndarray, b: np.ndarray, program: Sequence, b_is_transposed: bool) -> Tensor:
         steps = Sequence(name=self.name)
         program.add(steps)
         count, kind = len(self.pieces.products.row), as_dtype(self.params.partials_type.name)
@@ -227,7 +225,7 @@ class _Product:
         for turn in range(self.plan.options.number_of_pass):
             now = np.flatnonzero(self.pieces.turn == turn)
             if len(now):
-                self._multiply(now, a, b, b_is_turned, partials, steps)
+                self._multiply(now, a, b, b_is_transposed, partials, steps)
         self._reduce(partials, out, steps)
         return out.reshape(count, self.params.block_size[0], self.params.block_size[2])
 
@@ -243,7 +241,7 @@ class _Product:
         now: np.ndarray,
         a: np.ndarray,
         b: np.ndarray,
-        b_is_turned: bool,
+        b_is_transposed: bool,
         partials: Tensor,
         steps: Sequence,
     ) -> None:
@@ -257,7 +255,7 @@ class _Product:
         right = self._local("right blocks", products.b[chosen], tile, b, pairs)
         if pairs:
             steps.add(Copy(pairs, name="gather blocks"))
-        if not b_is_turned:
+        if not b_is_transposed:
             right = self._turned(right, tile, steps)
         tiles, inverse = np.unique(pieces.tile[now], return_inverse=True)
         held = np.append(0, np.cumsum(np.bincount(inverse, counts).astype(np.int64)))
@@ -383,8 +381,8 @@ def _blocks(params: MatmulParams, which: str) -> tuple[int, tuple[int, int], boo
 
 def _create(graph: Graph, params: MatmulParams, options: Any, side: str, name: str) -> Tensor:
     made = _planned(graph, params, options)
-    turned = params.kind == "sparse_dense"
-    which = {"lhs": "b", "rhs": "a"}[side] if turned else {"lhs": "a", "rhs": "b"}[side]
+    transposed = params.kind == "sparse_dense"
+    which = {"lhs": "b", "rhs": "a"}[side] if transposed else {"lhs": "a", "rhs": "b"}[side]
     forward = params.forward()
     count, shape, sparse = _blocks(forward, which)
     home = home_tiles(made, which, count)
@@ -392,9 +390,9 @@ def _create(graph: Graph, params: MatmulParams, options: Any, side: str, name: s
     if sparse:
         return blocks.reshape(count, shape[0] * shape[1])
     rows = forward.groups * forward.grid[0 if which == "a" else 1]
-    if not turned:
+    if not transposed:
         return join_blocks(blocks, rows)
-    # [groups * n, k] of the turned product is one [k, n] a group, one below the other.
+    # [groups * n, k] of the transposed product is one [k, n] a group, one below the other.
     matrix = join_blocks(blocks, rows).reshape(forward.groups, forward.dim[0], forward.dim[1])
     return matrix.transpose(0, 2, 1).reshape(forward.groups * forward.dim[1], forward.dim[0])
 
@@ -447,26 +445,26 @@ def matmul(
         ValueError: operands of other shapes (88, 89); as `plan`. TypeError: of other types.
     """
     made = _planned(graph, params, options)
-    forward, turned = params.forward(), params.kind == "sparse_dense"
+    forward, transposed = params.forward(), params.kind == "sparse_dense"
     check_kind("program", program, Sequence, "a Sequence")
-    dense, sparse = (rhs, lhs) if turned else (lhs, rhs)
+    dense, sparse = (rhs, lhs) if transposed else (lhs, rhs)
     groups, (m, k, n) = params.groups, params.dim
-    _expect(dense, [groups * k, n] if turned else [groups * m, k], params, "rhs" if turned else
-            "lhs")  # fmt: skip
+    names = ("rhs", "lhs") if transposed else ("lhs", "rhs")
+    _expect(dense, [groups * k, n] if transposed else [groups * m, k], params, names[0])
     count, shape, is_sparse = _blocks(forward, "b")
     shape_of_sparse = [count, shape[0] * shape[1]] if is_sparse else [groups * k, n]
-    _expect(sparse, shape_of_sparse, params, "lhs" if turned else "rhs")
+    _expect(sparse, shape_of_sparse, params, names[1])
     at = dense.addresses()
-    if turned:
+    if transposed:
         at = at.reshape(groups, k, n).transpose(0, 2, 1).reshape(groups * n, k)
     a = _cut(at, forward.block_size[0], forward.block_size[1])
     b = sparse.addresses()
     b = b.reshape(count, *shape) if is_sparse else _cut(b, shape[0], shape[1])
-    out = add_product(graph, made, a, b, program, name, b_is_turned=forward.transposed)
+    out = add_product(graph, made, a, b, program, name, b_is_transposed=forward.transposed)
     if params.kind == "dense_dense":
         return out.reshape(len(out), out.shape[1] * out.shape[2])
     joined = join_blocks(out, groups * forward.grid[0])
-    if not turned:
+    if not transposed:
         return joined
     grouped = joined.reshape(groups, n, m).transpose(0, 2, 1)
     return grouped.reshape(groups * m, n)

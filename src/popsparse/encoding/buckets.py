@@ -363,11 +363,11 @@ class SubGroups:
         column = self.col[place] + np.repeat(row_group[order] * width, length)
         offsets = np.append(0, np.cumsum(length))
         shape = (len(order), len(self.rows) * width)
-        turned = scipy.sparse.csr_array((place, column, offsets), shape=shape).tocsc()
-        count = np.diff(turned.indptr)
+        transposed = scipy.sparse.csr_array((place, column, offsets), shape=shape).tocsc()
+        count = np.diff(transposed.indptr)
         column = np.flatnonzero(count)
         count = count[column].astype(np.int64)
-        start = turned.indptr[column].astype(np.int64)
+        start = transposed.indptr[column].astype(np.int64)
         group = column // width
         if len(column):
             by_length = stable_order(count.max() - count)
@@ -381,8 +381,8 @@ class SubGroups:
             nz=self.nz,
             row=column % width,
             length=count,
-            col=self.row[order][turned.indices[blocks]],
-            source=turned.data[blocks] - np.repeat(self.first_nz, self.nz),
+            col=self.row[order][transposed.indices[blocks]],
+            source=transposed.data[blocks] - np.repeat(self.first_nz, self.nz),
         )
 
 

@@ -344,12 +344,12 @@ def product_terms(
     bucket = buckets.bytes(words, size)
     terms = []
 
-    turned: Array = 0
+    transposed: Array = 0
     if grad_input and v.gx > 1 and v.gy > 1:
-        turned = buckets.groups * buckets.area * size
+        transposed = buckets.groups * buckets.area * size
         edge = tile_cycles.kernel_edge((v.gx, v.gy), dtype)
         turn = tile_cycles.transpose_blocks(buckets.groups, edge, edge, dtype, workers)
-        terms.append(TermArray("transpose buckets", turn, turned))
+        terms.append(TermArray("transpose buckets", turn, transposed))
 
     home = -(-space.params.num_groups * v.ny * space.groups.z // space.tiles) * v.gy * gz * size
     needed = v.ty * tz * v.gy * gz * size
@@ -359,7 +359,7 @@ def product_terms(
     cycles = exchange.broadcast(dense, v.input_sharing, space.tiles)
     cycles = cycles + exchange.broadcast(moved, bucket_sharing, space.tiles)
     gathered = dense + (pz - 1) * bucket
-    terms.append(TermArray("distribution exchange", cycles, gathered + turned))
+    terms.append(TermArray("distribution exchange", cycles, gathered + transposed))
 
     results = v.tx * tz * v.gx * gz
     cast = dtype is not partials
@@ -367,13 +367,13 @@ def product_terms(
     held = np.where(cast | (pz > 1), results * partials.size, 0)
     cycles = tile_cycles.zero_partials(results, workers)
     cycles = cycles + _multiply(space, grad_input=grad_input)
-    terms.append(TermArray("distribution compute", cycles, gathered + held + turned))
+    terms.append(TermArray("distribution compute", cycles, gathered + held + transposed))
     none = np.zeros_like(pz)
     spilling = none
     if space.options.price_propagation:
         kind = "grad_input" if grad_input else "forward"
         spilling = expected_cycles(space, buckets.groups, words, bucket, kind=kind)
-    terms.append(TermArray("propagation", spilling, 2 * bucket + dense + held + turned))
+    terms.append(TermArray("propagation", spilling, 2 * bucket + dense + held + transposed))
 
     sent = np.where(v.py > 1, results * partials.size, 0)
     terms.append(TermArray("reduction exchange", exchange(sent), held + sent))

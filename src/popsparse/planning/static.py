@@ -238,13 +238,13 @@ def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.nda
         )
     if not params.transposed:
         return pattern, values
-    turned = SparsePattern(
+    transposed = SparsePattern(
         pattern.cols, pattern.rows, shape=pattern.shape[::-1], block_size=pattern.block_size
     )
     if values is not None:
         order = np.lexsort((pattern.rows.numpy(), pattern.cols.numpy()))
         values = values[order].transpose(0, 2, 1)
-    return turned, values
+    return transposed, values
 
 
 _log = logging.getLogger("dynsparse.popsparse")

@@ -176,7 +176,7 @@ class BucketReader:
         rows = np.frombuffer(b"".join(keys), np.uint16).reshape(len(keys), -1)
         words[: len(keys), part] = rows
         contents = read_buckets(words, layout, grad_a=self.grad_a)
-        groups = _sub_groups(contents, turned=self.grad_a)
+        groups = _sub_groups(contents, transposed=self.grad_a)
         load = BucketLoad(groups, layout.partition, layout.workers, OverflowInfo.of(groups, layout))
         cycles = sub_group_cycles(self.plan, self.name, load) if len(groups.nz) else groups.nz
         for key in keys:
@@ -198,10 +198,10 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _sub_groups(contents: BucketContents, *, turned: bool) -> SubGroups:
+def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
     """Sub-groups, rows and blocks of what was read; rows are those of the forward product."""
     order = np.arange(len(contents.group))
-    if turned:
+    if transposed:
         order = np.lexsort((contents.col, contents.row, contents.group))
     group, row, col = contents.group[order], contents.row[order], contents.col[order]
     new_group = np.ones(len(group), bool)
@@ -240,10 +240,10 @@ class ProductCodelets(BucketCodelets):
     `partials` [channels, batch].
     """
 
-    def __init__(self, plan: Plan, name: str, *, turned_blocks: bool) -> None:
+    def __init__(self, plan: Plan, name: str, *, transposed_blocks: bool) -> None:
         super().__init__(plan, name)
-        self.turned = name == "grad_input"
-        self.turned_blocks = turned_blocks
+        self.transposed = name == "grad_input"
+        self.transposed_blocks = transposed_blocks
         operand = {"operand": In(), "partials": InOut()}
         own = {"words": In(UNSIGNED_SHORT), "values": In()}
         others = {"other_words": In(UNSIGNED_SHORT), "other_values": In()}
@@ -283,13 +283,13 @@ class ProductCodelets(BucketCodelets):
         assert np.shares_memory(partials, v.partials)
         operand = v.operand.reshape(grid, *v.operand.shape[v.rank :])
         values = self._buckets(v, "values")
-        if self.turned:
+        if self.transposed:
             matches = matches._replace(row=matches.col, col=matches.row)
         bx, by = self.plan.block_dimensions
         values = values[..., : values.shape[-1] // (bx * by) * bx * by]
-        if not self.turned:
+        if not self.transposed:
             values = values.reshape(*values.shape[:2], -1, bx, by)
-        elif self.turned_blocks:
+        elif self.transposed_blocks:
             values = values.reshape(*values.shape[:2], -1, by, bx)
         else:
             values = values.reshape(*values.shape[:2], -1, bx, by).swapaxes(-1, -2)

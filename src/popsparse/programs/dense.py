@@ -130,16 +130,16 @@ class Layout:
         a, b = (coefficients, field) if plan.swapped else (field, coefficients)
         return {"a": a, "b": b, "c": not plan.swapped or padded_out}
 
-    def matrix(self, which: str, *, turned: bool = False) -> Matrix:
-        """The cut of "a" [m, k], "b" [k, n] or "c" [m, n]; `turned`: of its transpose."""
+    def matrix(self, which: str, *, transposed: bool = False) -> Matrix:
+        """The cut of "a" [m, k], "b" [k, n] or "c" [m, n]; `transposed`: of its transpose."""
         rows, cols = {"a": (self.m, self.k), "b": (self.k, self.n), "c": (self.m, self.n)}[which]
-        return Matrix(self.groups, cols, rows) if turned else Matrix(self.groups, rows, cols)
+        return Matrix(self.groups, cols, rows) if transposed else Matrix(self.groups, rows, cols)
 
-    def home_tiles(self, which: str, *, turned: bool) -> np.ndarray:
+    def home_tiles(self, which: str, *, transposed: bool) -> np.ndarray:
         """The tiles of "a" or "b", [groups, row parts, column parts, tiles that share a part]."""
         order = {"a": (0, 1, 2, 3), "b": (0, 2, 3, 1)}[which]
         tiles = self.tiles.transpose(order)
-        return tiles.swapaxes(1, 2) if turned else tiles
+        return tiles.swapaxes(1, 2) if transposed else tiles
 
 
 class Operand:
@@ -151,11 +151,11 @@ class Operand:
     """
 
     def __init__(
-        self, graph: Graph, layout: Layout, which: str, name: str, *, turned: bool = False
+        self, graph: Graph, layout: Layout, which: str, name: str, *, transposed: bool = False
     ) -> None:
-        self.layout, self.which, self.turned = layout, which, turned
-        self.matrix = layout.matrix(which, turned=turned)
-        self.tiles = layout.home_tiles(which, turned=turned)
+        self.layout, self.which, self.transposed = layout, which, transposed
+        self.matrix = layout.matrix(which, transposed=transposed)
+        self.tiles = layout.home_tiles(which, transposed=transposed)
         self.share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
         dtype: DType = as_dtype(layout.plan.dtype.name)
         shape = [self.matrix.steps, *self.tiles.shape, self.share]
@@ -164,9 +164,9 @@ class Operand:
         if self.matrix.is_padded:
             graph.set_initial_value(self.home, 0)
 
-    def matches(self, layout: Layout, which: str, *, turned: bool) -> bool:
-        mine = (self.layout.plan, self.layout.groups, self.which, self.turned)
-        return mine == (layout.plan, layout.groups, which, turned)
+    def matches(self, layout: Layout, which: str, *, transposed: bool) -> bool:
+        mine = (self.layout.plan, self.layout.groups, self.which, self.transposed)
+        return mine == (layout.plan, layout.groups, which, transposed)
 
     def tensor(self) -> Tensor:
         """The matrix [groups, rows, cols], wherever its elements lie."""
@@ -176,16 +176,16 @@ class Operand:
 
 
 def create_operand(
-    graph: Graph, layout: Layout, which: str, name: str, *, turned: bool = False
+    graph: Graph, layout: Layout, which: str, name: str, *, transposed: bool = False
 ) -> Operand | Tensor:
     """A new operand "a" [groups, m, k] or "b" [groups, k, n], where its user would have it: as the
     product wants it, or spread in order where that is not the vertex's.
 
-    `turned`: the user has it transposed.
+    `transposed`: the user has it transposed.
     """
     if not layout.is_rearranged[which]:
-        return Operand(graph, layout, which, name, turned=turned)
-    return spread_in_order(graph, layout, layout.matrix(which, turned=turned).shape, name)
+        return Operand(graph, layout, which, name, transposed=transposed)
+    return spread_in_order(graph, layout, layout.matrix(which, transposed=transposed).shape, name)
 
 
 def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
@@ -208,8 +208,8 @@ def _supervisor(
     return Codelet(name, fields, compute, spent, "supervisor", flops=flops, code_bytes=size)
 
 
-def _product_codelet(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
-    """A part of "a" times a part of "b"; `turned`: which of them are stored transposed."""
+def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codelet:
+    """A part of "a" times a part of "b"; `transposed`: which of them are stored transposed."""
     plan = layout.plan
     target = plan.target
     sizes = (layout.field, layout.in_groups, layout.out_groups)
@@ -222,12 +222,12 @@ def _product_codelet(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
     def compute(v: VertexView) -> None:
         a, b = (
             part.astype(np.float32).swapaxes(-1, -2) if turn else part.astype(np.float32)
-            for part, turn in zip((v.a, v.b), turned, strict=True)
+            for part, turn in zip((v.a, v.b), transposed, strict=True)
         )
         v.partials[...] = np.matmul(a, b)
 
     def flops(v: VertexView) -> int:
-        inner = v.a.shape[-2 if turned[0] else -1]
+        inner = v.a.shape[-2 if transposed[0] else -1]
         return 2 * inner * v.partials.shape[-1] * v.partials.shape[-2]
 
     fields = {"a": In(), "b": In(), "partials": Out()}
@@ -436,15 +436,15 @@ def add_product(
     program: Sequence,
     name: str,
     *,
-    turned: tuple[bool, bool] = (False, False),
+    transposed: tuple[bool, bool] = (False, False),
 ) -> Result:
     """Add the product of "a" [groups, m, k] and "b" [groups, k, n] to a program.
 
     Args:
         a, b: made by `layout.create_operand`; any other tensor is copied into such a one.
-        turned: which of them are transposed.
+        transposed: which of them are transposed.
     """
-    return _Product(graph, layout, name).add((a, b), program, turned)
+    return _Product(graph, layout, name).add((a, b), program, transposed)
 
 
 class _Product:
@@ -469,12 +469,12 @@ class _Product:
         self,
         given: tuple[Operand | Tensor, Operand | Tensor],
         program: Sequence,
-        turned: tuple[bool, bool],
+        transposed: tuple[bool, bool],
     ) -> Result:
         plan, layout = self.plan, self.layout
         steps = Sequence(name=self.name)
         program.add(steps)
-        a, b = self._at_home(given, turned, steps)
+        a, b = self._at_home(given, transposed, steps)
         tiles = layout.tiles
         if layout.steps > 1:
             self.index = self.variable(INT, "step", [*tiles.shape], tiles)
@@ -486,7 +486,7 @@ class _Product:
         body = Sequence()
         later = [one for one in (a, b) if one.which not in once]
         local |= self._fetch(later, body, "fetch")
-        sums = self._reduce(self._multiply(local, (a.turned, b.turned), body), body)
+        sums = self._reduce(self._multiply(local, (a.transposed, b.transposed), body), body)
         home = self._collect(sums, body, steps)
         if layout.steps > 1:
             assert self.index is not None
@@ -511,18 +511,18 @@ class _Product:
     def _at_home(
         self,
         given: tuple[Operand | Tensor, Operand | Tensor],
-        turned: tuple[bool, bool],
+        transposed: tuple[bool, bool],
         steps: Sequence,
     ) -> list[Operand]:
         """The operands where the product wants them."""
         operands, pairs = [], []
-        for which, one, turn in zip("ab", given, turned, strict=True):
+        for which, one, turn in zip("ab", given, transposed, strict=True):
             if isinstance(one, PlannedTensor) and isinstance(one.layout, Operand):
-                is_in_place = one.layout.matches(self.layout, which, turned=turn)
+                is_in_place = one.layout.matches(self.layout, which, transposed=turn)
                 one = one.layout if is_in_place else one
             if not isinstance(one, Operand):
                 name = f"{self.name} {which} at home"
-                own = Operand(self.graph, self.layout, which, name, turned=turn)
+                own = Operand(self.graph, self.layout, which, name, transposed=turn)
                 pairs.append((one, own.tensor()))
                 one = own
             operands.append(one)
@@ -586,7 +586,7 @@ class _Product:
     def _order(one: Operand) -> tuple[int, ...]:
         """Where the grid's dimensions [groups, m, k, n] are in those of an operand's tiles."""
         order = (0, 1, 2, 3) if one.which == "a" else (0, 3, 1, 2)
-        if not one.turned:
+        if not one.transposed:
             return order
         swapped = {1: 2, 2: 1}
         return tuple(swapped.get(axis, axis) for axis in order)
@@ -599,14 +599,14 @@ class _Product:
         return index.transpose(*np.argsort(self._order(one)).tolist())
 
     def _multiply(
-        self, local: dict[str, Tensor], turned: tuple[bool, bool], steps: Sequence
+        self, local: dict[str, Tensor], transposed: tuple[bool, bool], steps: Sequence
     ) -> Tensor:
         """Partial sums, [*tiles, m, n]."""
         tiles, layout = self.layout.tiles, self.layout
         shape = [*tiles.shape, layout.m.each, layout.n.each]
         partials = self.variable(self.partials_type, "partials", shape, tiles)
         edges = {**local, "partials": partials}
-        codelet = _product_codelet(layout, turned=turned)
+        codelet = _product_codelet(layout, transposed=transposed)
         steps.add(self.execute("dense product", [(codelet, tiles, edges)]))
         return partials
 

@@ -45,7 +45,7 @@ def _view(operand: Operand, view: Tensor) -> PlannedTensor:
 def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
     """Variables for the weights of a plan with `use_dense`, as forward wants them."""
     layout = _layout(plan, "forward")
-    made = create(graph, layout, "a", f"{name} values", turned=True)
+    made = create(graph, layout, "a", f"{name} values", transposed=True)
     graph.set_initial_value(made.home if isinstance(made, Operand) else made, 0)
     values = made.tensor() if isinstance(made, Operand) else made
     return SparseTensor.of_dense(graph, plan, _as_user(made, values), name)
@@ -55,7 +55,7 @@ def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tenso
     """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
     forward or grad_input want them."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
-    made = create(graph, layout, "b", name, turned=True)
+    made = create(graph, layout, "b", name, transposed=True)
     view = made.tensor() if isinstance(made, Operand) else made
     view = view.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape)
     return _as_user(made, view)
@@ -87,7 +87,7 @@ def add_dense_product(
         _by_group(plan, "y" if forward else "x", operand),
         program,
         name,
-        turned=(forward, True),
+        transposed=(forward, True),
     )
     shape = OperandLayout(plan, "x" if forward else "y").shape
     return result.tensor().transpose(2, 0, 1).reshape(*shape)
@@ -100,8 +100,10 @@ def add_dense_grad_weight(
     plan = weights.plan
     operands = _by_group(plan, "y", inputs), _by_group(plan, "x", gradient)
     layout = _layout(plan, "grad_weight")
-    turned = (True, False)
-    result = product.add_product(graph, layout, *operands, program, "grad_weight", turned=turned)
+    transposed = (True, False)
+    result = product.add_product(
+        graph, layout, *operands, program, "grad_weight", transposed=transposed
+    )
     return result.tensor().flatten()
 
 

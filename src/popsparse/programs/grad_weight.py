@@ -100,12 +100,12 @@ class _GradWeight:
             operand = local.reshape(*self.tiles.shape, *layout.part)
             if self.codelets.batch_first:
                 channels, batch = layout.part
-                turned = self.variable(f"turned {what}", [batch, channels], local.dtype)
-                copies.append((operand.transpose(0, 1, 2, 3, 5, 4), turned))
+                transposed = self.variable(f"transposed {what}", [batch, channels], local.dtype)
+                copies.append((operand.transpose(0, 1, 2, 3, 5, 4), transposed))
                 codelet = rearrange_codelet(self.plan, dim)
-                edges = {"operand": operand, "out": turned}
+                edges = {"operand": operand, "out": transposed}
                 self.graph.add_vertices(turns, codelet, self.tiles, edges)
-                operand = turned
+                operand = transposed
             operands[dim] = operand
         self.steps.add(Copy(pairs, name="fetch inputs"))
         if self.codelets.batch_first:

@@ -314,14 +314,14 @@ class _Product:
     def __init__(self, graph: Graph, weights: SparseTensor, name: str) -> None:
         self.graph, self.plan, self.name = graph, weights.plan, name
         self.weights = weights
-        turned = name == "grad_input"
-        self.input = OperandLayout(self.plan, "x" if turned else "y")
-        self.output = OperandLayout(self.plan, "y" if turned else "x")
+        transposed = name == "grad_input"
+        self.input = OperandLayout(self.plan, "x" if transposed else "y")
+        self.output = OperandLayout(self.plan, "y" if transposed else "x")
         # One order for all variables of the pass: the dimension that is summed over first.
         self.order = self.input.order
         self.tiles = tile_grid(self.plan, self.order)
-        self.turns_blocks = turned and min(self.plan.block_dimensions) > 1
-        self.codelets = ProductCodelets(self.plan, name, turned_blocks=self.turns_blocks)
+        self.transposes_blocks = transposed and min(self.plan.block_dimensions) > 1
+        self.codelets = ProductCodelets(self.plan, name, transposed_blocks=self.transposes_blocks)
         self.rectangles = rectangles(self.plan, self.order)
 
     def add(self, operand: Tensor, program: Sequence) -> PlannedTensor:
@@ -329,8 +329,8 @@ class _Product:
         program.add(steps)
         words = self.weights.pass_words(self.name, self.order)
         values = self.weights.pass_values(self.order)
-        if self.turns_blocks:
-            values = self._turn_blocks(values, steps)
+        if self.transposes_blocks:
+            values = self._transpose_blocks(values, steps)
         local = self.fetch(operand, steps)
         all_partials, partials = self.add_partials(steps)
         edges = {"operand": local, "partials": partials, "rectangle": self.rectangles}
@@ -338,12 +338,12 @@ class _Product:
         self._propagate(words, values, edges, steps)
         return self.reduce(all_partials, steps)
 
-    def _turn_blocks(self, values: Tensor, steps: Sequence) -> Tensor:
-        turned = self.variable("turned values", [values.shape[-1]])
-        edges = {"values": values, "out": turned}
+    def _transpose_blocks(self, values: Tensor, steps: Sequence) -> Tensor:
+        transposed = self.variable("transposed values", [values.shape[-1]])
+        edges = {"values": values, "out": transposed}
         codelet = transpose_codelet(self.plan)
         steps.add(execute(self.graph, "transpose blocks", codelet, self.tiles, edges))
-        return turned
+        return transposed
 
     def _distribute(self, words: Tensor, values: Tensor, edges: dict, steps: Sequence) -> None:
         """Every tile gets the buckets of its Z partners and adds what is its own."""

@@ -60,9 +60,9 @@ def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
 
 
 def dense_operand(
-    graph: Graph, plan: StaticPlan, name: str, *, turned: bool = False
+    graph: Graph, plan: StaticPlan, name: str, *, transposed: bool = False
 ) -> PlannedTensor:
-    """A dense operand [1, k, n], or [1, n, k] when `turned`; the padding of n is 0.
+    """A dense operand [1, k, n], or [1, n, k] when `transposed`; the padding of n is 0.
 
     Its elements lie in `home`, [k / b, padded n, b], spread evenly over the tiles.
     """
@@ -71,18 +71,18 @@ def dense_operand(
     graph.map_linearly(home, grain=_grain(plan))
     if plan.n_padded != n:
         graph.set_initial_value(home, 0)
-    view = _natural(home[:, :n], turned=turned)
-    return PlannedTensor(home, view.addresses(), ("static", turned))
+    view = _natural(home[:, :n], transposed=transposed)
+    return PlannedTensor(home, view.addresses(), ("static", transposed))
 
 
 def _home_shape(plan: StaticPlan) -> tuple[int, int, int]:
     return plan.pattern.grid[1], plan.n_padded, plan.pattern.block_size
 
 
-def _natural(home: Tensor, *, turned: bool) -> Tensor:
+def _natural(home: Tensor, *, transposed: bool) -> Tensor:
     rows, n, block = home.shape
     view = home.transpose(0, 2, 1).reshape(rows * block, n)
-    return (view.transpose(1, 0) if turned else view).expand_dims(0)
+    return (view.transpose(1, 0) if transposed else view).expand_dims(0)
 
 
 def add_product(
@@ -93,11 +93,11 @@ def add_product(
     program: Sequence,
     name: str,
     *,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
-    """Add the product to a program. `dense` is [1, k, n] and the result [1, m, n]; when `turned`
-    the last two dimensions of both are swapped."""
-    return _Product(graph, plan, name).add(values, dense, program, turned)
+    """Add the product to a program. `dense` is [1, k, n] and the result [1, m, n]; `transposed`
+    swaps the last two dimensions of both."""
+    return _Product(graph, plan, name).add(values, dense, program, transposed)
 
 
 class _Product:
@@ -118,15 +118,15 @@ class _Product:
         self.graph.map_stretches(made, tiles, lengths)
         return made
 
-    def add(self, values: Tensor, dense: Tensor, program: Sequence, turned: bool) -> Tensor:
+    def add(self, values: Tensor, dense: Tensor, program: Sequence, transposed: bool) -> Tensor:
         plan, steps = self.plan, Sequence(name=self.name)
         program.add(steps)
         if not (
             isinstance(dense, PlannedTensor)
-            and dense.layout == ("static", turned)
+            and dense.layout == ("static", transposed)
             and dense.home.shape == _home_shape(plan)
         ):
-            operand = dense_operand(self.graph, plan, f"{self.name} operand", turned=turned)
+            operand = dense_operand(self.graph, plan, f"{self.name} operand", transposed=transposed)
             steps.add(Copy(dense, operand, name="regroup"))
             dense = operand
         home = dense.home
@@ -139,7 +139,7 @@ class _Product:
         self._reduce(partials, out, steps)
         inverse_order = np.argsort(order)
         rows = out if np.array_equal(order, np.arange(height)) else out[inverse_order]
-        return _natural(rows[:, : plan.params.n], turned=turned)
+        return _natural(rows[:, : plan.params.n], transposed=transposed)
 
     def _multiply(self, values: Tensor, home: Tensor, steps: Sequence) -> list[Tensor]:
         """Gather and multiply, all parts of n side by side; returns their partial sums."""

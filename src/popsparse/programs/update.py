@@ -143,9 +143,9 @@ class UpdatePrograms:
                 )
             )
             layout = Layout(piece.plan, sizes.groups)
-            turned = (True, False)
+            transposed = (True, False)
             made = add_product(
-                self.graph, layout, a, b, steps, f"dense gradient{mark}", turned=turned
+                self.graph, layout, a, b, steps, f"dense gradient{mark}", transposed=transposed
             )
             scores = made.tensor()
             is_pooled = self.update.pooling != "none" and self.block != (1, 1)

@@ -136,7 +136,7 @@ def create_dense_sparse_matmul_lhs(
     """The dense operand [1, n, k] of dense x sparse, laid out by its use."""
     params = _check_params(params, transposed=True)
     plan = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return dense_operand(graph, plan, name, turned=True)
+    return dense_operand(graph, plan, name, transposed=True)
 
 
 def sparse_dense_matmul(
@@ -181,7 +181,7 @@ def dense_sparse_matmul(
     Args and errors as `sparse_dense_matmul`, with left and right exchanged.
     """
     plan, dense = _check_operands(sparse, dense, transpose_rhs, transpose_lhs, options, "left")
-    return add_product(graph, plan, sparse.nz_values, dense, program, name, turned=True)
+    return add_product(graph, plan, sparse.nz_values, dense, program, name, transposed=True)
 
 
 def _check_operands(
