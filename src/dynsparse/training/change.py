@@ -228,22 +228,22 @@ def prepare_changes(
                 prepared.append(change.prepare(optimizer))
     if comparison is not None:
         comparison.compare()
-    moving = [one for one in prepared if one.move is not None]
+    moving = [change for change in prepared if change.move is not None]
     failed = DeferredError()
-    for one in moving:
+    for moved in moving:
         with failed:
-            assert one.move is not None
-            one.parts.append(one.move())
+            assert moved.move is not None
+            moved.parts.append(moved.move())
     if moving:
         with collective_errors(ranks):
             failed.raise_pending()
 
     def apply() -> None:
-        for one in prepared:
+        for ready in prepared:
             with span("rewire"):
-                for part in one.parts:
+                for part in ready.parts:
                     part()
-                release_memory(one.values)
+                release_memory(ready.values)
 
     return apply
 

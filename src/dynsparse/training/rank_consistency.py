@@ -254,14 +254,14 @@ def layers_with_gradients(
     Raises:
         RuntimeError: there are layers, and no gradient reached any.
     """
-    found = {n: layers[n] for n, reached in zip(layers, has_gradient, strict=True) if reached}
-    if not found and layers:
+    reached = {n: layers[n] for n, has in zip(layers, has_gradient, strict=True) if has}
+    if not reached and layers:
         raise RuntimeError(
             f"step {step} ends in a pattern update, but no gradient reached any sparse layer since "
             "the step before: call trainer.step() after loss.backward(), and make the trainer "
             "after moving the model to its device"
         )
-    return found
+    return reached
 
 
 class PatternComparison:

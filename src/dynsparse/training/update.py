@@ -92,11 +92,11 @@ def count_blocks(request: UpdateRequest, *, on_device: bool) -> dict[str, Counts
 
     def scores(name: str) -> Tensor:
         with layer_errors(name):
-            found, nnz = request.scores(name, layers[name]), layers[name].pattern.nnz
+            local, nnz = request.scores(name, layers[name]), layers[name].pattern.nnz
             if on_device:
-                check_one_per_block(found, nnz)
-                return found
-            return gathered(check_scores(found, nnz))  # budgets look at all of them
+                check_one_per_block(local, nnz)
+                return local
+            return gathered(check_scores(local, nnz))  # budgets look at all of them
 
     survey = Survey(
         step=request.step,
@@ -205,11 +205,10 @@ def _choose_drops(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
     with collective_errors(ranks.all_ranks, bits):
         for plan in plans:
             with layer_errors(plan.name):
-                found = request.scores(plan.name, plan.layer)
+                scores.append(request.scores(plan.name, plan.layer))
                 if not ranks.alone:  # otherwise they are checked where they are ranked
-                    check_scores(found, plan.pattern.nnz)
-                    bits[0] = max(bits[0], key_bits(found.dtype))
-                scores.append(found)
+                    check_scores(scores[-1], plan.pattern.nnz)
+                    bits[0] = max(bits[0], key_bits(scores[-1].dtype))
     drops = lowest_over_ranks(
         ranks,
         scores,
