@@ -158,7 +158,7 @@ def test_what_would_take_a_rectangle_for_the_layer_is_refused():
 
     def work(grid):
         own = split(copy.deepcopy(model), grid)
-        with pytest.raises(ValueError, match=r"rectangle of '0': take dynsparse.distr"):
+        with pytest.raises(ValueError, match=r"shard of '0': take dynsparse.distr"):
             ds.densify(own)
 
     on_grid((2, 1, 1), work)

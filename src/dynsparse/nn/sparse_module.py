@@ -28,6 +28,12 @@ from dynsparse.ranks import DimShard, ShardSpec
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def drop_references(values: Tensor) -> None:
+    """Drop the weak references to a layer's Parameter: torch swaps no tensor that has one."""
+    _owners.pop(values, None)
+    capture.forget_replaced(values)
+
+
 class SparseModule(nn.Module):
     """Holds the values of a sparse weight and their pattern, and keeps them consistent.
 
@@ -174,10 +180,6 @@ class SparseModule(nn.Module):
                 "this layer was given the values of another sparse layer, whose pattern differs: "
                 "pass rows and cols with them, as in the other layer's state_dict()"
             )
-
-    def _forget_owner(self) -> None:
-        """Drop the weak reference to the values: torch swaps no tensor that has any."""
-        _owners.pop(self.values, None)
 
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Switch to a pattern, and to its `values` if given."""

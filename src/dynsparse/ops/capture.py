@@ -115,6 +115,12 @@ def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
     _replaced.pop(new.data_ptr(), None)
 
 
+def forget_replaced(values: Tensor) -> None:
+    """Drop the references to the Parameter `values` that `replace` has made."""
+    for address in [a for a, (_, reference) in _replaced.items() if reference() is values]:
+        del _replaced[address]
+
+
 def _values_after_replacement(row_ptr: Tensor) -> Tensor | None:
     """The Parameter of the layer that has replaced `row_ptr`; None where no layer has."""
     if type(row_ptr) is not Tensor:  # of a tracer: it has no memory

@@ -23,6 +23,7 @@ from torch.utils import swap_tensors
 
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, local_part
+from dynsparse.nn.sparse_module import drop_references
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import AXES, GrowRequest, RankGrid, Ranks, ShardSpec, gather_sorted, ranks_of
 
@@ -215,10 +216,12 @@ def resize_shards(layer: SparseLinear, count: int) -> None:
     holder._orig_param_uid = number
     holder.all_gather_outputs = []
     holder.__dict__.pop("_unsharded_param", None)
-    layer._forget_owner()
+    drop_references(values)
+    drop_references(holder.sharded_param)
     swap_tensors(values, holder.sharded_param)
     holder.sharded_param = values
     holder._setattr_on_modules(values)
+    layer._check_owner()
 
 
 def _fsdp_parameter(layer: SparseLinear) -> Any:
