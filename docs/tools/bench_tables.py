@@ -18,8 +18,8 @@ from typing import Any
 
 from dynsparse.bench.results import load_results
 from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.report.bench import tables
-from dynsparse.report.bench.tables import (
+from dynsparse.report import bench as tables
+from dynsparse.report.bench import (
     NAMES,
     Table,
     between,

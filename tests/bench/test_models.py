@@ -23,7 +23,7 @@ from dynsparse.bench.models import (
 )
 from dynsparse.bench.timing import Effort
 from dynsparse.nn import SparseLinear
-from dynsparse.report.bench.tables import memory_table, steps_table
+from dynsparse.report.bench import memory_table, steps_table
 
 pytest.importorskip("transformers")
 

@@ -162,7 +162,7 @@ WRONG = [
     ("mnist --steps-per-epoch 1000", "expected at most the 90 batches of an epoch"),
     ("mnist --test-mode tests", "name a checkpoint with --restore"),
     ("mnist --restore nowhere", "nowhere, which does not exist"),
-    ("mnist --restore letter.txt", "letter.txt is not a dynsparse checkpoint"),
+    ("mnist --restore letter.txt", "letter.txt is truncated or not a checkpoint"),
     ("mnist --dataset mnist --data-dir nowhere", "expected a folder with the mnist files"),
     ("mnist --dataset mnist --data-dir .", "expected train-images-idx3-ubyte"),
     ("mnist --data-dir .", "the digits come with scikit-learn"),

@@ -130,7 +130,7 @@ def test_a_system_that_does_not_tell_its_load_is_named(capsys, monkeypatch):
     monkeypatch.setattr("dynsparse.bench.host.read_cpu_times", lambda: None)
     status, out, _ = call(capsys, "--spec b.yml --benchmark two")
     assert status == 0
-    assert "no /proc/stat: what other processes take cannot be told" in out
+    assert "no /proc/stat: the load by other processes is not known" in out
 
 
 def test_the_list_needs_no_measurement(capsys):

@@ -9,8 +9,7 @@ from bench_tables import MACHINE_VIEWS, VIEWS, fill_page, main
 
 from dynsparse.bench.results import POPSPARSE, load_results, summarise
 from dynsparse.bench.spec import find_spec, read_spec
-from dynsparse.report.bench.pictures import draw_speedups
-from dynsparse.report.bench.tables import describe_machine, full_report, table
+from dynsparse.report.bench import describe_machine, draw_speedups, full_report, table
 
 
 def spread(median):

@@ -26,7 +26,7 @@ class Model:
     """What a model is made of.
 
     cls: a class of transformers; blocks: how many the model has, which `depth_key` of its
-        configuration says; settings: what else there is not as it comes.
+        configuration sets; settings: further changes of the configuration.
     tokens: of one example; pixels: the edge of its picture, 0 where it is text.
     hidden, inner: features of a block; outputs: of the head; table: entries of the embedding.
     """
@@ -173,7 +173,7 @@ class Cell:
         return DTYPES[self.dtype]
 
     def matches(self, words: str) -> bool:
-        """Whether all of `words` are said of the cell: "bert-base, block 16, bfloat16"."""
+        """Whether the cell has all properties in `words`: "bert-base, block 16, bfloat16"."""
         properties = {
             self.layer,
             f"batch {self.batch}",
@@ -192,7 +192,7 @@ class Cell:
 def refusal(cell: Cell, available: int | None) -> str | None:
     """Why `cell` cannot be measured, in one line; None where it can.
 
-    `available` is the free memory in bytes, None where nobody knows.
+    `available` is the free memory in bytes, None if unknown.
     """
     network = len(cell.features) > 2 and not cell.model
     for features in cell.features[:-1] if network else cell.features:

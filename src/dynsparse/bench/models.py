@@ -321,7 +321,7 @@ def _resident(field: str) -> int:
 
 
 def _state(model: nn.Module) -> int:
-    """Value, gradient and two moments of every parameter, and what says where they are."""
+    """Bytes of value, gradient and two moments of every parameter, and of masks or indices."""
     total = sum(4 * p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     for layer in model.modules():
         if isinstance(layer, SparseLinear):

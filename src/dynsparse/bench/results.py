@@ -23,9 +23,8 @@ beside them it has {"model": NAME, "blocks": .., "depth": how many were timed, "
 bytes, "state": .., "blocks": ..}}} in place of all figures. A command's benchmark has "figures" or
 "output" in place of cells.
 
-Of figures that somebody noted down by hand a spread may be a median alone, "times" empty, DATE
-words, and the machine's "python" null. "note", which may be missing, is what else a page says of
-them.
+In figures entered by hand a spread may be a median alone, "times" empty, DATE words, and the
+machine's "python" null. "note", which is optional, is a remark for pages that show them.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Point(NamedTuple):
 class Law:
     """speed-up = c * n^a * density^b * block^e.
 
-    An exponent is None where all cells agree in that size, so that nothing can be said of it.
+    An exponent is None if all cells have the same size.
     `factor` is the residual spread: two thirds of the cells lie within it of the law, up or down.
     `worst` is the largest factor between a cell and the law. `cells` counts them.
     """
@@ -114,7 +113,7 @@ def fit(points: Sequence[Point]) -> Law | None:
 class BreakEven:
     """Up to which density a layer is faster than dense, and how the densest cell does.
 
-    `density` is None where even the sparsest cell is slower. `crosses` says whether a crossing was
+    `density` is None where even the sparsest cell is slower. `crosses`: whether a crossing was
     seen; without one `density` is the largest that was measured.
     """
 

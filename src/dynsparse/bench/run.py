@@ -1,4 +1,4 @@
-"""Runs benchmarks one after the other and tells what comes out as it comes."""
+"""Runs benchmarks one after the other and reports each cell as it is measured."""
 
 from __future__ import annotations
 

@@ -105,16 +105,16 @@ class Spec:
 
 
 def select_cells(benchmarks: list[Benchmark], which: list[str]) -> list[Benchmark]:
-    """The benchmarks with those cells alone of which one of `which` says all (`Cell.matches`).
+    """The benchmarks, with only the cells that match one of `which` (`Cell.matches`).
 
     Raises:
-        ValueError: one that says no cell.
+        ValueError: one that matches no cell.
     """
     for words in which:
         if not any(cell.matches(words) for one in benchmarks for cell in one.cells):
             example = next((str(cell) for one in benchmarks for cell in one.cells), "nothing")
             raise ValueError(
-                "--cell: expected what is said of a cell of these benchmarks, such as "
+                "--cell: expected properties of a cell of these benchmarks, such as "
                 f"{example!r} or a part of it, got {words!r}"
             )
     selected = []

@@ -147,7 +147,7 @@ def _calls_per_sample(work: Work) -> int:
 
 
 def in_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Effort) -> None:
-    """Calls `sample` once a round with every name, for as long as the effort says."""
+    """Call `sample` once a round with every name, for the time and rounds of the effort."""
     names = list(names)
     order = random.Random(0)
     start = time.perf_counter()

@@ -78,7 +78,7 @@ class Runner:
     accuracies: list[tuple[int, float, float]] = field(default_factory=list)
 
     def train(self, batches: list[tuple[Tensor, Tensor]], due: list[bool]) -> None:
-        """A step per batch; `due` says which end in a pattern update."""
+        """A step per batch; `due` marks those that end in a pattern update."""
         self.model.train()
         for (x, labels), is_due in zip(batches, due, strict=True):
             begin = time.perf_counter()

@@ -15,12 +15,11 @@ from typer.core import TyperCommand
 from dynsparse import __version__, logs
 from dynsparse.cli.bench import bench
 from dynsparse.cli.check import check
+from dynsparse.cli.commands import cifar, lm, mnist, mnist_transformer, report, visualise
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
 from dynsparse.cli.matmul import matmul
 from dynsparse.cli.onnx import onnx
-from dynsparse.cli.reports import report, visualise
-from dynsparse.cli.trainings import cifar, lm, mnist, mnist_transformer
 from dynsparse.cli.tune import tune
 
 _NUMBER = re.compile(r"-[\d.]")
@@ -137,7 +136,7 @@ def _one_line(error: Exception) -> str | None:
     else:
         return None
     text = " ".join(text.split())
-    # What somebody typed may be of any length; what was expected stands at either end.
+    # A value in the middle may be of any length; what was expected is at either end.
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
 
 

@@ -116,7 +116,7 @@ def bench(values: dict[str, Any]) -> None:
 
 @contextmanager
 def _figures_of(*files: Path) -> Iterator[None]:
-    """Figures that were read from `files` may lack anything; one line says so."""
+    """Turn errors about missing entries of figures read from `files` into one line."""
     try:
         yield
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError) as error:
@@ -144,7 +144,7 @@ def _measure(
         summarise,
     )
     from dynsparse.bench.run import run_benchmark, set_threads
-    from dynsparse.report.bench.tables import describe_machine
+    from dynsparse.report.bench import describe_machine
 
     results = empty_results(spec.file)
     source: list[Path] = []
@@ -159,7 +159,7 @@ def _measure(
         results["benchmarks"] = before["benchmarks"]
     print(describe_machine(results))
     if not results["machine"]["load_known"]:
-        print("This system has no /proc/stat: what other processes take cannot be told.")
+        print("This system has no /proc/stat: the load by other processes is not known.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")
     for benchmark in chosen:
         before = results["benchmarks"].get(benchmark.name, {})
@@ -188,11 +188,11 @@ def _tell(line: str) -> None:
 
 def _write(results: Results, picture: Path | None, markdown: Path | None) -> None:
     if markdown is not None:
-        from dynsparse.report.bench.tables import full_report
+        from dynsparse.report.bench import full_report
 
         atomic_write_text(markdown, full_report(results))
     if picture is not None:
-        from dynsparse.report.bench.pictures import draw_speedups
+        from dynsparse.report.bench import draw_speedups
 
         draw_speedups(results, picture)
 

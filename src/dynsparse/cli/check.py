@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Compare the products of sparse layers on this machine with float64.
 
-    Ends with "Results match." and exit status 0, or says what differs and ends with 1.
+    Prints "Results match." and exits with 0, or lists what differs and exits with 1.
     """
     # Not for commands that check nothing.
     from dynsparse.selfcheck import run_checks

@@ -64,7 +64,7 @@ def encode(
         raise ValueError(f"--tokens: expected one of {', '.join(KINDS)}, got {tokens!r}")
     if vocabulary is not None and (tokens is not None or vocabulary_size is not None):
         raise ValueError(
-            "--vocabulary: the token file says what the tokens are: leave out --tokens and "
+            "--vocabulary: the token file defines the tokens: leave out --tokens and "
             "--vocabulary-size"
         )
     if vocabulary_size is not None and tokens != "bpe":

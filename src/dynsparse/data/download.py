@@ -122,7 +122,7 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
     import pooch
     import requests
 
-    logging.getLogger("pooch").setLevel(logging.WARNING)  # the bar says what it would say
+    logging.getLogger("pooch").setLevel(logging.WARNING)  # the progress bar replaces its messages
     for url in urls:
         with _Bar(file) as bar:
             try:

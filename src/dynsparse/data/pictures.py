@@ -82,7 +82,7 @@ _UNSIGNED_BYTE = 8
 
 @typed
 def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
-    """The array in an IDX file of unsigned bytes, plain or gzip (told by content): uint8.
+    """The array in an IDX file of unsigned bytes, plain or gzip (detected by content): uint8.
 
     Args:
         path: the file.
@@ -128,8 +128,8 @@ def _read(stream: io.BufferedIOBase, path: Path, dimensions: int, limit: int | N
             f"{path}: expected at most {limit:,} bytes for a packed file of this size, got the "
             f"shape {shape}: {HOW_TO_RAISE}, or unpack it yourself"
         )
-    # One byte more than promised tells a file that is too long. The array is not allocated from
-    # the header's numbers: a damaged header may promise terabytes.
+    # One more byte than promised is read to detect a file that is too long. The array is not
+    # allocated from the header's numbers: a damaged header may promise terabytes.
     chunks = []
     missing = size + 1
     while missing > 0 and (chunk := stream.read(min(missing, 1 << 24))):
@@ -242,7 +242,7 @@ def load_mnist(name: str, data_dir: str | Path | None = None) -> DataSet:
 def _find(file: str, data_dir: Path, name: str) -> Path:
     if not data_dir.is_dir():
         raise FileNotFoundError(f"expected a folder with the {name} files, got {data_dir}")
-    # A folder of its own comes first: it tells two data sets with equal file names apart.
+    # A folder with the data set's name comes first: file names are the same for two data sets.
     for folder in (data_dir / name, data_dir):
         for ending in ("", ".gz"):
             if (path := folder / (file + ending)).is_file():
@@ -291,7 +291,7 @@ _TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _TEST = ("test_batch.bin",)
 _RECORD = 1 + CIFAR_PIXELS
 _MOST = 10_000  # pictures of a file
-# One byte more than there may be tells a file that is too long, without reading all of it.
+# One more byte than valid is read, which detects a file that is too long without reading all.
 _LIMIT = _MOST * _RECORD + 1
 
 

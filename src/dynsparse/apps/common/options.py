@@ -131,7 +131,7 @@ _output = panel("Output", "run")
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """One training. `check` says in one line what is wrong with it.
+    """One training. `check` raises a one-line error for options that are not valid.
 
     The flags of the commands have the same names with dashes. An application adds its own options,
     and changes these where it must (`override`).

@@ -43,7 +43,7 @@ from dynsparse.training.records import Recorder
 def process_group(device: str) -> Iterator[Ranks]:
     """The ranks of this program: this process alone, unless torchrun started several.
 
-    The group is made here and ended at the end, unless somebody had made one.
+    The process group is initialised here and destroyed at the end, unless there was one before.
 
     Args:
         device: where each rank computes: "cuda" becomes the GPU of its number on the machine.
@@ -195,7 +195,7 @@ class _Wandb:
 class Outputs:
     """All of them, opened before the training: a wrong path costs no step.
 
-    A context, inside which nobody else writes to the same folders. Nothing of another training is
+    A context that holds a lock on the folders. Nothing of another training is
     overwritten or deleted without --overwrite, and with it only when all else has been checked.
 
     Args:
@@ -305,7 +305,7 @@ def bytes_text(count: int) -> str:
 
 @contextmanager
 def stop_on_interrupt(training: Training, console: Console) -> Iterator[None]:
-    """Inside, the first Ctrl-C lets `training` raise `Stopped`; the second is a KeyboardInterrupt.
+    """The first Ctrl-C inside makes `training` raise `Stopped`; the second is a KeyboardInterrupt.
 
     What was trained is then written: to --checkpoint-path, or to a folder of its own in the current
     one. On several ranks, which the signal reaches at different steps, Ctrl-C stays what it was, as
@@ -381,7 +381,7 @@ def run_with(
     """Do what `options` say; returns the figures of `body`, which is what `--json` writes.
 
     Started by torchrun in several processes, these train together: each takes its share of every
-    batch, and the first shows and writes what there is to show and write.
+    batch, and the first shows progress and writes files.
 
     Args:
         kind: whose checkpoints to look for.

@@ -266,7 +266,7 @@ class Sums:
 class Training(ABC):
     """One training run. All its randomness comes from `seed`.
 
-    An application adds its network, its steps, and what it tells about itself.
+    An application adds its network, its steps and its description.
 
     Attributes:
         app: its name.
@@ -274,7 +274,7 @@ class Training(ABC):
             their names have.
         generator_name: how checkpoints call `generator`; counters: the attributes they keep.
         rate_flag: the option to lower where a training diverges.
-        identity: tells this training from all others; resuming keeps it.
+        identity: unique to this training; resuming keeps it.
         device: where it computes. What is drawn is drawn on the CPU: all devices begin alike.
         stop_asked: makes the training raise `Stopped` before its next step.
         partial: of a training that stopped, or goes on, inside an epoch or between two reports: the
@@ -341,7 +341,7 @@ class Training(ABC):
 
     @abstractmethod
     def build_model(self, initial: torch.Generator) -> tuple[nn.Module, dict[str, float]]:
-        """The network, drawn from `initial`, and what `start_denser` says of it."""
+        """The network, drawn from `initial`, and the result of `start_denser`."""
 
     @abstractmethod
     def build_optimizer(self) -> torch.optim.Optimizer:

@@ -115,7 +115,7 @@ def run(
     """Train, test and sample as `options` say.
 
     Args:
-        options, console, given: see `run_with`, which says what is raised, too.
+        options, console, given: see `run_with`, also for what is raised.
 
     Returns:
         `training_figures`, with "sample" where text was sampled; that alone for `mode` "sample".

@@ -167,7 +167,7 @@ class Training(common.Training):
 
         Raises:
             ValueError: the training diverged.
-            Stopped: where `stop_asked` says so.
+            Stopped: after `stop_asked` was set.
         """
         partial, self.partial = self.partial, {}
         sums = Sums.from_state(partial["window"]) if partial else Sums()

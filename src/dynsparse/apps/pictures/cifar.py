@@ -287,7 +287,7 @@ class CifarTraining(pictures.Training):
 
 def shift(images: Tensor, by: Tensor, mirror: Tensor) -> Tensor:
     """Pictures [n, channels, side, side], each seen from `by` rows and columns further on, and
-    then left and right exchanged where `mirror` says so.
+    then mirrored left to right where `mirror` is true.
 
     What lies beyond an edge is what lies before it, mirrored; the edge itself is there once.
 

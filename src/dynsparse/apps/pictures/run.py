@@ -209,7 +209,7 @@ def run(
 
     Args:
         kind: the training to make of the options.
-        options, console, given: see `run_with`, which says what is raised, too.
+        options, console, given: see `run_with`, also for what is raised.
     """
     return run_with(kind, options, partial(_run, kind), console, given)
 

@@ -124,7 +124,7 @@ class PictureOptions(TrainingOptions):
 
     @property
     def label(self) -> str:
-        """What tells this training from others in a log; one word."""
+        """The name of this training in a log; one word."""
         return self.method
 
 
@@ -184,7 +184,7 @@ def learning_rate(options: PictureOptions, step: int, total_steps: int) -> float
 class Training(common.Training):
     """One training run on pictures.
 
-    A program adds its name, its network, and what it tells about itself.
+    An application adds its name, its network and its headline.
 
     Raises:
         ValueError: an optimizer argument or a schedule that does not fit.
@@ -297,7 +297,7 @@ class Training(common.Training):
         with those of the whole epoch, the others with None.
 
         Raises:
-            Stopped: where `stop_asked` says so.
+            Stopped: after `stop_asked` was set.
         """
         with span("data"):
             data = self._pictures("train")

@@ -1,1 +1,0 @@
-"""What `dynsparse bench` measured: pictures, tables, a page of the docs."""
