@@ -38,7 +38,7 @@ def by_hand(placements):
     """Layers lie as told, and not where `split` would put them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            import_module("dynsparse.distributed.split"),
+            import_module("dynsparse.distributed.distribute"),
             "place_layers",
             lambda chain, borders, grid: {
                 name: placements[name] for bundle in chain for name in bundle.names

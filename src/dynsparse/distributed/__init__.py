@@ -3,9 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from dynsparse.distributed.replicate import replicate
-from dynsparse.distributed.split import gather, split
-from dynsparse.distributed.stages import stages
+from dynsparse.distributed.distribute import gather, replicate, split, stages
 
 __all__ = [
     "SplitCols",

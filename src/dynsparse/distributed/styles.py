@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dynsparse.distributed.distribute import check_same_layers, check_unsharded, make_shards
 from dynsparse.distributed.placement import Bundle, Chain, Placement
 from dynsparse.distributed.sharded_layer import keep_shard, split_heads
-from dynsparse.distributed.split import check_same_layers, check_unsharded, make_shards
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.ranks import RankGrid, collective_errors, ranks_of
 from dynsparse.typed import typed
@@ -55,7 +55,7 @@ def _layer(module: nn.Module, name: str) -> SparseLinear:
 class SplitRows(_Style):
     """Each rank computes a shard of a `SparseLinear`'s outputs, from all inputs.
 
-    As torch's `ColwiseParallel`, which goes by the columns of the transposed weight. Slabs hold
+    As torch's `ColwiseParallel`, which goes by the columns of the transposed weight. Shards hold
     equal non-zeros, and are gathered at once: layers that work on shards belong together, in a
     `SplitPair`, or a model that `split` cuts.
     """

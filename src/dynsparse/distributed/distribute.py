@@ -1,14 +1,25 @@
-"""Tensor parallelism: a model over a mesh of ranks, each with a shard of every sparse layer."""
+"""How a model is distributed over ranks: replicas, tensor-parallel shards, stages of a pipeline."""
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from dynsparse.distributed.placement import Borders, Chain, Placement, find_chains, place_layers
+from dynsparse.checks import check_integer
+from dynsparse.distributed.placement import (
+    Borders,
+    Chain,
+    Placement,
+    balance,
+    find_chains,
+    place_layers,
+)
 from dynsparse.distributed.sharded_layer import (
     ShardBackend,
     gather_layer,
@@ -16,9 +27,46 @@ from dynsparse.distributed.sharded_layer import (
     spec_of,
     split_heads,
 )
-from dynsparse.nn import SparseLinear, SparseMultiheadAttention
+from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
-from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest
+from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest, ranks_of
+from dynsparse.training.rank_consistency import broadcast_layers
+from dynsparse.typed import typed
+
+
+@typed
+def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> DistributedDataParallel:
+    """`torch.nn.parallel.DistributedDataParallel` of a model with sparse layers.
+
+    `DistributedDataParallel` broadcasts the values of the first rank without their patterns; here
+    patterns are broadcast as well. A trainer does the same when it is made, so you need this only
+    for models without a trainer.
+
+    Args:
+        model: with or without sparse layers, on the device it trains on.
+        ranks: among which it is replicated: "auto", a process group, or a device mesh of one
+            dimension.
+        options: of `DistributedDataParallel`, but for `process_group` and `device_mesh`.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError: no module; a group or mesh among the options.
+        ValueError: layers that differ in number, name or shape; the same on all ranks.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise RuntimeError(
+            "replicate needs torch.distributed: call torch.distributed.init_process_group() first, "
+            "and start the program with torchrun"
+        )
+    for name in ("process_group", "device_mesh"):
+        if name in options:
+            raise TypeError(f"{name} must be given as ranks")
+    broadcast_layers(ranks_of(ranks), model)
+    group = None
+    if ranks != "auto":
+        group = ranks.get_group() if hasattr(ranks, "get_group") else ranks
+    return DistributedDataParallel(model, process_group=group, **options)
 
 
 def split(model: nn.Module, mesh: Any) -> nn.Module:
@@ -137,3 +185,51 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
             found[key] = shard.all_gather(gathered(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
     return {key: gathered(tensor) for key, tensor in state.items()}
+
+
+def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
+    """`model` as `n` consecutive stages, for `torch.distributed.pipelining.PipelineStage`.
+
+    The modules are the model's own and keep their names, so that the stages' state dicts together
+    are the model's, and random growth, which goes by the names of layers, is the same as in one
+    process. The largest stage is as small as it can be, by the weights of linear layers, for
+    sparse ones those that are present; other modules count nothing.
+
+    Args:
+        model: of at least `n` modules; for another kind of model, the `nn.Sequential` of its
+            blocks. Name the first of a stage in the `split_spec` of `pipelining.pipeline`.
+        n: how many stages.
+
+    Raises:
+        TypeError: no `nn.Sequential`.
+        ValueError: fewer modules than stages, or a module that occurs twice.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise TypeError(
+            "stages cut an nn.Sequential, such as that of a model's blocks, got "
+            f"{type(model).__name__}"
+        )
+    check_integer("n", n, 1)
+    children = list(model._modules.items())
+    if len({id(child) for _, child in children}) < len(children):
+        raise ValueError(
+            "a module is in the model twice, and each stage trains its own: make two of it"
+        )
+    if len(children) < n:
+        raise ValueError(f"a model of {len(children)} modules has no {n} stages: use fewer")
+    borders = balance([_weights(child) for _, child in children], n)
+    return [
+        nn.Sequential(OrderedDict(children[first:last]))
+        for first, last in itertools.pairwise(borders)
+    ]
+
+
+def _weights(module: nn.Module | None) -> int:
+    """Of all linear layers in a module."""
+    total = 0
+    for one in [] if module is None else module.modules():
+        if isinstance(one, SparseLinear) and not isinstance(one, (SparseConv1d, SparseConv2d)):
+            total += one.values.numel()
+        elif isinstance(one, nn.Linear):
+            total += one.weight.numel()
+    return total
