@@ -1,4 +1,4 @@
-"""A sparse trainer that follows an optimizer which another library steps."""
+"""A sparse trainer that follows an optimizer stepped by another library."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _LOGGED = (
 
 
 class Follower:
-    """Makes the sparse trainer when training begins, and lets it follow the optimizer's steps.
+    """Creates the sparse trainer when training begins and lets it follow the optimizer's steps.
 
     Args:
         algorithm: called as algorithm(model, optimizer, **options).
-        options: `total_steps` is filled in where the algorithm takes it and neither it nor a
-            `schedule` is given.
-        watch: whether there is telemetry.
+        options: keyword arguments of the algorithm. `total_steps` is added if the algorithm takes
+            it and neither it nor a `schedule` is given.
+        watch: whether to collect telemetry.
 
     Attributes:
         trainer: the `SparseTrainer`, None before `start`.
-        telemetry: watches it; None before, and where it is not to be watched.
+        telemetry: its `Telemetry`; None before `start` and without `watch`.
     """
 
     def __init__(self, algorithm: Algorithm, options: dict[str, Any], watch: bool = False) -> None:
@@ -55,11 +55,11 @@ class Follower:
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None
     ) -> SparseTrainer:
-        """Make the trainer, continue from a state loaded before, and follow `optimizer`.
+        """Create the trainer, restore a state that was loaded before, and follow `optimizer`.
 
         Raises:
-            TypeError: the algorithm returns something else than a trainer.
-            ValueError: what the algorithm refuses; a state that does not fit.
+            TypeError: the algorithm does not return a trainer.
+            ValueError: arguments that the algorithm refuses; a state that does not fit.
         """
         self.stop()
         options = dict(self._options)
@@ -79,27 +79,27 @@ class Follower:
         return trainer
 
     def figures(self) -> dict[str, int | float]:
-        """Of all layers together, as "sparse/figure", for a logger; empty without telemetry.
+        """Figures of all layers together, as "sparse/name", for a logger; {} without telemetry.
 
-        What telemetry counts from its first pattern on is left out: a resumed training begins anew.
+        Figures that count from the first pattern on are left out, as they start over on resuming.
         """
         if self.telemetry is None:
             return {}
-        found = self.telemetry.figures()
-        return {f"sparse/{name}": found[f"all/{name}"] for name in _LOGGED}
+        figures = self.telemetry.figures()
+        return {f"sparse/{name}": figures[f"all/{name}"] for name in _LOGGED}
 
     def stop(self) -> None:
-        """Follow no more; the trainer stays, to be looked at."""
+        """Stop following; the trainer stays available."""
         if self.trainer is not None:
             self.trainer.stop()
         self._follows = False
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The trainer's state, or the one loaded for a trainer to come, or None."""
+        """The state of the trainer, or a loaded state that waits for it, or None."""
         return self._saved if self.trainer is None else self.trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from `state`: now, or when the trainer is made."""
+        """Restore `state`: now, or when the trainer is created."""
         if state is None:
             return
         if self.trainer is None or not self._follows:

@@ -32,23 +32,23 @@ class SparseCallback(TrainerCallback, ExportableState):
         trainer = Trainer(model, arguments, callbacks=[SparseCallback(ds.RigL)], ...)
         trainer.train()
 
-    The model's layers must be sparse before. Trainer's checkpoints hold the model, whose state has
-    the patterns, the optimizer and the random generators; this callback's state goes into their
-    `trainer_state.json`.
+    The model must be sparse before training. Trainer's checkpoints contain the model, whose state
+    has the patterns, the optimizer and the random generators; the state of this callback is in
+    their `trainer_state.json`.
 
     Args:
         algorithm: `ds.RigL` or another trainer class, or a function of (model, optimizer) that
             returns a trainer.
-        options: its further arguments. `total_steps` is Trainer's `max_steps` unless it, or a
-            schedule, is given.
-        telemetry: adds to every entry of `log_history` what `Telemetry` says of all layers
-            together: "sparse/density", "sparse/churn" and others. Trainer calls its own reporters
-            (TensorBoard, wandb, ...) before the callbacks it is given: `before_reporters` turns
-            that round, so that they see it, too.
+        options: keyword arguments of the algorithm. `total_steps` defaults to Trainer's `max_steps`
+            if no schedule is given.
+        telemetry: whether to add the figures of `Telemetry` for all layers together
+            ("sparse/density", "sparse/churn", ...) to every entry of `log_history`. Trainer calls
+            its reporters (TensorBoard, wandb, ...) before other callbacks; call `before_reporters`
+            to let them see the figures.
 
     Attributes:
-        sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
-            `on_update` takes hooks, `updates` counts.
+        sparse_trainer: the `SparseTrainer` of the current or last training, with the list of hooks
+            `on_update` and the count `updates`.
 
     Raises:
         ValueError: when training begins: a model without sparse layers, a state that does not fit.
@@ -59,7 +59,7 @@ class SparseCallback(TrainerCallback, ExportableState):
         self, algorithm: Algorithm | None = None, *, telemetry: bool = True, **options: Any
     ) -> None:
         if algorithm is None:
-            # Trainer makes the callback anew, without arguments, when told to restore callbacks.
+            # To restore callbacks, Trainer creates a new one without arguments.
             raise ValueError(
                 "SparseCallback needs an algorithm such as dynsparse.RigL; to resume, leave "
                 "restore_callback_states_from_checkpoint at False: it restores itself"
@@ -71,16 +71,16 @@ class SparseCallback(TrainerCallback, ExportableState):
         return self._follower.trainer
 
     def before_reporters(self, trainer: Trainer) -> None:
-        """Make this the first callback of `trainer`, added or not, so that its reporters see what
-        this one logs. Call it before `trainer.train()`."""
+        """Make this the first callback of `trainer`, adding it if needed, so that reporters see its
+        figures. Call it before `trainer.train()`."""
         callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(one for one in callbacks if one is not self)]
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         optimizer = parts.get("optimizer")
-        # accelerate wraps the optimizer that really steps
+        # accelerate wraps the optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise RuntimeError(
@@ -88,7 +88,7 @@ class SparseCallback(TrainerCallback, ExportableState):
                 f"{type(optimizer).__name__}: train without FSDP and DeepSpeed"
             )
         if state.global_step:
-            # A list when a training begins, says its type; in a checkpoint states by name.
+            # Annotated as a list; in a checkpoint it is a mapping of states by name.
             states: Any = state.stateful_callbacks
             saved = states.get(type(self).__name__)
             if not isinstance(saved, dict) or "trainer" not in saved.get("attributes", {}):
@@ -96,7 +96,7 @@ class SparseCallback(TrainerCallback, ExportableState):
                     "the checkpoint was saved without SparseCallback: resume from one that was "
                     "saved with it, or train anew"
                 )
-            self._follower.load_state_dict(_decoded(saved["attributes"]["trainer"]))
+            self._follower.load_state_dict(_decode(saved["attributes"]["trainer"]))
         self._follower.start(parts["model"], optimizer, state.max_steps)
 
     def on_log(
@@ -113,19 +113,19 @@ class SparseCallback(TrainerCallback, ExportableState):
         self._follower.stop()
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes to its checkpoints: JSON."""
+        """The state that Trainer writes to its checkpoints as JSON."""
         state = self._follower.state_dict()
-        return {"args": {}, "attributes": {} if state is None else {"trainer": _encoded(state)}}
+        return {"args": {}, "attributes": {} if state is None else {"trainer": _encode(state)}}
 
 
-def _encoded(state: dict[str, Any]) -> str:
-    """As text: the state may hold tensors, and Trainer keeps JSON."""
+def _encode(state: dict[str, Any]) -> str:
+    """A state, which may contain tensors, as a string for JSON."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _decoded(text: str) -> dict[str, Any]:
+def _decode(text: str) -> dict[str, Any]:
     try:
         return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
     except Exception as error:  # of any kind: torch.load has several

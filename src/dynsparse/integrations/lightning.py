@@ -25,23 +25,23 @@ class SparseCallback(Callback):
         trainer = lightning.Trainer(callbacks=[SparseCallback(ds.RigL, update_interval=100)])
         trainer.fit(module, data)
 
-    The module's layers must be sparse before `fit`. Gradient accumulation, clipping and bf16
-    precision are Lightning's own. Its checkpoints hold, besides the model, whose state has the
-    patterns, and the optimizer, what this callback adds: the sparse trainer's state, and the global
-    random generators of torch, NumPy and Python, which Lightning itself does not keep.
+    The module must be sparse before `fit`. Gradient accumulation, clipping and bf16 precision work
+    as usual. Besides the optimizer and the model, whose state has the patterns, checkpoints contain
+    the state of the sparse trainer, and of the global random generators of torch, NumPy and Python,
+    which Lightning does not save.
 
     Args:
         algorithm: `ds.RigL` or another trainer class, or a function of (module, optimizer) that
             returns a trainer.
-        options: its further arguments. `total_steps` is Lightning's `estimated_stepping_batches`
-            unless it, or a schedule, is given.
-        restore_random_state: False leaves the random generators as they are on resuming.
-        telemetry: logs after every update, to all of Lightning's loggers, what `Telemetry` says of
-            all layers together: "sparse/density", "sparse/churn" and others.
+        options: keyword arguments of the algorithm. `total_steps` defaults to Lightning's
+            `estimated_stepping_batches` if no schedule is given.
+        restore_random_state: whether to restore the random generators on resuming.
+        telemetry: whether to log the figures of `Telemetry` for all layers together
+            ("sparse/density", "sparse/churn", ...) to all loggers after every update.
 
     Attributes:
-        sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
-            `on_update` takes hooks, `updates` counts.
+        sparse_trainer: the `SparseTrainer` of the current or last training, with the list of hooks
+            `on_update` and the count `updates`.
 
     Raises:
         ValueError: when fit begins: a module without sparse layers, more than one optimizer, a
@@ -94,6 +94,6 @@ class SparseCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._follower.load_state_dict(state_dict["trainer"])
-        # Here, and no later: the first batches are drawn before any hook of the training is called.
+        # Here because the first batches are drawn before any hook of the training is called.
         if self._restore_random_state:
             random_state.restore_global_states(state_dict["random"])

@@ -9,8 +9,8 @@ from torch import nn
 
 from dynsparse.checks import check_flag
 from dynsparse.integrations.follower import Algorithm, Follower
-from dynsparse.integrations.keras.convert import many_steps
-from dynsparse.integrations.keras.layers import Passenger, SparseLayer
+from dynsparse.integrations.keras.convert import enable_many_steps
+from dynsparse.integrations.keras.layers import SavedState, SparseLayer
 from dynsparse.integrations.keras.optimizer import KerasOptimizer
 from dynsparse.training import SparseTrainer
 from dynsparse.training.algorithms import BY_NAME
@@ -22,31 +22,31 @@ class SparseCallback(keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[SparseCallback(ds.RigL, update_interval=100)])
 
-    The model has sparse layers (`SparseDense`, `SparseConv2D`, `sparsify`). Momenta, averages of
-    the weights and whatever else Keras' optimizer keeps for each weight follow the pattern. While
-    and after it trains, all that Keras saves of the model (`model.save`, `save_weights`,
-    `ModelCheckpoint`, `BackupAndRestore`) holds the state of the sparse trainer and the global
-    random generators; a model that was loaded from there goes on with the same bits.
+    The model needs sparse layers (`SparseDense`, `SparseConv2D`, `sparsify`). The state that the
+    Keras optimizer has for each weight, such as momenta and averages, follows the pattern. During
+    and after training, all files of the model (`model.save`, `save_weights`, `ModelCheckpoint`,
+    `BackupAndRestore`) contain the state of the sparse trainer and the global random generators; a
+    model loaded from them continues bit for bit.
 
     Args:
         algorithm: `ds.RigL` or another trainer class, or a function of (model, optimizer) that
-            returns a trainer. Its layers are named by their places among those of the model: "0",
-            or "2.1" within a model in place 2.
-        resume: False begins anew with a model whose file held a training.
-        restore_random_state: False leaves the global random generators as they are on resuming.
-        telemetry: adds to the logs of every epoch what `Telemetry` says of all layers together:
-            "sparse/density", "sparse/churn" and others.
-        options: the algorithm's further arguments. `total_steps` is epochs times steps unless it,
-            or a schedule, is given.
+            returns a trainer. Layers are named by their index in the model: "0", or "2.1" inside of
+            a model with index 2.
+        resume: whether to continue the training in the file of a loaded model.
+        restore_random_state: whether to restore the global random generators on resuming.
+        telemetry: whether to add the figures of `Telemetry` for all layers together
+            ("sparse/density", "sparse/churn", ...) to the logs of every epoch.
+        options: keyword arguments of the algorithm. `total_steps` defaults to epochs times steps if
+            no schedule is given.
 
     Attributes:
-        sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
-            `on_update` takes hooks, `updates` counts.
+        sparse_trainer: the `SparseTrainer` of the current or last training, with the list of hooks
+            `on_update` and the count `updates`.
 
     Raises:
         TypeError, ValueError: when training begins: a model without sparse layers, or compiled with
-            `jit_compile`; an optimizer that cannot follow (Muon, scaled losses, accumulated
-            gradients); a state that does not fit, and what the algorithm refuses.
+            `jit_compile`; an unsupported optimizer (Muon, scaled losses, accumulated gradients); a
+            state that does not fit; arguments that the algorithm refuses.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SparseCallback(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        many_steps(model)
+        enable_many_steps(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
@@ -92,44 +92,44 @@ class SparseCallback(keras.callbacks.Callback):
         try:
             self._start(self._found() if self._resume else None)
         except BaseException:
-            self._optimizer.let_go()
+            self._optimizer.release()
             raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         found = self._found()
-        if found is not None:  # another callback has loaded a file since
+        if found is not None:  # another callback has loaded a file
             self._start(found)
 
     def _found(self) -> dict[str, Any] | None:
-        """The state that was in the file which the model comes from."""
-        return next((p.found for p in self._passengers if p.found is not None), None)
+        """The state in the file that was loaded last, or None."""
+        return next((p.found for p in self._saved_states if p.found is not None), None)
 
     @property
-    def _passengers(self) -> list[Passenger]:
-        return [layer.passenger for layer in self._layers.values()]
+    def _saved_states(self) -> list[SavedState]:
+        return [layer.saved_state for layer in self._layers.values()]
 
     def _start(self, found: dict[str, Any] | None) -> None:
-        """Make the trainer, which goes on from what was found."""
+        """Create the trainer and restore the state `found`, if any."""
         layers, optimizer = self._layers, self._optimizer
         self._follower.stop()
         if found is not None:
             self._follower.load_state_dict(found["trainer"])
         epochs, steps = self.params["epochs"], self.params["steps"]
         total = None if steps is None else epochs * steps
-        trainer = self._follower.start(_holder(layers), optimizer, total)
+        trainer = self._follower.start(_to_module(layers), optimizer, total)
         if found is not None and self._restores:
             random_state.restore_global_states(found["random"])
 
-        def tell(*_: object) -> None:
+        def update_shapes(*_: object) -> None:
             for layer in layers.values():
                 layer.update_shapes()
 
-        trainer.on_update.insert(0, tell)
-        tell()
+        trainer.on_update.insert(0, update_shapes)
+        update_shapes()
         for layer in layers.values():
             layer.follow(optimizer)
-            layer.passenger.found = layer.passenger.state = None
-        self._passengers[0].state = self._state
+            layer.saved_state.found = layer.saved_state.state = None
+        self._saved_states[0].state = self._state
 
     def _state(self) -> dict[str, Any]:
         return {"trainer": self._follower.state_dict(), "random": random_state.global_states()}
@@ -140,32 +140,32 @@ class SparseCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._follower.stop()
-        self._optimizer.let_go()
+        self._optimizer.release()
 
 
-def sparse_layers(model: Any, place: str = "") -> dict[str, SparseLayer]:
-    """place -> sparse layer, in the order of the model's layers; each once."""
+def sparse_layers(model: Any, prefix: str = "") -> dict[str, SparseLayer]:
+    """Index in the model -> sparse layer, each once."""
     found: dict[str, SparseLayer] = {}
     for index, layer in enumerate(model._layers):
-        name = f"{place}.{index}" if place else str(index)
+        name = f"{prefix}.{index}" if prefix else str(index)
         inner = {name: layer} if isinstance(layer, SparseLayer) else sparse_layers(layer, name)
-        known = {id(one) for one in found.values()}
-        found |= {where: one for where, one in inner.items() if id(one) not in known}
+        known = {id(layer) for layer in found.values()}
+        found |= {n: layer for n, layer in inner.items() if id(layer) not in known}
     return found
 
 
-def _holder(layers: dict[str, SparseLayer]) -> nn.Module:
-    """A module of torch with what computes the layers, under these names."""
-    whole = nn.Module()
+def _to_module(layers: dict[str, SparseLayer]) -> nn.Module:
+    """A torch module with the `sparse` modules of the layers, under these names."""
+    root = nn.Module()
     for name, layer in layers.items():
-        *above, last = name.split(".")
-        inside = whole
-        for part in above:
-            if part not in inside._modules:
-                inside.add_module(part, nn.Module())
-            inside = inside.get_submodule(part)
-        inside.add_module(last, layer.sparse)
-    return whole
+        *parents, last = name.split(".")
+        parent = root
+        for part in parents:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, layer.sparse)
+    return root
 
 
 def _callback(algorithm: type[SparseTrainer]) -> type[SparseCallback]:
@@ -185,5 +185,5 @@ def _callback(algorithm: type[SparseTrainer]) -> type[SparseCallback]:
     return Callback
 
 
-CALLBACKS = {one.trainer.__name__: _callback(one.trainer) for one in BY_NAME.values()}
+CALLBACKS = {a.trainer.__name__: _callback(a.trainer) for a in BY_NAME.values()}
 """Name of an algorithm -> its callback."""

@@ -15,21 +15,22 @@ from dynsparse.nn import SparseLinear
 from dynsparse.nn import sparsify as sparsify_module
 
 
-def many_steps(model: Any) -> None:
-    """Let `compile(steps_per_execution=n)` hold: `fit`, `evaluate` and `predict` take n batches
-    between two calls of the callbacks' batch hooks, and give what single steps give.
+def enable_many_steps(model: Any) -> None:
+    """Support `compile(steps_per_execution=n)`, which Keras refuses with the torch backend.
 
-    Keras refuses it with the torch backend. A model where n is 1 goes Keras' own way.
+    `fit`, `evaluate` and `predict` then process n batches between two calls of the callbacks' batch
+    hooks, with the results of single steps. With n = 1 Keras' own functions are used.
     """
     for name in ("train", "test", "predict"):
-        made = MethodType(_maker(name, getattr(type(model), f"make_{name}_function")), model)
-        vars(model)[f"make_{name}_function"] = made
+        default = getattr(type(model), f"make_{name}_function")
+        maker = MethodType(_make_function_maker(name, default), model)
+        vars(model)[f"make_{name}_function"] = maker
 
 
-def _maker(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+def _make_function_maker(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
     def make(model: Any, force: bool = False) -> Any:
         if model.steps_per_execution == 1:
-            return usual(model, force)
+            return default(model, force)
         if model.jit_compile is True:
             raise ValueError(
                 "expected jit_compile=False with steps_per_execution above 1, got True: leave one "
@@ -37,29 +38,32 @@ def _maker(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
             )
         step = getattr(model, f"{name}_step")
 
-        def trained(batches: list[Any]) -> Any:
+        def train(batches: list[Any]) -> Any:
             for batch in batches:
                 logs = step(batch)
             return logs
 
         @torch.no_grad()
-        def tested(batches: list[Any]) -> Any:
-            return trained(batches)
+        def test(batches: list[Any]) -> Any:
+            return train(batches)
 
         @torch.no_grad()
-        def predicted(batches: list[Any]) -> Any:
-            made = [step(batch) for batch in batches]
-            return keras.tree.map_structure(lambda *parts: torch.cat(parts), *made)
+        def predict(batches: list[Any]) -> Any:
+            outputs = [step(batch) for batch in batches]
+            return keras.tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
 
-        functions = {"train": trained, "test": tested, "predict": predicted}
+        functions = {"train": train, "test": test, "predict": predict}
         setattr(model, f"{name}_function", functions[name])
         return functions[name]
 
     return make
 
 
-_TAKEN: dict[Any, Any] = {keras.layers.Dense: SparseDense, keras.layers.Conv2D: SparseConv2D}
-_FROM_DENSE = (
+_SPARSE_CLASSES: dict[Any, Any] = {
+    keras.layers.Dense: SparseDense,
+    keras.layers.Conv2D: SparseConv2D,
+}
+_DENSE_OPTIONS = (
     "units", "filters", "kernel_size", "strides", "padding", "data_format", "dilation_rate",
     "groups", "activation", "use_bias", "bias_initializer", "kernel_regularizer",
     "bias_regularizer", "activity_regularizer", "bias_constraint", "name", "dtype", "trainable",
@@ -67,14 +71,15 @@ _FROM_DENSE = (
 
 
 def sparsify(model: Any, density: float | None = 0.1, **options: Any) -> Any:
-    """Turn a Keras model's `Dense` and `Conv2D` layers into sparse ones, in place.
+    """Convert the `Dense` and `Conv2D` layers of a Keras model to sparse ones, in place.
 
-    The layer objects stay, and with them names and graphs, so that it serves functional, Sequential
-    and subclassed models. The model must be built, and its optimizer not yet. What is converted and
-    what stays dense is printed; layers of a class derived from `Dense` or `Conv2D`, with a
-    constraint or a regularizer over the whole kernel, quantised ones and such with LoRA stay.
+    The layer objects, their names and the graph stay the same, so it works for functional,
+    Sequential and subclassed models. The model must be built, its optimizer must not. A table of
+    converted and dense layers is printed. Layers stay dense if their class is derived from `Dense`
+    or `Conv2D`, if they have a constraint or a regularizer over the full kernel, if they are
+    quantised, or if they use LoRA.
 
-    Names are those of the layers, within one another with dots: "encoder.dense".
+    Names are those of the layers, nested with dots: "encoder.dense".
 
     Args:
         model: a `keras.Model`.
@@ -84,8 +89,8 @@ def sparsify(model: Any, density: float | None = 0.1, **options: Any) -> Any:
         The model.
 
     Raises:
-        TypeError, ValueError: not a Keras model, one that is not built or has been trained, and
-            what `dynsparse.sparsify` refuses. Nothing is changed then.
+        TypeError, ValueError: not a Keras model, one that is not built or has been trained; as
+            `dynsparse.sparsify`. The model is then unchanged.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"expected a keras.Model, got {type(model).__name__}")
@@ -98,46 +103,48 @@ def sparsify(model: Any, density: float | None = 0.1, **options: Any) -> Any:
             "the model's optimizer holds the variables of dense layers: sparsify the model first "
             "and compile it then"
         )
-    likeness, places = _likeness(model)
-    sparsify_module(likeness, density, **options)
-    made = {
-        name: _sparse_layer(places[name], module)
-        for name, module in likeness.named_modules()
+    skeleton, keras_layers = _torch_skeleton(model)
+    sparsify_module(skeleton, density, **options)
+    sparse_layers = {
+        name: _sparse_layer(keras_layers[name], module)
+        for name, module in skeleton.named_modules()
         if isinstance(module, SparseLinear)
     }
-    for name, layer in made.items():
-        _become(places[name], layer)
+    for name, layer in sparse_layers.items():
+        _replace_in_place(keras_layers[name], layer)
     for layer in model._flatten_layers():
-        # Keras' copy of the Parameters' list; it makes it anew.
+        # Keras' list of Parameters, which it rebuilds.
         layer._modules.pop("_torch_params", None)
-    many_steps(model)
+    enable_many_steps(model)
     return model
 
 
-def _likeness(model: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """A module of torch with the model's weights in layers of torch, and name -> Keras layer."""
-    whole, places = nn.Module(), {}
+def _torch_skeleton(model: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A torch module with the weights of a Keras model in torch layers, and name -> Keras layer."""
+    root, keras_layers = nn.Module(), {}
     seen: set[int] = set()
 
-    def add(inside: nn.Module, layers: Any, prefix: str) -> None:
+    def add(parent: nn.Module, layers: Any, prefix: str) -> None:
         for layer in layers:
             if id(layer) in seen:
                 continue
             seen.add(id(layer))
             name = layer.name.replace(".", "_")
-            if name in inside._modules:
-                raise ValueError(f"two layers have the name {prefix + name!r}: name them apart")
+            if name in parent._modules:
+                raise ValueError(
+                    f"two layers have the name {prefix + name!r}: give them different names"
+                )
             module = _module(layer)
-            inside.add_module(name, module)
-            places[prefix + name] = layer
+            parent.add_module(name, module)
+            keras_layers[prefix + name] = layer
             add(module, layer._layers, f"{prefix}{name}.")
 
-    add(whole, model._layers, "")
-    return whole, places
+    add(root, model._layers, "")
+    return root, keras_layers
 
 
 def _module(layer: Any) -> nn.Module:
-    """A layer of torch with the weights of a Keras layer; of its own class where there is none."""
+    """A torch layer with the weights of a Keras layer, or a module with the name of its class."""
     if _is_convertible(layer):
         bias = layer.bias is not None
         kernel = layer.kernel.value.detach()
@@ -164,7 +171,7 @@ def _module(layer: Any) -> nn.Module:
 
 def _is_convertible(layer: Any) -> bool:
     return (
-        type(layer) in _TAKEN
+        type(layer) in _SPARSE_CLASSES
         and layer.kernel_constraint is None
         and isinstance(layer.kernel_regularizer, (type(None), *REGULARIZERS))
         and not layer.lora_enabled
@@ -174,28 +181,30 @@ def _is_convertible(layer: Any) -> bool:
 
 @torch.no_grad()
 def _sparse_layer(layer: Any, sparse: SparseLinear) -> SparseLayer:
-    """A sparse Keras layer like a dense one, with the pattern and the values of `sparse`."""
-    given = layer.get_config()
-    config = {key: given[key] for key in _FROM_DENSE if key in given}
+    """A sparse Keras layer with the options of `layer`, and pattern and values of `sparse`."""
+    options = layer.get_config()
+    config = {key: options[key] for key in _DENSE_OPTIONS if key in options}
     config |= {"density": sparse.density, "block_size": sparse.block_size}
-    made = _TAKEN[type(layer)].from_config(config)
+    converted = _SPARSE_CLASSES[type(layer)].from_config(config)
     shape = layer.get_build_config()["input_shape"]
-    made.build_from_config({"input_shape": shape, "blocks": sparse.pattern.nnz})
-    made.sparse.set_pattern(sparse.pattern, sparse.values)
-    if made.bias is not None:
-        made.bias.assign(layer.bias.value)
-    return made
+    converted.build_from_config({"input_shape": shape, "blocks": sparse.pattern.nnz})
+    converted.sparse.set_pattern(sparse.pattern, sparse.values)
+    if converted.bias is not None:
+        converted.bias.assign(layer.bias.value)
+    return converted
 
 
-_STAYS = ("_inbound_nodes", "_outbound_nodes", "_path", "_parent_path", "_called")
+_KEPT_ATTRIBUTES = ("_inbound_nodes", "_outbound_nodes", "_path", "_parent_path", "_called")
 
 
-def _become(layer: Any, made: SparseLayer) -> None:
-    """Let `layer` be what `made` is, in the place that it has in graphs and models."""
-    state = vars(made) | {key: vars(layer)[key] for key in _STAYS if key in vars(layer)}
-    # Keras wraps these for each object, which would be `made`.
+def _replace_in_place(layer: Any, converted: SparseLayer) -> None:
+    """Turn `layer` into `converted` and keep its connections in graphs and models."""
+    state = vars(converted) | {
+        key: vars(layer)[key] for key in _KEPT_ATTRIBUTES if key in vars(layer)
+    }
+    # Keras wraps these methods for each object, here `converted`.
     for name in ("build", "quantize"):
         state.pop(name, None)
     vars(layer).clear()
     vars(layer).update(state)
-    layer.__class__ = type(made)
+    layer.__class__ = type(converted)

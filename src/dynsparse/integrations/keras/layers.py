@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynsparse.checks import check_integer
-from dynsparse.integrations.keras.optimizer import KerasOptimizer, resized
+from dynsparse.integrations.keras.optimizer import KerasOptimizer, update_shape
 from dynsparse.nn import SparseConv2d, SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.optimizer_state import prepare_state
 from dynsparse.typed import typed
 
-_NAME = "training"
+_STATE_KEY = "training"
 
 
-class Passenger:
-    """Travels with a layer: Keras keeps the variables of layers, and nothing of callbacks.
+class SavedState:
+    """The state of a sparse training, saved with a layer as Keras saves nothing of callbacks.
 
     Attributes:
-        state: gives the state that is to be saved; None where there is no training.
-        found: the state that was in the file, for a training to come or one under way.
+        state: returns the state to save; None without a training.
+        found: the state of the file that was loaded last, until a training restores it.
     """
 
     def __init__(self) -> None:
@@ -36,20 +36,20 @@ class Passenger:
         self.found: dict[str, Any] | None = None
 
     def save(self, store: Any) -> None:
-        """Add the state to what is stored of the layer."""
+        """Add the state to the stored entries of the layer."""
         state = self.found if self.state is None else self.state()
         if state is not None:
             buffer = io.BytesIO()
             torch.save(state, buffer)
-            store[_NAME] = np.frombuffer(buffer.getvalue(), np.uint8)
+            store[_STATE_KEY] = np.frombuffer(buffer.getvalue(), np.uint8)
 
     def read(self, store: Any) -> Callable[[], None]:
-        """Look at what is stored; what is returned takes it over.
+        """Read the stored state; the returned function sets it.
 
         Raises:
             ValueError: it is damaged.
         """
-        state = _decoded(np.array(store[_NAME])) if _NAME in set(store.keys()) else None
+        state = _decode(np.array(store[_STATE_KEY])) if _STATE_KEY in set(store.keys()) else None
 
         def take() -> None:
             self.found = state
@@ -57,13 +57,13 @@ class Passenger:
         return take
 
 
-def _decoded(stored: np.ndarray) -> dict[str, Any]:
+def _decode(stored: np.ndarray) -> dict[str, Any]:
     try:
         content = stored.astype(np.uint8, casting="equiv").tobytes()
         state = torch.load(io.BytesIO(content), weights_only=True)
         if not isinstance(state, dict) or set(state) != {"trainer", "random"}:
             raise ValueError("expected the entries trainer and random")
-    except Exception as error:  # of any kind: torch.load has several
+    except Exception as error:  # torch.load raises several classes
         raise ValueError(f"the state of the sparse training in the file is damaged: {error}") from (
             None
         )
@@ -71,11 +71,11 @@ def _decoded(stored: np.ndarray) -> dict[str, Any]:
 
 
 class PatternVariable(keras.Variable):
-    """A layer's pattern as a variable [2, blocks], for who takes a model's weights out and puts
-    them back: early stopping, `get_weights`, `set_weights`.
+    """A layer's pattern as a Keras variable [2, blocks], for code that reads and restores weights:
+    early stopping, `get_weights`, `set_weights`.
 
-    It holds nothing: the layer does. Values stay as they are where a pattern is assigned, slot by
-    slot, since theirs is assigned, too.
+    It is a view of the layer. Assigning a pattern keeps the values slot by slot, because the values
+    are assigned separately.
     """
 
     def __init__(self, sparse: SparseLinear) -> None:
@@ -101,7 +101,7 @@ class PatternVariable(keras.Variable):
         self.put(pattern, self._sparse.values.detach().clone())
 
     def put(self, pattern: SparsePattern, values: Tensor) -> None:
-        """Put a pattern with its values in place; an optimizer's state follows, if there is one."""
+        """Set a pattern with its values; the state of the optimizer follows, if there is one."""
         rewiring = Rewiring.between(self._sparse.pattern, pattern)
         self._sparse.resizable |= not rewiring.keeps_size
         parameter = self._sparse.values
@@ -119,14 +119,14 @@ REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers
 
 
 class SparseLayer(keras.layers.Layer):
-    """What `SparseDense` and `SparseConv2D` have in common.
+    """Base class of `SparseDense` and `SparseConv2D`.
 
     Attributes:
         sparse: the `SparseLinear` or `SparseConv2d` that computes, once the layer is built; its
-            `pattern` may be changed as ever.
-        values: Keras' variable of its non-zero weights [blocks] or [blocks, b, b].
-        bias: Keras' variable [outputs], or None.
-        passenger: what files of the model hold for the sparse training under way.
+            `pattern` may be changed.
+        values: the Keras variable of its non-zero weights [blocks] or [blocks, b, b].
+        bias: the Keras variable [outputs], or None.
+        saved_state: the state of the sparse training in files of the model.
     """
 
     sparse: SparseLinear
@@ -157,26 +157,26 @@ class SparseLayer(keras.layers.Layer):
         self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
         if not isinstance(self.kernel_regularizer, (type(None), *REGULARIZERS)):
             raise ValueError(
-                "kernel_regularizer must be L1, L2 or L1L2, which look at each weight by itself, "
+                "kernel_regularizer must be L1, L2 or L1L2, which are sums over single weights, "
                 f"got {type(self.kernel_regularizer).__name__}"
             )
         self.bias_regularizer = keras.regularizers.get(bias_regularizer)
         self.bias_constraint = keras.constraints.get(bias_constraint)
         self.seed = None if seed is None else check_integer("seed", seed)
-        self.passenger = Passenger()
+        self.saved_state = SavedState()
         self._blocks: int | None = None
         self._resizable = False
 
     def _matrix_shape(self, channels: int) -> tuple[int, int]:
-        """Of the matrix that the pattern is of."""
+        """Shape [out, in] of the pattern's matrix."""
         raise NotImplementedError
 
-    def _made(self, channels: int, **start: Any) -> SparseLinear:
-        """The layer that is to compute, with these arguments."""
+    def _make_sparse(self, channels: int, **start: Any) -> SparseLinear:
+        """Create the layer that computes."""
         raise NotImplementedError
 
     def _channels(self, shape: Sequence[int | None]) -> int:
-        """The inputs of an x of this shape."""
+        """Number of input channels of an x of this shape."""
         raise NotImplementedError
 
     def build(self, input_shape: Sequence[int | None]) -> None:
@@ -189,18 +189,20 @@ class SparseLayer(keras.layers.Layer):
                 generator=generator,
             )}  # fmt: skip
         dtype = getattr(torch, self.variable_dtype)
-        sparse = self._made(channels, bias=self.use_bias, generator=generator, dtype=dtype, **start)
+        sparse = self._make_sparse(
+            channels, bias=self.use_bias, generator=generator, dtype=dtype, **start
+        )
         sparse.resizable = self._resizable
         self.add_module("sparse", sparse)
 
-        # Keras calls these when its variables get their tensors, which may be later.
+        # Keras calls these when it creates the tensors of its variables, possibly later.
         def values(*_: Any, **__: Any) -> Tensor:
-            return _at_home(sparse).values
+            return _to_keras_device(sparse).values
 
         def bias(shape: Any, dtype: Any = None) -> Tensor:
             with torch.no_grad():
                 sparse.bias.copy_(initial(shape, dtype=dtype))
-            return _at_home(sparse).bias
+            return _to_keras_device(sparse).bias
 
         initial = self.bias_initializer
         self.values = self.add_weight(
@@ -220,8 +222,8 @@ class SparseLayer(keras.layers.Layer):
             )
         for variable in (self.values, self.bias):
             if variable is not None and not self.trainable:
-                variable.trainable = False  # the Parameter hears of it now
-        # Not an attribute as others: what is tracked would keep a copy.
+                variable.trainable = False  # updates the Parameter
+        # Bypasses Keras' tracking of attributes, which would keep a copy.
         self.__dict__["_pattern"] = PatternVariable(sparse)
 
     @property
@@ -231,26 +233,26 @@ class SparseLayer(keras.layers.Layer):
 
     @property
     def weights(self) -> list[Any]:
-        """The variables, and the pattern as one more: without it values belong nowhere."""
-        found = super().weights
-        return [*found, self.__dict__["_pattern"]] if self.built else found
+        """The variables and the pattern, without which the values have no meaning."""
+        variables = super().weights
+        return [*variables, self.__dict__["_pattern"]] if self.built else variables
 
     def follow(self, optimizer: KerasOptimizer | None) -> None:
-        """Let state of `optimizer` follow the patterns that Keras puts in place; None: no more."""
+        """Let the state of `optimizer` follow patterns that Keras assigns; None stops it."""
         self.__dict__["_pattern"].optimizer = optimizer
 
     def update_shapes(self) -> None:
-        """Tell Keras how long the values are, after the number of blocks has changed."""
-        resized(self.values)
+        """Update the shape of the variable after the number of blocks has changed."""
+        update_shape(self.values)
 
     def call(self, x: Tensor) -> Tensor:
         """The activation of the product and the bias."""
-        if x.is_meta:  # Keras asks for shapes
+        if x.is_meta:  # Keras computes shapes
             y = x.new_empty(self.compute_output_shape(tuple(x.shape)))
         else:
             mixed = self.compute_dtype != self.variable_dtype
-            kind = getattr(torch, self.compute_dtype)
-            with torch.autocast(x.device.type, kind) if mixed else nullcontext():
+            dtype = getattr(torch, self.compute_dtype)
+            with torch.autocast(x.device.type, dtype) if mixed else nullcontext():
                 y = self._product(x)
         return y if self.activation is None else self.activation(y)
 
@@ -283,7 +285,7 @@ class SparseLayer(keras.layers.Layer):
         super().build_from_config(config)
 
     def save_own_variables(self, store: Any) -> None:
-        """Values, their rows and columns, the bias, and what travels with them."""
+        """Save values, rows, columns, bias, and the state of the training."""
         if not self.built:
             return
         store["rows"] = self.pattern.rows.numpy()
@@ -291,15 +293,15 @@ class SparseLayer(keras.layers.Layer):
         store["values"] = keras.ops.convert_to_numpy(self.values)
         if self.bias is not None:
             store["bias"] = keras.ops.convert_to_numpy(self.bias)
-        self.passenger.save(store)
+        self.saved_state.save(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """All of it, or an error and nothing."""
+        """Load the entries of `save_own_variables`, or raise an error and change nothing."""
         names = set(store.keys())
-        wanted = {"rows", "cols", "values"} | ({"bias"} if self.use_bias else set())
-        if not self.built or not wanted <= names:
+        required = {"rows", "cols", "values"} | ({"bias"} if self.use_bias else set())
+        if not self.built or not required <= names:
             raise ValueError(
-                f"layer {self.name!r}: expected {', '.join(sorted(wanted))} in the file, got "
+                f"layer {self.name!r}: expected {', '.join(sorted(required))} in the file, got "
                 f"{', '.join(sorted(names)) or 'nothing'}"
             )
         rows, cols = (torch.from_numpy(np.array(store[name])) for name in ("rows", "cols"))
@@ -310,16 +312,16 @@ class SparseLayer(keras.layers.Layer):
         pattern._check_values(values)
         own: Any = self.bias
         bias = None if own is None else _tensor(store["bias"], own)
-        passenger = self.passenger.read(store)
+        set_saved_state = self.saved_state.read(store)
         if own is not None:
             own.assign(bias)
         self.__dict__["_pattern"].put(pattern, values)
         self.update_shapes()
-        passenger()
+        set_saved_state()
 
 
-def _at_home(sparse: SparseLinear) -> SparseLinear:
-    """On the device that Keras computes on; nowhere where it only asks for shapes."""
+def _to_keras_device(sparse: SparseLinear) -> SparseLinear:
+    """Move the layer to the device of Keras; unchanged while Keras only computes shapes."""
     device = keras.ops.zeros(()).device
     return sparse if device.type == "meta" else sparse.to(device)
 
@@ -330,20 +332,20 @@ def _tensor(entry: Any, like: Any) -> Tensor:
 
 @keras.saving.register_keras_serializable("dynsparse")
 class SparseDense(SparseLayer):
-    """`keras.layers.Dense` of which only the present blocks of the kernel are stored.
+    """`keras.layers.Dense` that stores only the present blocks of the kernel.
 
-    Call it as `Dense`, with the density beside. It computes on, and shares its Parameters with, a
-    `dynsparse.nn.SparseLinear`, which is its attribute `sparse`; the values start as theirs do.
+    Its attribute `sparse` is a `dynsparse.nn.SparseLinear`, which computes, shares its Parameters
+    and initialises the values.
 
     Args:
         units: outputs.
         activation: as in `Dense`.
-        density: share of the blocks that are present, in (0, 1].
+        density: fraction of the blocks that are present, in (0, 1].
         block_size: edge of the square blocks; must divide inputs and units.
         use_bias, bias_initializer, bias_regularizer, bias_constraint: as in `Dense`.
         kernel_regularizer: L1, L2 or L1L2, over the present weights.
-        seed: draws pattern and values; torch's global generator where it is left out.
-        named: `name`, `dtype`, `trainable`, `activity_regularizer` and what else layers take.
+        seed: seed for pattern and values; by default torch's global generator draws them.
+        named: `name`, `dtype`, `trainable`, `activity_regularizer` and other options of layers.
 
     Raises:
         TypeError, ValueError: units below 1; when built, a density outside (0, 1], or a block size
@@ -390,7 +392,7 @@ class SparseDense(SparseLayer):
     def _matrix_shape(self, channels: int) -> tuple[int, int]:
         return self.units, channels
 
-    def _made(self, channels: int, **start: Any) -> SparseLinear:
+    def _make_sparse(self, channels: int, **start: Any) -> SparseLinear:
         return SparseLinear(channels, self.units, **start)
 
     def to_dense(self) -> Tensor:
@@ -406,20 +408,20 @@ class SparseDense(SparseLayer):
 
 @keras.saving.register_keras_serializable("dynsparse")
 class SparseConv2D(SparseLayer):
-    """`keras.layers.Conv2D` of which only the present blocks of the kernel are stored.
+    """`keras.layers.Conv2D` that stores only the present blocks of the kernel.
 
     A block covers `block_size` filters times as many input channels of one tap of the kernel; see
     `dynsparse.nn.SparseConv2d`, which computes and is the attribute `sparse`.
 
     Args:
         filters, kernel_size, strides, padding, data_format, dilation_rate, groups: as in `Conv2D`;
-            Keras' usual data format is "channels_last".
+            the default data format of Keras is "channels_last".
         activation: as in `Conv2D`.
-        density, block_size, seed and what follows: see `SparseDense`; the block size must divide
+        density, block_size, seed and further options: see `SparseDense`; the block size must divide
             the filters and the channels of a group.
 
     Raises:
-        TypeError, ValueError: as `SparseDense`, and what `Conv2D` refuses.
+        TypeError, ValueError: as `SparseDense` and `Conv2D`.
     """
 
     def __init__(
@@ -457,20 +459,20 @@ class SparseConv2D(SparseLayer):
             **named,
         )
         self.filters, self.groups = filters, check_integer("groups", groups, 1)
-        # Keras' own layer, never built, checks the rest and says what comes of a shape.
-        like = self._like(
-            _two("kernel_size", kernel_size),
-            _two("strides", strides),
+        # A dense layer, never built, checks the other options and computes output shapes.
+        dense = self._make_dense(
+            _as_pair("kernel_size", kernel_size),
+            _as_pair("strides", strides),
             padding,
             data_format,
-            _two("dilation_rate", dilation_rate),
+            _as_pair("dilation_rate", dilation_rate),
         )
-        self.kernel_size, self.strides = like.kernel_size, like.strides
-        self.padding, self.data_format = like.padding, like.data_format
-        self.dilation_rate = like.dilation_rate
+        self.kernel_size, self.strides = dense.kernel_size, dense.strides
+        self.padding, self.data_format = dense.padding, dense.data_format
+        self.dilation_rate = dense.dilation_rate
         self.input_spec = keras.layers.InputSpec(ndim=4)
 
-    def _like(self, *options: Any) -> Any:
+    def _make_dense(self, *options: Any) -> Any:
         kernel_size, strides, padding, data_format, dilation_rate = options
         return keras.layers.Conv2D(
             self.filters,
@@ -483,11 +485,11 @@ class SparseConv2D(SparseLayer):
         )
 
     @property
-    def _last(self) -> bool:
+    def _channels_last(self) -> bool:
         return self.data_format == "channels_last"
 
     def _channels(self, shape: Sequence[int | None]) -> int:
-        axis = -1 if self._last else 1
+        axis = -1 if self._channels_last else 1
         channels = check_integer("the channels of the input", shape[axis], 1)
         self.input_spec = keras.layers.InputSpec(ndim=4, axes={axis: channels})
         return channels
@@ -495,46 +497,46 @@ class SparseConv2D(SparseLayer):
     def _matrix_shape(self, channels: int) -> tuple[int, int]:
         return self.filters, self.kernel_size[0] * self.kernel_size[1] * channels // self.groups
 
-    def _made(self, channels: int, **start: Any) -> SparseLinear:
+    def _make_sparse(self, channels: int, **start: Any) -> SparseLinear:
         return SparseConv2d(
             channels,
             self.filters,
             self.kernel_size,
             self.strides,
-            "same" if self._same_everywhere else 0,
+            "same" if self._is_symmetric else 0,
             self.dilation_rate,
             self.groups,
             **start,
         )
 
     @property
-    def _same_everywhere(self) -> bool:
-        """Whether as much is put around every input."""
+    def _is_symmetric(self) -> bool:
+        """Whether the padding is the same for every input size."""
         return self.padding == "same" and tuple(self.strides) == (1, 1)
 
     def _product(self, x: Tensor) -> Tensor:
-        if self._last:
+        if self._channels_last:
             x = x.permute(0, 3, 1, 2)
-        if self.padding == "same" and not self._same_everywhere:
-            around: list[int] = []
+        if self.padding == "same" and not self._is_symmetric:
+            padding: list[int] = []
             for n, k, s, d in zip(
                 x.shape[2:], self.kernel_size, self.strides, self.dilation_rate, strict=True
             ):
                 more = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
-                around = [more // 2, more - more // 2, *around]
-            x = functional.pad(x, around)
+                padding = [more // 2, more - more // 2, *padding]
+            x = functional.pad(x, padding)
         y = self.sparse(x)
-        return y.permute(0, 2, 3, 1) if self._last else y
+        return y.permute(0, 2, 3, 1) if self._channels_last else y
 
     def to_dense(self) -> Tensor:
         """The kernel as `Conv2D` has it, [height, width, channels / groups, filters]."""
         return self.sparse.to_dense().permute(2, 3, 1, 0)
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        like = self._like(
+        dense = self._make_dense(
             self.kernel_size, self.strides, self.padding, self.data_format, self.dilation_rate
         )
-        return tuple(like.compute_output_shape(input_shape))
+        return tuple(dense.compute_output_shape(input_shape))
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -548,7 +550,7 @@ class SparseConv2D(SparseLayer):
         } | super().get_config()
 
 
-def _two(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+def _as_pair(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)) and len(value) == 2:
         return tuple(check_integer(name, n, 1) for n in value)
     return (check_integer(f"{name}, or each of its two,", value, 1),) * 2

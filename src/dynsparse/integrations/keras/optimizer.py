@@ -11,33 +11,33 @@ import torch
 from torch import Tensor
 
 
-def resized(variable: Any) -> None:
-    """Tell a Keras variable that its tensor has got another length."""
+def update_shape(variable: Any) -> None:
+    """Update the shape of a Keras variable after that of its tensor has changed."""
     variable._shape = tuple(variable._value.shape)
 
 
 class KerasOptimizer(torch.optim.Optimizer):
-    """Stands for an optimizer of Keras, whose steps become steps of this one.
+    """A torch optimizer whose steps are those of a Keras optimizer.
 
     Its parameters are those of Keras' trainable variables. Its state is the tensors that Keras
-    keeps for them, momenta and averages: what a trainer changes is Keras' own.
+    keeps for them, momenta and averages, so that trainers change the state of Keras in place.
 
     Args:
-        optimizer: a Keras optimizer that has been built. From now on its `apply` comes here.
+        optimizer: a Keras optimizer that is built. Its `apply` is replaced until `release`.
 
     Attributes:
-        fresh: by name of a state, what a fresh entry holds where that is not zero.
+        fresh: name of a state -> its initial value, where that is not zero.
 
     Raises:
-        TypeError: no optimizer of Keras, or one that treats weights as matrices.
-        ValueError: one that scales the loss or accumulates gradients, or keeps state of which
-            nobody can tell to which weights it belongs.
+        TypeError: not a Keras optimizer, or one that treats weights as matrices.
+        ValueError: one that scales the loss or accumulates gradients, or has state that cannot be
+            assigned to weights.
     """
 
     def __init__(self, optimizer: Any) -> None:
         _check(optimizer)
         self.keras = optimizer
-        self.let_go()
+        self.release()
         variables = optimizer._trainable_variables
         super().__init__([v.value for v in variables], {"lr": 0.0})
         known = {id(v) for v in variables}
@@ -47,45 +47,47 @@ class KerasOptimizer(torch.optim.Optimizer):
                     if isinstance(slot, keras.Variable) and id(slot) not in known and slot.shape:
                         known.add(id(slot))
                         self.state.setdefault(variable.value, _Slots()).add(name, slot)
-        strange = [v.path for v in optimizer.variables if v.shape and id(v) not in known]
-        if strange:
+        unknown = [v.path for v in optimizer.variables if v.shape and id(v) not in known]
+        if unknown:
             raise ValueError(
-                f"{type(optimizer).__name__} keeps {strange[0]!r}, of which nobody can tell to "
-                "which weights it belongs: use Adam, AdamW, SGD or their like"
+                f"{type(optimizer).__name__} has the state {unknown[0]!r}, which cannot be "
+                "assigned to weights: use Adam, AdamW, SGD or similar"
             )
         self.fresh = {"_accumulators": float(getattr(optimizer, "initial_accumulator_value", 0.0))}
-        self._take: Callable[[], Any] | None = None
+        self._pending: Callable[[], Any] | None = None
         self._apply = optimizer.apply
-        optimizer.apply = self._applied
-        self._look_up_rate()
+        optimizer.apply = self._apply_through_step
+        self._update_learning_rate()
 
-    def let_go(self) -> None:
-        """Let Keras take its steps by itself again."""
+    def release(self) -> None:
+        """Restore the `apply` of the Keras optimizer."""
         vars(self.keras).pop("apply", None)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The step that Keras is about to take."""
-        if self._take is None or closure is not None:
-            raise RuntimeError("Keras takes the steps: call model.fit() in place of step()")
-        self._take()
+        """Take the step that Keras has started."""
+        if self._pending is None or closure is not None:
+            raise RuntimeError("Keras takes the steps: call model.fit() instead of step()")
+        self._pending()
 
-    def _applied(self, grads: Sequence[Tensor | None], trainable_variables: Any = None) -> None:
-        """In the place of Keras' `apply`."""
-        self._look_up_rate()
-        self._take = partial(self._apply, grads, trainable_variables)
+    def _apply_through_step(
+        self, grads: Sequence[Tensor | None], trainable_variables: Any = None
+    ) -> None:
+        """Replaces Keras' `apply`."""
+        self._update_learning_rate()
+        self._pending = partial(self._apply, grads, trainable_variables)
         try:
             self.step()
         finally:
-            self._take = None
+            self._pending = None
 
-    def _look_up_rate(self) -> None:
+    def _update_learning_rate(self) -> None:
         rate = float(keras.ops.convert_to_numpy(self.keras.learning_rate))
         for group in self.param_groups:
             group["lr"] = rate
 
 
 class _Slots(dict[str, Tensor]):
-    """The state of one variable by name; what is put in place of a tensor gets into Keras' own."""
+    """The state of one variable by name; assignment replaces the tensor of the Keras variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,14 +100,14 @@ class _Slots(dict[str, Tensor]):
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         variable = self._variables[name]
         variable.value.data = tensor
-        resized(variable)
+        update_shape(variable)
 
 
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"expected an optimizer of Keras, got {type(optimizer).__name__}")
     if isinstance(optimizer, keras.optimizers.Muon):
-        raise TypeError("Muon takes weights for matrices, which a list of non-zeros is not")
+        raise TypeError("Muon requires weights that are matrices, not lists of non-zeros")
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scales or optimizer.loss_scale_factor is not None:
         raise ValueError(
@@ -115,8 +117,8 @@ def _check(optimizer: Any) -> None:
     if optimizer.gradient_accumulation_steps:
         raise ValueError(
             "expected a gradient for every step, since Keras clears those of single batches before "
-            "growth has seen them, got gradient_accumulation_steps="
+            "growth reads them, got gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps}: leave it out"
         )
     if not optimizer.built:
-        raise ValueError("expected an optimizer that is built: call optimizer.build() before")
+        raise ValueError("expected an optimizer that is built: call optimizer.build() first")
