@@ -115,7 +115,7 @@ def test_wrong_arguments():
         plot(model, "connectivity", layer="x")
     with pytest.raises(ValueError, match="'density' shows all layers: leave layer out, got 'x'"):
         plot(model, layer="x")
-    with pytest.raises(TypeError, match="churn is what a record says: expected Records or the fo"):
+    with pytest.raises(TypeError, match="churn needs a record: expected Records or the fo"):
         plot(model, "churn")
     with pytest.raises(ValueError, match="no sparse layers to show"):
         plot(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""What the pictures share: a figure that leaves no global state behind, and its looks."""
+"""Figures of matplotlib with one style and without global state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-_LOOK: dict[Any, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.size": 11.0,
     "axes.titlesize": 12.0,
     "axes.titlelocation": "left",
@@ -34,7 +34,7 @@ MUTED = "#666666"
 
 
 def need_matplotlib() -> None:
-    """Raises ImportError, saying what to install, where matplotlib is missing."""
+    """Raise ImportError with the command that installs matplotlib if it is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -45,17 +45,16 @@ def need_matplotlib() -> None:
 
 @contextmanager
 def figure(width: float, height: float) -> Iterator[Figure]:
-    """A figure of that size in inches, not known to pyplot, drawn by Agg whatever the display.
+    """A figure of this size in inches, independent of pyplot and of the display.
 
-    What is drawn and saved inside the context has this file's looks; the settings of the caller's
-    matplotlib come back afterwards.
+    Inside the context the style of this module applies; the caller's settings are restored.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with mpl.rc_context(_LOOK):
+    with mpl.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
         made = Figure(figsize=(width, height), layout=layout)
         FigureCanvasAgg(made)
@@ -63,7 +62,7 @@ def figure(width: float, height: float) -> Iterator[Figure]:
 
 
 def save(page: Figure, path: Path) -> None:
-    """Write the file `path`, of the kind that its ending says, whole or not at all.
+    """Write the file `path`, atomically, in the format of its suffix.
 
     Raises:
         ValueError: an ending that matplotlib does not know.

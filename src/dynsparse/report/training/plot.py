@@ -1,4 +1,4 @@
-"""Figures of a model's layers, or of what a record says of them: `dynsparse.report.plot`."""
+"""Figures of the layers of a model or of a record: `dynsparse.report.plot`."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _ORANGE = "#3b6fb6", "#d9822b"
-_NAMED = 40  # layers of which every one gets its name
-_LINES = 6  # layers whose curves can be told apart
-_CELLS = 256  # of a matrix, along each side
+_NAMED = 40  # largest number of layers that are all labelled
+_LINES = 6  # largest number of layers whose curves are distinguishable
+_CELLS = 256  # largest number of cells along each side of a matrix
 
 
 @typed
 def plot(source: Any, what: str = "density", *, layer: str | None = None) -> Any:
-    """A `Figure` of matplotlib, not known to pyplot; notebooks show it, `savefig` writes it.
+    """A matplotlib `Figure`, independent of pyplot; notebooks display it, `savefig` writes it.
 
     | what | shows |
     |---|---|
-    | "density" | the density of each layer, and that of all together |
-    | "connectivity" | where one layer's connections are, and how many each feature has |
-    | "dead units" | features of each layer without any connection, as shares |
-    | "churn" | the share that each update replaced, by layer; of a record alone |
+    | "density" | the density of each layer, and that of all layers |
+    | "connectivity" | the connections of one layer, and their number for each feature |
+    | "dead units" | the fraction of features without connections, by layer |
+    | "churn" | the fraction of connections that each update replaced, by layer; for records only |
 
     Args:
-        source: a model, a trainer, `Records`, or the folder of a record, of which the last
-            patterns are shown.
+        source: a model, a trainer, `Records`, or the folder of a record, whose last patterns are
+            shown.
         what: one of these.
-        layer: the layer of "connectivity"; the first when left out.
+        layer: the layer of "connectivity"; defaults to the first.
 
     Raises:
-        TypeError: another source; "churn" of something without a record.
-        ValueError: another `what`; a layer that is not there, or named where all are shown; a
-            model without sparse layers.
-        RecordError, OSError: a folder without a record that can be read.
+        TypeError: another source; "churn" without a record.
+        ValueError: another `what`; an unknown layer, or a layer for a figure of all layers; a model
+            without sparse layers.
+        RecordError, OSError: a folder without a readable record.
         ImportError: matplotlib is not installed.
     """
     if what not in _FIGURES:
@@ -60,26 +60,26 @@ def plot(source: Any, what: str = "density", *, layer: str | None = None) -> Any
     if what == "churn":
         if not isinstance(source, Records):
             raise TypeError(
-                "churn is what a record says: expected Records or the folder of a record, got "
+                "churn needs a record: expected Records or the folder of a record, got "
                 f"{type(source).__name__}"
             )
         need_matplotlib()
-        return _shown(_churn(source))
+        return _with_png(_churn(source))
     patterns = _patterns(source)
     need_matplotlib()
     if what != "connectivity":
-        return _shown(_FIGURES[what](patterns))
+        return _with_png(_FIGURES[what](patterns))
     name = next(iter(patterns)) if layer is None else layer
     if name not in patterns:
         raise ValueError(
             f"layer must be one of {', '.join(map(repr, [*patterns][:8]))}"
             f"{', ...' if len(patterns) > 8 else ''}, got {name!r}"
         )
-    return _shown(_connectivity(name, patterns[name]))
+    return _with_png(_connectivity(name, patterns[name]))
 
 
-def _shown(page: Figure) -> Figure:
-    """The figure, which notebooks also show where pyplot was never imported."""
+def _with_png(page: Figure) -> Figure:
+    """The figure, which notebooks then display even without pyplot."""
 
     def png() -> bytes:
         buffer = io.BytesIO()
@@ -109,12 +109,12 @@ def _patterns(source: Any) -> dict[str, SparsePattern]:
 def _density(patterns: Mapping[str, SparsePattern]) -> Figure:
     shares = np.array([p.density for p in patterns.values()])
     total = sum(p.total * p.block_size**2 for p in patterns.values())
-    whole = sum(p.nnz * p.block_size**2 for p in patterns.values()) / max(1, total)
+    overall = sum(p.nnz * p.block_size**2 for p in patterns.values()) / max(1, total)
     with _bars([*patterns]) as (page, axes, bar, places):
         bar(places, shares, 0.8, color=_BLUE)
         line = axes.axvline if len(patterns) <= _NAMED else axes.axhline
-        line(whole, color=_ORANGE, linewidth=1.5)
-        axes.set_title(f"Density by layer; together {whole:.3g}")
+        line(overall, color=_ORANGE, linewidth=1.5)
+        axes.set_title(f"Density by layer; together {overall:.3g}")
     return page
 
 
@@ -140,19 +140,19 @@ def _dead(pattern: SparsePattern) -> tuple[float, float]:
 
 
 class _bars:
-    """Axes with a place for every layer: names at the side, or, of many layers, some below."""
+    """Axes with a bar for every layer: names at the side, or for many layers some names below."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = [name or "(the model)" for name in names]
 
     def __enter__(self) -> tuple[Figure, Axes, Any, np.ndarray]:
         count = len(self.names)
-        lies = count <= _NAMED
-        self.context = figure(8, 1.3 + 0.24 * max(3, count)) if lies else figure(11, 4.8)
+        horizontal = count <= _NAMED
+        self.context = figure(8, 1.3 + 0.24 * max(3, count)) if horizontal else figure(11, 4.8)
         page = self.context.__enter__()
         axes = page.subplots()
         places = np.arange(count)
-        if lies:
+        if horizontal:
             axes.set_yticks(places, [_short(name, 44) for name in self.names])
             axes.set_ylim(count - 0.4, -0.6)
             axes.grid(axis="y", visible=False)
@@ -163,7 +163,7 @@ class _bars:
             axes.set_xlim(-1, count)
             axes.grid(axis="x", visible=False)
             axes.tick_params(axis="x", labelsize=8)
-        return page, axes, axes.barh if lies else axes.bar, places
+        return page, axes, axes.barh if horizontal else axes.bar, places
 
     def __exit__(self, *error: Any) -> None:
         self.context.__exit__(*error)
