@@ -145,7 +145,7 @@ class Cell:
     """Sizes of one measurement.
 
     `features` are the feature counts, the input's first: two for a layer, more for a network.
-    `model` is a name in `zoo.MODELS` where a whole model is measured: features are then those
+    `model` is a name in `MODELS` where a whole model is measured: features are then those
     of its blocks' matrices.
     """
 

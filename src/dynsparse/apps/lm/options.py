@@ -67,7 +67,7 @@ _changed = partial(override, TrainingOptions)
 class Options(TrainingOptions):
     """One training; the flags of `dynsparse lm`.
 
-    The defaults are those of the preset "tiny"; `presets.preset` makes the others. `tokens` None
+    The defaults are those of the preset "tiny"; `preset` makes the others. `tokens` None
     means characters, or what a token file holds.
     """
 
