@@ -80,12 +80,12 @@ def linear(
 
 
 def _compute(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
-    p = read.layer_index
     if _is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
         return apply_eagerly(x, values, bias, read)
-    return products.forward(x, read.memory, p, bias, None, read.plain)
+    p, memory, plain = read
+    return products.forward(x, memory, p, bias, None, plain)
 
 
 def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
