@@ -257,22 +257,25 @@ DYNSPARSE_API void dynsparse_rows_from_dense(const float* slab, const int32_t* r
 
 /* ---- pattern updates ---- */
 
-/* The pattern (row_ptr [height + 1], cols [nnz]) without the slots of drop [dropped] and with the
- * flat positions row * width + col of grow [grown], both ascending: new_row_ptr [height + 1], and
- * new_cols and source [nnz - dropped + grown], source being the old slot or -1. Heights and widths
- * are in blocks. drop and grow are checked: returns 2 where either is out of order or
- * range, or a position of grow is taken; outputs are then undefined. */
+/* The pattern (row_ptr [height + 1], cols and slots [nnz]; null slots: entry p is in slot p) without
+ * the slots for which leaves [nnz, by slot] is 1, `dropped` of them, and with the flat positions
+ * row * width + col of grow [grown], ascending: new_row_ptr [height + 1], and new_cols and source
+ * [nnz - dropped + grown]. source is the old slot of an entry that stays; that of the i-th grown
+ * one is reused[i], or -1 where reused is null. Heights and widths are in blocks. grow is checked:
+ * returns 2 where it is out of order or range, or a position is taken; outputs are then
+ * undefined. */
 DYNSPARSE_API int dynsparse_pattern_merge(
-    const int32_t* row_ptr, const int32_t* cols, int64_t height, int64_t width, const int64_t* drop,
-    int64_t dropped, const int64_t* grow, int64_t grown, int32_t* new_row_ptr, int32_t* new_cols,
-    int32_t* source, int32_t threads);
+    const int32_t* row_ptr, const int32_t* cols, const int32_t* slots, int64_t height,
+    int64_t width, const uint8_t* leaves, int64_t dropped, const int64_t* grow, int64_t grown,
+    const int64_t* reused, int32_t* new_row_ptr, int32_t* new_cols, int32_t* source,
+    int32_t threads);
 
-/* The CSC index of a CSR index: col_ptr [width + 1], csc_rows and csc_perm [nnz]. The columns of a
- * row may come in any order. */
+/* The CSC index of a CSR index, with slots as in dynsparse_pattern_merge: col_ptr [width + 1],
+ * csc_rows and csc_slots [nnz]. The columns of a row may come in any order. */
 DYNSPARSE_API int dynsparse_pattern_by_columns(const int32_t* row_ptr, const int32_t* cols,
-                                               int64_t height, int64_t width, int32_t* col_ptr,
-                                               int32_t* csc_rows, int32_t* csc_perm,
-                                               int32_t threads);
+                                               const int32_t* slots, int64_t height,
+                                               int64_t width, int32_t* col_ptr, int32_t* csc_rows,
+                                               int32_t* csc_slots, int32_t threads);
 
 /* Arrays follow a pattern update in place: entry j becomes what entry source[j] was, or zeros where
  * source[j] is -1. data [tensors], each [count, bytes[i] bytes] and aligned as a number of so many

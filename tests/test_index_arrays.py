@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.pattern.index_arrays import by_columns, merge, move_entries, move_entries_
+from dynsparse.pattern.index_arrays import (
+    SortedEntries,
+    by_columns,
+    membership_mask,
+    merge,
+    move_entries,
+    move_entries_,
+)
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
@@ -31,6 +38,41 @@ def draw_update(pattern, dropped, grown, generator):
     return drop, free[torch.randperm(len(free), generator=generator)[:grown]].sort().values
 
 
+def check_merge(pattern, drop, grow, generator):
+    """`merge` with slots in row-major order and in any other, with new slots and without."""
+    nnz, height = pattern.nnz, pattern.grid[0]
+    cols, none = pattern.sorted_cols, torch.zeros(0, dtype=torch.int32)
+    stays = ~membership_mask(drop, nnz)
+    flat, order = torch.cat([pattern.flat[stays], grow]).sort()
+    for slots in (none, torch.randperm(nnz, generator=generator).int()):
+        numbers = slots if len(slots) else torch.arange(nnz, dtype=torch.int32)
+        leaves = membership_mask(numbers[drop].long(), nnz)
+        for new in (None, torch.randperm(nnz + len(grow), generator=generator)[: len(grow)]):
+            entries = SortedEntries(pattern.row_ptr, cols, slots)
+            expected = torch.full((len(grow),), -1) if new is None else new
+            expected = torch.cat([numbers[stays], expected.int()])[order]
+            assert_same(lambda e=entries, o=leaves, n=new: merge(e, pattern.grid[1], o, grow, n))
+            merged = merge(entries, pattern.grid[1], leaves, grow, new)
+            rows = torch.arange(height).repeat_interleave(merged.row_ptr.diff())
+            assert torch.equal(rows * pattern.grid[1] + merged.cols, flat)
+            assert torch.equal(merged.slots, expected)
+            shuffled = grow[torch.randperm(len(grow), generator=generator)]
+            again = merge(entries, pattern.grid[1], leaves, shuffled, new)
+            assert all(torch.equal(a, b) for a, b in zip(merged, again, strict=True))
+
+
+def check_by_columns(pattern, generator):
+    slots = torch.randperm(pattern.nnz, generator=generator).int()
+    entries = SortedEntries(pattern.row_ptr, pattern.sorted_cols, slots)
+    assert_same(lambda: by_columns(entries, pattern.grid[1]))
+    assert_same(lambda: by_columns(entries._replace(slots=slots[:0]), pattern.grid[1]))
+    col_ptr, rows, order = by_columns(entries, pattern.grid[1])
+    cols = torch.arange(pattern.grid[1]).repeat_interleave(col_ptr.diff())
+    flat = torch.empty(pattern.nnz, dtype=torch.int64)
+    flat[slots.long()] = pattern.sorted_flat
+    assert torch.equal(flat[order.long()], rows * pattern.grid[1] + cols)
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.data())
 def test_merge_of_small_patterns(height, width, data):
     total = height * width
@@ -41,21 +83,23 @@ def test_merge_of_small_patterns(height, width, data):
     dropped = data.draw(st.integers(0, pattern.nnz))
     grown = data.draw(st.integers(0, total - pattern.nnz + dropped))
     drop, grow = draw_update(pattern, dropped, grown, g)
-    assert_same(lambda: merge(pattern.row_ptr, pattern.cols, width, drop, grow))
-    assert_same(lambda: by_columns(pattern.row_ptr, pattern.cols, width))
+    check_merge(pattern, drop, grow, g)
+    check_by_columns(pattern, g)
 
 
 @pytest.mark.parametrize("shape", [(400, 500), (3, 90_000), (90_000, 3)])
 def test_merge_on_several_threads(shape, generator):
     pattern = SparsePattern.random(shape, 0.4, generator=generator)
     drop, grow = draw_update(pattern, pattern.nnz // 3, pattern.nnz // 3, generator)
-    assert_same(lambda: merge(pattern.row_ptr, pattern.cols, shape[1], drop, grow))
-    assert_same(lambda: by_columns(pattern.row_ptr, pattern.cols, shape[1]))
+    check_merge(pattern, drop, grow, generator)
+    check_by_columns(pattern, generator)
     taken = pattern.flat[pattern.nnz // 2 : pattern.nnz // 2 + 1]
+
+    entries = SortedEntries(pattern.row_ptr, pattern.cols, pattern.slots)
 
     def refuse():
         with pytest.raises(ValueError, match="already in the pattern"):
-            merge(pattern.row_ptr, pattern.cols, shape[1], drop[:0], taken)
+            merge(entries, shape[1], membership_mask(drop[:0], pattern.nnz), taken)
         return ()
 
     assert_same(refuse)

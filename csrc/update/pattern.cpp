@@ -33,34 +33,43 @@ i64 piece_begin(const i32* row_ptr, i64 height, i64 t, i64 pieces) {
 }
 
 struct Merge {
-  const i32 *row_ptr, *cols;
-  const i64 *drop, *grow;
-  i64 dropped, grown, width;
+  const i32 *row_ptr, *cols, *slots;
+  const uint8_t* leaves;
+  const i64 *grow, *reused;
+  i64 grown, width;
   i32 *new_row_ptr, *new_cols, *source;
 
-  // Rows [first, last); `row_room` entries of scratch. False where a grown position is taken.
-  bool run(i64 first, i64 last, i32* scratch) const {
-    i32 *kept_cols = scratch, *kept_slots = scratch + width, *leaves = scratch + 2 * width;
-    i64 d = std::lower_bound(drop, drop + dropped, row_ptr[first]) - drop;
+  i32 slot_of(i64 entry) const { return slots ? slots[entry] : static_cast<i32>(entry); }
+
+  i64 leaving(i64 begin, i64 end) const {
+    i64 count = 0;
+    for (i64 p = begin; p < end; p++) count += leaves[slot_of(p)];
+    return count;
+  }
+
+  // Rows [first, last), before which `left` entries leave; 3 * width entries of scratch. False
+  // where a grown position is taken.
+  bool run(i64 first, i64 last, i64 left, i32* scratch) const {
+    i32 *kept_cols = scratch, *kept_slots = scratch + width, *new_slots = scratch + 2 * width;
     i64 g = std::lower_bound(grow, grow + grown, first * width) - grow;
-    i64 q = row_ptr[first] - d + g;
+    i64 q = row_ptr[first] - left + g;
     bool taken = false;
     for (i64 row = first; row < last; row++) {
       new_row_ptr[row] = static_cast<i32>(q);
-      const i64 begin = row_ptr[row], count = row_ptr[row + 1] - begin, start = row * width;
+      const i64 start = row * width;
       // Which slots leave and which positions join is random: no loop branches on it.
-      std::memset(leaves, 0, count * sizeof(i32));
-      for (; d < dropped && drop[d] < begin + count; d++) leaves[drop[d] - begin] = 1;
       i64 kept = 0;
-      for (i64 p = 0; p < count; p++) {
-        kept_cols[kept] = cols[begin + p];
-        kept_slots[kept] = static_cast<i32>(begin + p);
-        kept += 1 - leaves[p];
+      for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++) {
+        const i32 own = slot_of(p);
+        kept_cols[kept] = cols[p];
+        kept_slots[kept] = own;
+        kept += 1 - leaves[own];
       }
       const i64 row_grow = g;
-      while (g < grown && grow[g] < start + width) g++;
+      for (; g < grown && grow[g] < start + width; g++)
+        new_slots[g - row_grow] = reused ? static_cast<i32>(reused[g]) : -1;
       const i64 joining = g - row_grow;
-      taken |= merge_row(kept_cols, kept_slots, kept, grow + row_grow, joining, start,
+      taken |= merge_row(kept_cols, kept_slots, kept, grow + row_grow, new_slots, joining, start,
                          new_cols + q, source + q);
       q += kept + joining;
     }
@@ -70,7 +79,8 @@ struct Merge {
   // Two ascending lists become one, from both ends at once: each step waits for the one before,
   // and two chains of steps overlap. True where a position is in both lists.
   static bool merge_row(const i32* staying, const i32* slots, i64 stay, const i64* joining,
-                        i64 join, i64 start, i32* out_cols, i32* out_source) {
+                        const i32* new_slots, i64 join, i64 start, i32* out_cols,
+                        i32* out_source) {
     const i64 count = stay + join;
     i64 i = 0, j = 0, last_i = stay - 1, last_j = join - 1, front = 0, back = count - 1;
     // While both lists hold a step's worth at either end, no end is reached.
@@ -78,14 +88,14 @@ struct Merge {
       const i32 a = staying[i], b = static_cast<i32>(joining[j] - start);
       const i32 stays = -static_cast<i32>(a < b);  // all ones: a comes first
       out_cols[front] = b ^ ((a ^ b) & stays);
-      out_source[front] = slots[i] | ~stays;
+      out_source[front] = new_slots[j] ^ ((slots[i] ^ new_slots[j]) & stays);
       i -= stays;
       j += 1 + stays;
       front++;
       const i32 c = staying[last_i], e = static_cast<i32>(joining[last_j] - start);
       const i32 ends = -static_cast<i32>(c >= e);  // all ones: c comes last
       out_cols[back] = e ^ ((c ^ e) & ends);
-      out_source[back] = slots[last_i] | ~ends;
+      out_source[back] = new_slots[last_j] ^ ((slots[last_i] ^ new_slots[last_j]) & ends);
       last_i += ends;
       last_j -= 1 + ends;
       back--;
@@ -94,7 +104,7 @@ struct Merge {
       const i32 a = staying[i], b = static_cast<i32>(joining[j] - start);
       const bool stays = a < b;
       out_cols[front] = stays ? a : b;
-      out_source[front] = stays ? slots[i] : -1;
+      out_source[front] = stays ? slots[i] : new_slots[j];
       i += stays;
       j += !stays;
       front++;
@@ -105,7 +115,7 @@ struct Merge {
     }
     for (; j <= last_j; j++, front++) {
       out_cols[front] = static_cast<i32>(joining[j] - start);
-      out_source[front] = -1;
+      out_source[front] = new_slots[j];
     }
     bool twice = false;
     for (i64 n = 1; n < count; n++) twice |= out_cols[n] == out_cols[n - 1];
@@ -264,31 +274,37 @@ void move_blocks(const char* data, i64 bytes, const i32* source, i64 first, i64 
 
 }  // namespace
 
-int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64 width,
-                            const i64* drop, i64 dropped, const i64* grow, i64 grown,
-                            i32* new_row_ptr, i32* new_cols, i32* source, i32 threads) {
+int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, const i32* slots, i64 height,
+                            i64 width, const uint8_t* leaves, i64 dropped, const i64* grow,
+                            i64 grown, const i64* reused, i32* new_row_ptr, i32* new_cols,
+                            i32* source, i32 threads) {
   const i64 nnz = row_ptr[height];
-  if (!ascending(drop, dropped, nnz) || !ascending(grow, grown, height * width)) return 2;
+  if (!ascending(grow, grown, height * width)) return 2;
   const i64 pieces = nnz + grown < SMALL ? 1 : threads;
   const i64 room = 3 * width;
   dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * room));
   if (scratch.failed()) return 1;
   i32* kept = scratch.take<i32>(pieces * room);
-  const Merge merge = {row_ptr, cols,  drop,        grow,     dropped,
+  const Merge merge = {row_ptr, cols,  slots,       leaves,   grow,  reused,
                        grown,   width, new_row_ptr, new_cols, source};
   bool taken = false;
 #pragma omp parallel for num_threads(pieces) schedule(static) reduction(| : taken)
   for (i64 t = 0; t < pieces; t++) {
     const i64 first = piece_begin(row_ptr, height, t, pieces);
     const i64 last = piece_begin(row_ptr, height, t + 1, pieces);
-    taken |= !merge.run(first, last, kept + t * room);
+    // Each piece counts what leaves on its shorter side.
+    const i64 begin = row_ptr[first];
+    const bool early = begin < nnz - begin;
+    const i64 left = early ? merge.leaving(0, begin) : dropped - merge.leaving(begin, nnz);
+    taken |= !merge.run(first, last, left, kept + t * room);
   }
   new_row_ptr[height] = static_cast<i32>(nnz - dropped + grown);
   return taken ? 2 : 0;
 }
 
-int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height, i64 width,
-                                 i32* col_ptr, i32* csc_rows, i32* csc_perm, i32 threads) {
+int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, const i32* slots, i64 height,
+                                 i64 width, i32* col_ptr, i32* csc_rows, i32* csc_slots,
+                                 i32 threads) {
   const i64 nnz = row_ptr[height];
   const i64 pieces = nnz < SMALL ? 1 : threads;
   dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * width) +
@@ -337,7 +353,7 @@ int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height
         for (const i64 stop = row_ptr[row + 1]; p < stop && (cols[p] < end || !narrow); p++) {
           const i32 to = place[cols[p]]++;
           csc_rows[to] = static_cast<i32>(row);
-          csc_perm[to] = static_cast<i32>(p);
+          csc_slots[to] = slots ? slots[p] : static_cast<i32>(p);
         }
         at[row] = static_cast<i32>(p);
       }

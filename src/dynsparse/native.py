@@ -98,11 +98,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_pattern_merge": (
         ctypes.c_int,
-        [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 3, _INT],
+        [*[_POINTER] * 3, _SIZE, _SIZE, *[_POINTER, _SIZE] * 2, *[_POINTER] * 4, _INT],
     ),
     "dynsparse_pattern_by_columns": (
         ctypes.c_int,
-        [*[_POINTER] * 2, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
+        [*[_POINTER] * 3, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
     ),
     "dynsparse_pattern_follow": (None, [*[_POINTER] * 2, _SIZE, _POINTER, _SIZE, _INT]),
     "dynsparse_pattern_move": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _INT]),

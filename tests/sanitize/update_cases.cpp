@@ -20,11 +20,19 @@ void index_case(const Library& library, Random& random) {
   const Index index = make_index(random, height, width, 1, large ? 60000 : 2000);
   const i32 threads = 1 + random.below(6);
   Array<i32> col_ptr(random, width + 1), csc_rows(random, index.nnz), csc_perm(random, index.nnz);
-  expect(library.pattern_by_columns(index.row_ptr.data(), index.cols.data(), height, width,
-                                    col_ptr.data(), csc_rows.data(), csc_perm.data(),
+  expect(library.pattern_by_columns(index.row_ptr.data(), index.cols.data(), nullptr, height,
+                                    width, col_ptr.data(), csc_rows.data(), csc_perm.data(),
                                     threads) == 0, "status");
   expect(col_ptr == index.col_ptr && csc_rows == index.csc_rows && csc_perm == index.csc_perm,
          "the order by columns");
+  std::vector<i32> numbers(index.nnz);
+  for (i32& number : numbers) number = random.below(1 << 30);
+  const Array<i32> slots(random, numbers);
+  expect(library.pattern_by_columns(index.row_ptr.data(), index.cols.data(), slots.data(), height,
+                                    width, col_ptr.data(), csc_rows.data(), csc_perm.data(),
+                                    threads) == 0, "status");
+  for (i64 p = 0; p < index.nnz; p++)
+    expect(csc_perm[p] == numbers[index.csc_perm[p]], "slots by columns");
   Array<uint16_t> masks(random, height * ((width + 15) / 16));
   library.small_masks(index.row_ptr.data(), index.cols.data(), masks.data(), height, width,
                       threads);
@@ -67,20 +75,33 @@ void update_case(const Library& library, Random& random) {
     std::sort(grow.begin(), grow.end());
     wanted = drop.size() && drop[0] == 0 ? 0 : 2;
   } else if (random.chance(8)) grow.push_back(height * width), wanted = 2;
-  const Array<i64> drop_array(random, drop), grow_array(random, grow);
+  // Entry p is in slot slots[p].
+  const bool sorted = random.chance(40), reuses = random.chance(60);
+  std::vector<i32> slots(index.nnz);
+  std::iota(slots.begin(), slots.end(), 0);
+  if (!sorted)
+    for (i64 p = index.nnz - 1; p > 0; p--) std::swap(slots[p], slots[random.below(p + 1)]);
+  std::vector<uint8_t> leaves(index.nnz);
+  for (const i64 p : drop) leaves[slots[p]] = 1;
+  std::vector<i64> reused;
+  for (std::size_t g = 0; g < grow.size(); g++) reused.push_back(random.below(1 << 30));
+  const Array<uint8_t> leaves_array(random, leaves);
+  const Array<i32> slots_array(random, slots);
+  const Array<i64> grow_array(random, grow), reused_array(random, reused);
   const i64 count = index.nnz - drop.size() + grow.size();
   Array<i32> row_ptr(random, height + 1), cols(random, count), source(random, count);
   const i32 threads = 1 + random.below(6);
   const int status = library.pattern_merge(
-      index.row_ptr.data(), index.cols.data(), height, width, drop_array.data(), drop.size(),
-      grow_array.data(), grow.size(), row_ptr.data(), cols.data(), source.data(), threads);
+      index.row_ptr.data(), index.cols.data(), sorted ? nullptr : slots_array.data(), height, width,
+      leaves_array.data(), drop.size(), grow_array.data(), grow.size(),
+      reuses ? reused_array.data() : nullptr, row_ptr.data(), cols.data(), source.data(), threads);
   expect(status == wanted, "the status of a merge");
   if (status) return;
   std::vector<std::pair<i64, i32>> all;  // flat position, source
   for (i64 p = 0; p < index.nnz; p++)
     if (!std::binary_search(drop.begin(), drop.end(), p))
-      all.emplace_back(i64{index.row[p]} * width + index.col[p], p);
-  for (const i64 flat : grow) all.emplace_back(flat, -1);
+      all.emplace_back(i64{index.row[p]} * width + index.col[p], slots[p]);
+  for (std::size_t g = 0; g < grow.size(); g++) all.emplace_back(grow[g], reuses ? reused[g] : -1);
   std::sort(all.begin(), all.end());
   expect(static_cast<i64>(all.size()) == count, "the count of a merge");
   for (i64 r = 0, p = 0; r < height; r++) {
@@ -89,7 +110,7 @@ void update_case(const Library& library, Random& random) {
       expect(r * width + cols[p] == all[p].first && source[p] == all[p].second, "a merge");
   }
   expect(row_ptr[height] == count, "the last row pointer of a merge");
-  if (count != index.nnz) return;
+  if (count != index.nnz || !sorted || reuses) return;  // what follows needs ascending sources
 
   std::vector<Array<uint8_t>> arrays;
   std::vector<std::vector<uint8_t>> expected;

@@ -22,12 +22,13 @@ from dynsparse.pattern.on_device import column_pointers, flat_positions, move, r
 from dynsparse.tracing import spanned
 
 
-class Merged(NamedTuple):
-    """The arrays of a pattern after an update, and the old slot of each entry, all int32."""
+class SortedEntries(NamedTuple):
+    """A pattern in row-major order, all int32: row_ptr [height + 1], cols [nnz], and the slots of
+    the entries, [nnz] or, where entry i is in slot i, [0]."""
 
     row_ptr: Tensor
     cols: Tensor
-    source: Tensor
+    slots: Tensor
 
 
 # Bytes from which on large pages matter: small ones are allocated one by one when first written.
@@ -62,85 +63,101 @@ def empty(
 
 
 @spanned("encode")
-def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """col_ptr [width + 1], csc_rows [nnz] and csc_perm [nnz] of a CSR pattern, all int32."""
+def by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """col_ptr [width + 1], csc_rows [nnz] and the slots in that order [nnz], all int32."""
+    row_ptr, cols, slots = entries
     height, nnz = len(row_ptr) - 1, len(cols)
     library = native.load()
     if library is None:
         rows, order = by_columns_on_device(row_ptr, cols, width)
-        return column_pointers(cols, width), rows, order
+        return column_pointers(cols, width), rows, slots_of(order, slots)
     col_ptr = torch.empty(width + 1, dtype=torch.int32)
     csc_rows = empty(nnz, dtype=torch.int32)
-    csc_perm = empty(nnz, dtype=torch.int32)
+    csc_slots = empty(nnz, dtype=torch.int32)
     status = library.dynsparse_pattern_by_columns(
         row_ptr.data_ptr(),
         cols.data_ptr(),
+        slots.data_ptr() if len(slots) else None,
         height,
         width,
         col_ptr.data_ptr(),
         csc_rows.data_ptr(),
-        csc_perm.data_ptr(),
+        csc_slots.data_ptr(),
         torch.get_num_threads(),
     )
     if status:
         raise MemoryError("no memory for the order of a pattern by columns")
-    return col_ptr, csc_rows, csc_perm
+    return col_ptr, csc_rows, csc_slots
 
 
-def merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor) -> Merged:
-    """The pattern without the slots `drop` and with the flat positions `grow`, int64 each.
+def merge(
+    pattern: SortedEntries, width: int, leaves: Tensor, grow: Tensor, reused: Tensor | None = None
+) -> SortedEntries:
+    """The pattern without some slots and with the flat positions `grow`, int64.
+
+    Args:
+        pattern: as it is.
+        width: block columns.
+        leaves: bool [nnz], by slot.
+        grow: in any order.
+        reused: int64, as long as `grow`: the slots of the grown positions in ascending order of
+            these; -1 if not given.
+
+    Returns:
+        The entries after; the slots of those that stay are the old ones.
 
     Raises:
-        ValueError: a slot or position out of range or named twice, or a position that is taken.
+        ValueError: a position out of range, named twice or taken.
     """
     library = native.load()
     if library is None:
-        return _merge(row_ptr, cols, width, drop, grow)
-    new_row_ptr = torch.empty_like(row_ptr)
-    count = max(len(cols) - len(drop) + len(grow), 0)
-    merged = Merged(
-        new_row_ptr,
+        return _merge(pattern, width, leaves, grow, reused)
+    row_ptr, cols, slots = pattern
+    dropped = int(np.count_nonzero(leaves.numpy()))
+    count = len(cols) - dropped + len(grow)
+    merged = SortedEntries(
+        torch.empty_like(row_ptr),
         empty(count, dtype=torch.int32),
-        empty(count, dtype=torch.int32, brief=True),
+        empty(count, dtype=torch.int32, brief=reused is None),
     )
-    drop, grow = drop.contiguous(), grow.contiguous()
+    grow = grow.contiguous()
     status = library.dynsparse_pattern_merge(
         row_ptr.data_ptr(),
         cols.data_ptr(),
+        slots.data_ptr() if len(slots) else None,
         len(row_ptr) - 1,
         width,
-        drop.data_ptr(),
-        len(drop),
+        leaves.data_ptr(),
+        dropped,
         grow.data_ptr(),
         len(grow),
+        None if reused is None else reused.data_ptr(),
         *(tensor.data_ptr() for tensor in merged),
         torch.get_num_threads(),
     )
     if status == 1:
         raise MemoryError("no memory for a pattern update")
     if status == 2:  # unsorted or invalid: the fallback sorts and checks
-        return _merge(row_ptr, cols, width, drop, grow)
+        return _merge(pattern, width, leaves, grow, reused)
     return merged
 
 
-def _merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor) -> Merged:
-    height, nnz = len(row_ptr) - 1, len(cols)
+def _merge(
+    pattern: SortedEntries, width: int, leaves: Tensor, grow: Tensor, reused: Tensor | None
+) -> SortedEntries:
+    row_ptr, cols, slots = pattern
+    height = len(row_ptr) - 1
     total = height * width
-    if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
-        raise ValueError(f"slots to drop must lie in [0, {nnz})")
     if len(grow) and not (int(grow.min()) >= 0 and int(grow.max()) < total):
         raise ValueError(f"positions to grow must lie in [0, {total})")
-    stays = torch.ones(nnz, dtype=torch.bool)
-    stays[drop] = False
-    old = stays.nonzero().flatten()
-    if len(old) != nnz - len(drop):
-        raise ValueError("a slot to drop is named twice")
-    source = torch.cat([old.int(), torch.full((len(grow),), -1, dtype=torch.int32)])
-    kept = flat_positions(row_ptr, cols, width)[old]
-    flat, order = torch.cat([kept, grow]).sort()
+    kept = (~(leaves[slots.long()] if len(slots) else leaves)).nonzero().flatten()
+    flat, order = torch.cat([flat_positions(row_ptr, cols, width)[kept], grow]).sort()
     if not bool((flat[1:] > flat[:-1]).all()):
         raise ValueError("a position to grow is named twice or is already in the pattern")
-    return Merged(row_pointers(flat, height, width), flat.remainder(width).int(), source[order])
+    new = torch.full((len(grow),), -1) if reused is None else reused
+    source = torch.cat([slots_of(kept.int(), slots), new.int()])[order]
+    source[order >= len(kept)] = new.int()  # in ascending order of the positions
+    return SortedEntries(row_pointers(flat, height, width), flat.remainder(width).int(), source)
 
 
 def by_slots(entries: Tensor, slots: Tensor) -> Tensor:

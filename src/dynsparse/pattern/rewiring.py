@@ -13,6 +13,7 @@ from dynsparse.checks import check_kind, check_tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
+    SortedEntries,
     by_slots,
     copy_tensor,
     membership_mask,
@@ -198,27 +199,25 @@ class Rewiring:
         """
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _integers("drop", drop), _integers("grow", grow)
-        slots, nnz = pattern.slots, pattern.nnz
+        nnz = pattern.nnz
         if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
             raise ValueError(f"slots to drop must lie in [0, {nnz})")
         leaves = membership_mask(drop, nnz)
         reused = nonzero_positions(leaves)
         if len(reused) != len(drop):
             raise ValueError("a slot to drop is named twice")
-        leaving = nonzero_positions(leaves[slots]) if len(slots) else reused
-        merged = merge(pattern.row_ptr, pattern.sorted_cols, pattern.grid[1], leaving, grow)
+        entries = SortedEntries(pattern.row_ptr, pattern.sorted_cols, pattern.slots)
+        keeps_slots = len(drop) == len(grow) and not row_major
+        # Dropped slots go to grown blocks in order, so that slots stay near row-major order.
+        merged = merge(entries, pattern.grid[1], leaves, grow, reused if keeps_slots else None)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
-        source = merged.source  # by entries, not slots
         after = SparsePattern.__new__(SparsePattern)
         after.shape, after.block_size = pattern.shape, pattern.block_size
-        if len(drop) != len(grow) or row_major:
-            after._set_index(merged.row_ptr, merged.cols, source.new_empty(0))
-            return cls._trusted(pattern, after, _slots_of_sources(source, slots))
-        # Dropped slots go to grown blocks in order, so that slots stay near row-major order.
-        slots = move_entries(slots, source) if len(slots) else copy_tensor(source)
-        slots.masked_scatter_(source < 0, reused.int())
-        after._set_index(merged.row_ptr, merged.cols, slots)
+        if not keeps_slots:
+            after._set_index(merged.row_ptr, merged.cols, merged.slots.new_empty(0))
+            return cls._trusted(pattern, after, merged.slots)
+        after._set_index(*merged)
         rewiring = cls.__new__(cls)
         vars(rewiring).update(before=pattern, after=after, _reused=reused)
         return rewiring

@@ -22,7 +22,7 @@ from dynsparse.pattern.coordinates import (
     check_coordinates,
     sample_without_replacement,
 )
-from dynsparse.pattern.index_arrays import by_columns, by_slots, empty, move_entries, slots_of
+from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, empty, slots_of
 from dynsparse.pattern.on_device import HostCopy, column_pointers, flat_positions, row_pointers
 from dynsparse.typed import typed
 
@@ -468,10 +468,9 @@ class SparsePattern:
     def index(self) -> PatternIndex:
         """The kernels' index tensors, made once per pattern."""
         with _plain_tensors():
-            pointers, rows, entries = by_columns(self.row_ptr, self.sorted_cols, self.grid[1])
-            slots = self.slots
-            order = move_entries(slots, entries) if len(slots) else entries
-            return PatternIndex(self.row_ptr, self.sorted_cols, pointers, rows, order, slots)
+            entries = SortedEntries(self.row_ptr, self.sorted_cols, self.slots)
+            by_column = by_columns(entries, self.grid[1])
+            return PatternIndex(self.row_ptr, self.sorted_cols, *by_column, self.slots)
 
     def by_rows(self, by_slot: Tensor) -> Tensor:
         """A tensor with an entry for each slot ([nnz, ...]), in row-major order."""

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynsparse.checks import check_kind, check_tensor
 from dynsparse.pattern import PatternIndex
-from dynsparse.pattern.index_arrays import by_columns, by_slots, slots_of
+from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, slots_of
 from dynsparse.pattern.on_device import by_columns as by_columns_on_device
 
 
@@ -185,8 +185,8 @@ class LayerIndex:
         if self.order is not None:
             return self.order
         if self.on_cpu:
-            _, rows, entries = by_columns(self.row_ptr, self.cols, len(self.col_ptr) - 1)
-            return rows, slots_of(entries, self.slots)
+            entries = SortedEntries(self.row_ptr, self.cols, self.slots)
+            return by_columns(entries, len(self.col_ptr) - 1)[1:]
         rows, slots = self.derived("by columns", _make_order)
         return rows, slots
 
