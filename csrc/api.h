@@ -257,12 +257,12 @@ DYNSPARSE_API void dynsparse_rows_from_dense(const float* slab, const int32_t* r
 
 /* ---- pattern updates ---- */
 
-/* The pattern (row_ptr [height + 1], cols and slots [nnz]; null slots: entry p is in slot p) without
- * the slots for which leaves [nnz, by slot] is 1, `dropped` of them, and with the flat positions
- * row * width + col of grow [grown], ascending: new_row_ptr [height + 1], and new_cols and source
- * [nnz - dropped + grown]. source is the old slot of an entry that stays; that of the i-th grown
- * one is reused[i], or -1 where reused is null. Heights and widths are in blocks. grow is checked:
- * returns 2 where it is out of order or range, or a position is taken; outputs are then
+/* The pattern (row_ptr [height + 1], cols and slots [nnz]; null slots: entry p is in slot p)
+ * without the slots for which leaves [nnz, by slot] is 1, `dropped` of them, and with the flat
+ * positions row * width + col of grow [grown], ascending: new_row_ptr [height + 1], and new_cols
+ * and source [nnz - dropped + grown]. source is the old slot of an entry that stays; that of the
+ * i-th grown one is reused[i], or -1 where reused is null. Heights and widths are in blocks. grow
+ * is checked: returns 2 where it is out of order or range, or a position is taken; outputs are then
  * undefined. */
 DYNSPARSE_API int dynsparse_pattern_merge(
     const int32_t* row_ptr, const int32_t* cols, const int32_t* slots, int64_t height,

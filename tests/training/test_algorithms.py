@@ -88,7 +88,9 @@ def test_bad_arguments():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="give total_steps"):
         RigL(model, optimizer)
-    with pytest.raises(ValueError, match="leave out update_interval"):
+    with pytest.raises(
+        ValueError, match="a schedule replaces update_interval: give one or the other"
+    ):
         RigL(model, optimizer, update_interval=3, schedule=ConstantSchedule(30))
     with pytest.raises(ValueError, match="total_steps must be an integer of at least 1, got 0"):
         RigL(model, optimizer, total_steps=0)

@@ -29,8 +29,8 @@ class Kernels(NamedTuple):
     """The passes of a kind.
 
     Attributes:
-        forward: (x, values, p, bias, g, layout) -> y [batch, out, ...].
-        backward: (dy, x, values, p, g, size, need_input, layout) -> (dX [batch, in, *size] if
+        forward: (x, values, p, bias, g) -> y [batch, out, ...].
+        backward: (dy, x, values, p, g, size, need_input) -> (dX [batch, in, *size] if
             needed, dW like the values if x is given).
     """
 
@@ -54,10 +54,9 @@ def _sparse_forward(
     p: LayerIndex,
     bias: Tensor | None,
     g: Geometry,
-    layout: torch.memory_format,
 ) -> Tensor:
     size = g.output_size(x.shape[2], x.shape[3])
-    y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout)
+    y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout_of(x))
     values, bias = p.by_rows(values).contiguous(), None if bias is None else bias.contiguous()
     status = native.call(
         "dynsparse_conv_forward",
@@ -77,10 +76,9 @@ def _sparse_backward(
     g: Geometry,
     size: Sequence[int],
     need_input: bool,
-    layout: torch.memory_format,
 ) -> tuple[Tensor | None, Tensor | None]:
     shape = (dy.shape[0], p.in_features // g.taps * g.groups, *size)
-    dx = torch.empty(shape, memory_format=layout) if need_input else None
+    dx = torch.empty(shape, memory_format=layout_of(dy)) if need_input else None
     dw = None if x is None else torch.empty(p.values_shape)
     values = values.contiguous()
     status = native.call(
@@ -133,7 +131,6 @@ def _dense_forward(
     p: LayerIndex,
     bias: Tensor | None,
     g: Geometry,
-    layout: torch.memory_format,
 ) -> Tensor:
     x, padding = _pad(x, g)
     return torch.conv2d(x, _to_dense(values, p, g), bias, g.stride, padding, g.dilation, g.groups)
@@ -147,7 +144,6 @@ def _dense_backward(
     g: Geometry,
     size: Sequence[int],
     need_input: bool,
-    layout: torch.memory_format,
 ) -> tuple[Tensor | None, Tensor | None]:
     channels = p.in_features // g.taps * g.groups
     # torch reads the shape alone where it has no gradient of the weight to compute.
@@ -238,10 +234,10 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, g: Ge
     """[batch, in, height, width] -> [batch, out, ...], the dtype and the layout of x."""
     dtype = _compute_dtype(x)
     b = None if bias is None else bias.to(dtype)
-    w, size, layout = values.to(dtype), g.output_size(x.shape[2], x.shape[3]), layout_of(x)
+    w, size = values.to(dtype), g.output_size(x.shape[2], x.shape[3])
     kind = route(p, g, x.shape[0], size, False, x.dtype)
-    y = KERNELS[kind].forward(x.to(dtype), w, p, b, g, layout)
-    return y.to(x.dtype).contiguous(memory_format=layout)
+    y = KERNELS[kind].forward(x.to(dtype), w, p, b, g)
+    return y.to(x.dtype).contiguous(memory_format=layout_of(x))
 
 
 def backward(
@@ -255,13 +251,13 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX [batch, in, *size], in the layout of dy, if needed, and dW like values if x is given."""
     dtype = _compute_dtype(dy)
-    w, layout = values.to(dtype), layout_of(dy)
+    w = values.to(dtype)
     kind = route(p, g, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype)
     dx, dw = KERNELS[kind].backward(
-        dy.to(dtype), None if x is None else x.to(dtype), w, p, g, size, need_input, layout
+        dy.to(dtype), None if x is None else x.to(dtype), w, p, g, size, need_input
     )
     if dx is not None:
-        dx = dx.to(dy.dtype).contiguous(memory_format=layout)
+        dx = dx.to(dy.dtype).contiguous(memory_format=layout_of(dy))
     return dx, None if dw is None else dw.to(values.dtype)
 
 
