@@ -135,10 +135,10 @@ print(json.dumps(files))
 """
 
 LOADED = {
-    *("allocation", "checks", "encoding", "files", "interrupts", "native", "pattern", "typed"),
+    *("allocation", "checks", "encoding", "files", "interrupts", "native", "pattern", "html"),
     *("version", "ops", "nn", "ranks", "tracing", "logs", "processor"),
 }
-"""The rooms that `import dynsparse` loads; the others are loaded when they are first asked for."""
+"""What `import dynsparse` loads; the other packages are loaded when they are first used."""
 
 
 @pytest.fixture(scope="module")

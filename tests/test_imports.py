@@ -1,12 +1,11 @@
-"""Who may import whom: floors from the ground up, no way up, no circle, at any time.
+"""Which packages may import which: layers, no import from a higher layer, no circular import.
 
-Every import statement counts, those inside functions and under TYPE_CHECKING too. A folder is a
-room; its `__init__.py` is the room's door. Seen from a folder, whatever lies in it, file or room,
-is one thing: what is imported inside it counts as its own. Where there is no circle among the
-things of every folder, there is none among rooms or files anywhere.
+Every import statement counts, also inside functions and under TYPE_CHECKING. Within a folder each
+member, a module or a package, counts with all imports made inside it. If the members of every
+folder import each other without a circle, there is no circular import among packages or modules.
 
-There are two packages. `popsparse` imports `dynsparse`; of `dynsparse` only the applications and
-the command import `popsparse`.
+There are two import packages. `popsparse` imports `dynsparse`; of `dynsparse` only the applications
+and the command line import `popsparse`.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = "dynsparse"
 MACHINE = "popsparse"
 
-GROUND = [
+BASE = [
     "logs",
     "processor",
     "native",
     "checks",
     "options",
-    "typed",
+    "html",
     "interrupts",
     "version",
     "files",
@@ -35,19 +34,19 @@ GROUND = [
     "pattern",
     "allocation",
 ]
-FLOORS = [
-    GROUND,
+LAYERS = [
+    BASE,
     ["ops"],
     ["nn", "ranks"],
     ["training"],
     ["distributed"],
     ["integrations", "apps"],
-    ["__init__"],  # the front door: what `import dynsparse` shows
+    ["__init__"],  # the public names of `import dynsparse`
     ["cli"],
 ]
-"""From the ground up: each imports from its own floor and from those below."""
+"""From the lowest up: each package imports from its own layer and those below."""
 
-MACHINE_FLOORS = [
+MACHINE_LAYERS = [
     ["machine", "formats"],
     ["planning"],
     ["dense", "encoding"],
@@ -61,36 +60,36 @@ MACHINE_FLOORS = [
     ["__init__"],
     ["report", "poptorch"],
 ]
-"""Those of popsparse; rooms of one line do not import each other."""
+"""Those of popsparse; packages of one layer do not import each other."""
 
 BESIDE = {
-    "data": [*GROUND],
-    "selfcheck": [*GROUND, "ops"],
-    "bench": [*GROUND, "ops", "nn", "training"],
-    "report": [*GROUND, "nn", "training", "bench"],
+    "data": [*BASE],
+    "selfcheck": [*BASE, "ops"],
+    "bench": [*BASE, "ops", "nn", "training"],
+    "report": [*BASE, "nn", "training", "bench"],
     **{
-        f"{MACHINE}.{room}": [
-            *(GROUND if room == "machine" else [*GROUND, "ops", "nn", "training"]),
-            *(f"{MACHINE}.{one}" for below in MACHINE_FLOORS[:floor] for one in below),
+        f"{MACHINE}.{package}": [
+            *(BASE if package == "machine" else [*BASE, "ops", "nn", "training"]),
+            *(f"{MACHINE}.{one}" for below in MACHINE_LAYERS[:layer] for one in below),
         ]
-        for floor, rooms in enumerate(MACHINE_FLOORS)
-        for room in rooms
+        for layer, packages in enumerate(MACHINE_LAYERS)
+        for package in packages
     },
 }
-"""What stands beside the floors, and all that it imports from."""
+"""Packages beside the layers, and all that each imports from."""
 
-FROM_THE_SIDE = {
-    "__init__": ["report"],  # where it is asked for
+IMPORTS_BESIDE = {
+    "__init__": ["report"],  # by ds.__getattr__
     "apps": ["data", "report", f"{MACHINE}.__init__"],
     "cli": [*BESIDE],
 }
-"""What the floors import from what stands beside them."""
+"""What packages of the layers import from those beside them."""
 
 Edges = dict[str, set[str]]
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Dotted name -> file, of a package in `root`; a room's door is named as the file is."""
+    """Dotted name -> file, of the packages in `root`; fronts as x.__init__."""
     files = sorted(root.rglob("*.py"))
     return {".".join(file.relative_to(root).with_suffix("").parts): file for file in files}
 
@@ -113,11 +112,11 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def edges_of(root: Path) -> Edges:
-    """Module -> the modules it imports, of all packages in `root`; doors as x.__init__."""
+    """Module -> the modules it imports, of all packages in `root`; fronts as x.__init__."""
     files = modules(root)
 
     def module_of(asked: str) -> str | None:
-        """The file that is run: a name in a module is that module's."""
+        """The module that is imported, for the name of a module or of something in one."""
         while asked:
             for found in (asked, f"{asked}.__init__"):
                 if found in files:
@@ -132,26 +131,26 @@ def edges_of(root: Path) -> Edges:
     return edges
 
 
-def room_of(name: str) -> str:
-    """Its name; in popsparse with the package's."""
-    package, room = name.split(".")[:2]
-    return room if package == PACKAGE else f"{package}.{room}"
+def package_of(name: str) -> str:
+    """The first name below the import package; of popsparse with its prefix."""
+    root, name = name.split(".")[:2]
+    return name if root == PACKAGE else f"{root}.{name}"
 
 
 def ways_up(edges: Edges) -> list[tuple[str, str]]:
-    """Imports that no floor allows."""
-    allowed = {room: {*others} for room, others in BESIDE.items()}
+    """Imports that the layers do not allow."""
+    allowed = {package: {*others} for package, others in BESIDE.items()}
     below: set[str] = set()
-    for floor in FLOORS:
-        below |= {*floor}
-        for room in floor:
-            allowed[room] = below | {*FROM_THE_SIDE.get(room, ())}
+    for layer in LAYERS:
+        below |= {*layer}
+        for package in layer:
+            allowed[package] = below | {*IMPORTS_BESIDE.get(package, ())}
     wrong = []
     for importer, found in edges.items():
-        room = room_of(importer)
+        package = package_of(importer)
         for one in sorted(found):
-            other = room_of(one)
-            if other != room and other not in allowed.get(room, ()):
+            other = package_of(one)
+            if other != package and other not in allowed.get(package, ()):
                 wrong.append((importer, one))
     return wrong
 
@@ -163,14 +162,14 @@ def folders_of(edges: Edges) -> list[str]:
 
 
 def among(folder: str, edges: Edges) -> Edges:
-    """The imports among the things of a folder, each file in them counted as the thing itself."""
+    """The imports among the members of a folder."""
     seen: Edges = {}
     prefix = f"{folder}."
     for importer, found in edges.items():
         if importer.startswith(prefix):
-            thing = importer[len(prefix) :].split(".")[0]
+            member = importer[len(prefix) :].split(".")[0]
             inside = {one[len(prefix) :].split(".")[0] for one in found if one.startswith(prefix)}
-            seen.setdefault(thing, set()).update(inside - {thing})
+            seen.setdefault(member, set()).update(inside - {member})
     return seen
 
 
@@ -198,16 +197,16 @@ def edges() -> Edges:
     return edges_of(SOURCE)
 
 
-def test_every_room_stands_on_a_floor_or_beside_one(edges):
-    rooms = {room_of(name) for name in edges}
-    assert rooms <= {room for floor in FLOORS for room in floor} | {*BESIDE}
+def test_every_package_has_a_layer_or_stands_beside_them(edges):
+    packages = {package_of(name) for name in edges}
+    assert packages <= {package for layer in LAYERS for package in layer} | {*BESIDE}
 
 
 def test_no_import_goes_up(edges):
     assert ways_up(edges) == []
 
 
-def test_no_circle_among_the_rooms_and_files_of_any_folder(edges):
+def test_no_circle_among_the_members_of_any_folder(edges):
     found = {folder: circle(among(folder, edges)) for folder in folders_of(edges)}
     assert {folder: way for folder, way in found.items() if way} == {}
 
@@ -252,7 +251,7 @@ def test_popsparse_is_above_the_library_and_below_applications_and_the_command(t
     assert len(ways_up(edges_of(tmp_path))) == 2
 
 
-def test_a_circle_among_rooms_is_found_where_no_two_files_make_one(tmp_path):
+def test_a_circle_among_packages_is_found_where_no_two_files_make_one(tmp_path):
     edges = written(
         tmp_path,
         nn__one__a="from dynsparse.nn.two import b",
@@ -265,7 +264,7 @@ def test_a_circle_among_rooms_is_found_where_no_two_files_make_one(tmp_path):
     assert circle(among("dynsparse.nn.one", edges)) is None
 
 
-def test_a_file_that_asks_at_its_own_door_goes_in_a_circle(tmp_path):
+def test_a_module_that_imports_its_own_front_is_in_a_circle(tmp_path):
     edges = written(tmp_path, nn__linear="from dynsparse.nn import other")
     (tmp_path / PACKAGE / "nn" / "__init__.py").write_text("from dynsparse.nn.linear import x")
     edges = edges_of(tmp_path)

@@ -1,21 +1,75 @@
-"""Checks of arguments: what is right comes back, what is wrong gets one line.
+"""Checks of arguments. A check returns the valid value and raises a one-line error otherwise.
 
-Every message has the argument's name, what was expected and what was got.
+Every message has the argument's name, what was expected and what was given.
 """
 
 from __future__ import annotations
 
+import collections.abc
+import functools
+import inspect
 import math
 import operator
+import os
 import sys
-from collections.abc import Collection
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar, Union
 
 import numpy as np
+import torch
 from torch import Generator, Tensor, bfloat16, strided
 
-from dynsparse.files.shorten import shortened
+_TEXT = 100
+_ITEMS = 12
+_DEPTH = 4
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), dict: ("{", "}"),
+}  # fmt: skip
+
+
+def shortened(value: Any) -> str:
+    """`repr(value)` on one line, with "..." for what is too long or too deeply nested to read.
+
+    `repr` of what comes from a file may have any length and depth; this takes time and memory only
+    for what it shows.
+    """
+    return _cut(_shown(value, _DEPTH), 2 * _TEXT)
+
+
+def _shown(value: Any, depth: int) -> str:
+    kind = type(value)
+    if kind in (str, bytes):
+        return repr(value) if len(value) <= _TEXT else f"{value[:_TEXT]!r}..."
+    if kind is int and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print long ones
+    kind = next((base for base in _BRACKETS if isinstance(value, base)), kind)
+    if kind not in _BRACKETS:
+        return _cut(repr(value), _TEXT)
+    if not value:
+        return repr(value)
+    opening, closing = _BRACKETS[kind]
+    if not depth:
+        return f"{opening}...{closing}"
+    items: list[str] = []
+    for item in value:
+        if len(items) == _ITEMS:
+            items.append("...")
+            break
+        shown = _shown(item, depth - 1)
+        if kind is dict:
+            shown += f": {_shown(value[item], depth - 1)}"
+        items.append(shown)
+    comma = "," if kind is tuple and len(items) == 1 else ""
+    return f"{opening}{', '.join(items)}{comma}{closing}"
+
+
+def _cut(text: str, most: int) -> str:
+    text = " ".join(text.split("\n"))
+    return text if len(text) <= most else f"{text[:most]}..."
+
 
 _LARGEST = 2**63
 
@@ -172,3 +226,105 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shortened(value)}")
     return value
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_PLAIN = (type(None), bool, str, bytes, int, float, np.number)
+
+
+def typed(function: _Function) -> _Function:
+    """A public function, or the constructor of a class, with its arguments checked by annotation.
+
+    Only types are checked: ranges and shapes are for the function to check. Where it expects a
+    number it also checks None, bools and text itself, since its message says what it expects. A
+    call takes some microseconds more, so this is not for what runs in every step.
+
+    Raises:
+        TypeError: an argument of a type that the annotation excludes.
+    """
+    if isinstance(function, type):
+        function.__init__ = typed(function.__init__)  # type: ignore[misc]
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **named: Any) -> Any:
+        parameters, hints = _parameters(function), _hints(function)
+        # The function itself reports too many or unknown arguments.
+        for name, value in zip(parameters, args, strict=False):
+            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                break
+            _check(name, value, hints.get(name, Any))
+        for name, value in named.items():
+            _check(name, value, hints.get(name, Any))
+        return function(*args, **named)
+
+    return checked  # type: ignore[return-value]
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Read at the first call: a program calls few of the public functions."""
+    return inspect.signature(function).parameters
+
+
+@functools.cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Read at the first call: by then every module is imported."""
+    return typing.get_type_hints(function)
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    if hint is int:
+        check_integer(name, 0 if isinstance(value, bool) else value)
+    elif hint is Tensor:
+        check_tensor(name, value)
+    elif not _fits(value, hint):
+        raise TypeError(f"{name} must be {_words(hint)}, got {shortened(value)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, member) for member in typing.get_args(hint))
+    if hint is bool:
+        return isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1))
+    if hint is Tensor:
+        return isinstance(value, Tensor) and value.layout is torch.strided
+    if hint in (int, float, str):
+        return isinstance(value, _PLAIN) or (hint is not str and _is_scalar(value))
+    kind = hint if origin is None else origin
+    if kind in (collections.abc.Iterable, collections.abc.Sequence):
+        return isinstance(value, collections.abc.Iterable)
+    if kind is collections.abc.Callable:
+        return callable(value)
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, kind)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iuf"
+
+
+_NAMES: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Tensor: "a tensor",
+    type(None): "None",
+    collections.abc.Callable: "a function",
+    os.PathLike: "a path",
+}
+
+
+def _words(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_words(member) for member in typing.get_args(hint)))
+    kind = hint if origin is None else origin
+    name = str(getattr(kind, "__name__", kind))
+    return _NAMES.get(kind) or (name if name.endswith("s") else f"a {name}")

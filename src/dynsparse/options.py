@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dynsparse.checks import is_number
+from dynsparse.checks import is_number, shortened
 from dynsparse.files.limits import parse_json
-from dynsparse.files.shorten import shortened
 
 Defines = Literal["network", "training", "apart", "run"]
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.ops.linear import linear, naive
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 __all__ = ["Check", "Result", "run_checks"]
 

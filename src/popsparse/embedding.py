@@ -19,9 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer, is_number
-from dynsparse.files.shorten import shortened
-from dynsparse.typed import typed
+from dynsparse.checks import check_integer, is_number, shortened, typed
 from popsparse.encoding.partitioner import EncodedPattern, Partitioner
 from popsparse.formats import to_numpy
 from popsparse.machine import (

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.nn import SparseLinear
-from dynsparse.typed import typed
 from popsparse.layer import Layer
 from popsparse.machine import Target
 from popsparse.measure import plan_figures, sparse_figures

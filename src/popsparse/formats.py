@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_array, check_integer
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_array, check_integer, shortened
 from dynsparse.pattern import SparsePattern
 
 

@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from dynsparse.checks import check_kind
+from dynsparse.checks import check_kind, shortened, typed
 from dynsparse.files.atomic_write import atomic_write
 from dynsparse.files.limits import parse_json
-from dynsparse.files.shorten import shortened
 from dynsparse.nn.weights_file import read_tensors
-from dynsparse.typed import typed
 from popsparse.encoding.partitioner import EncodedPattern
 from popsparse.formats import COOMatrix, to_numpy
 from popsparse.machine import (

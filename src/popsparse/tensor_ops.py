@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_choice, check_integer, check_kind, is_number
-from dynsparse.files.shorten import shortened
-from dynsparse.typed import typed
+from dynsparse.checks import check_choice, check_integer, check_kind, is_number, shortened, typed
 from popsparse.machine import (
     FLOAT,
     HALF,

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_kind
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_kind, shortened, typed
 from dynsparse.nn.backends import register_backend
 from dynsparse.ops import capture
 from dynsparse.ops.embedding import record_rows
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 from popsparse.embedding import EmbeddingLayer
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target

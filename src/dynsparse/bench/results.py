@@ -40,9 +40,9 @@ import numpy as np
 
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.host import describe_host
+from dynsparse.checks import shortened
 from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.files.limits import LimitError, parse_json
-from dynsparse.files.shorten import shortened
 
 
 class Point(NamedTuple):

@@ -11,9 +11,8 @@ from typing import Any, NoReturn, TypeVar
 
 from dynsparse.bench.cells import CLASSES, DTYPES, MODELS, PIXELS, Cell
 from dynsparse.bench.timing import Effort
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import shortened, typed
 from dynsparse.options import Kind, choice, integer, number, option, options_of
-from dynsparse.typed import typed
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from dynsparse.checks import typed
 from dynsparse.data.pictures import (
     CIFAR_PIXELS,
     CLASSES,
@@ -21,7 +22,6 @@ from dynsparse.data.pictures import (
     load_mnist,
     read_idx,
 )
-from dynsparse.typed import typed
 
 __all__ = [
     "CIFAR_PIXELS",

@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.data.download import DAMAGE, GZIP_MAGIC, fetch
 from dynsparse.files.folders import cache_folder
 from dynsparse.files.limits import HOW_TO_RAISE, read_limit
-from dynsparse.typed import typed
 
 SIDE = 28
 PIXELS = SIDE * SIDE

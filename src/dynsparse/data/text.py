@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from dynsparse.checks import shortened
 from dynsparse.data.download import DAMAGE, fetch, unpack
 from dynsparse.files.atomic_write import atomic_write
 from dynsparse.files.folders import cache_folder
 from dynsparse.files.limits import LimitError, parse_json
-from dynsparse.files.shorten import shortened
 
 STDLIB = "stdlib"
 """The name of the text that every Python carries."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.distributed.placement import (
     Borders,
     Chain,
@@ -31,7 +31,6 @@ from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear, SparseMultihe
 from dynsparse.nn.sharded import gathered
 from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest, ranks_of
 from dynsparse.training.rank_consistency import broadcast_layers
-from dynsparse.typed import typed
 
 
 @typed

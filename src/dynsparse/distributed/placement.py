@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.nn import (
     Dropout,
     SparseConv1d,
@@ -25,7 +25,6 @@ from dynsparse.nn import (
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import RankGrid, Ranks
-from dynsparse.typed import typed
 
 
 @typed

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dynsparse.checks import typed
 from dynsparse.distributed.distribute import check_same_layers, check_unsharded, make_shards
 from dynsparse.distributed.placement import Bundle, Chain, Placement
 from dynsparse.distributed.sharded_layer import keep_shard, split_heads
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.ranks import RankGrid, collective_errors, ranks_of
-from dynsparse.typed import typed
 
 __all__ = ["SplitCols", "SplitHeads", "SplitPair", "SplitRows"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynsparse.checks import typed
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.autograd import explain
 from dynsparse.ops.linear.layer_index import register_index
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
-from dynsparse.typed import typed
 
 
 class ActiveSet:

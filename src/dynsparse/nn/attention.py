@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
-from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind, shortened, typed
 from dynsparse.nn.attend import (
     ScoreMod,
     attend_flex,
@@ -32,7 +31,6 @@ from dynsparse.nn.init import align_columns, align_rows, even_pattern
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.dropout import dropout
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 
 class Dropout(nn.Dropout):

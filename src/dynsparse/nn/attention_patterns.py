@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 __all__ = ["big_bird", "longformer", "sliding_window", "strided"]
 

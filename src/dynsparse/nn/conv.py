@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynsparse.checks import check_choice, check_integer, check_kind
+from dynsparse.checks import check_choice, check_integer, check_kind, typed
 from dynsparse.nn.init import block_count, largest_blocks
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops import conv as ops
 from dynsparse.ops.conv.choice import route
 from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.pattern import PatternIndex, SparsePattern
-from dynsparse.typed import typed
 
 _MODES = ("zeros", "reflect", "replicate", "circular")
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_flag, check_generator
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_flag, check_generator, shortened
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.backends import executor_for

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.embedding import embedding
-from dynsparse.typed import typed
 
 
 class SparseEmbedding(SparseLinear):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter, functional
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import executor_for
 from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform
@@ -22,7 +22,6 @@ from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import ShardSpec
-from dynsparse.typed import typed
 
 # Properties of a `WeightView` need no entries of the weight, except for these.
 _ENTRY_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})

@@ -8,13 +8,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dynsparse.checks import check_not_negative
-from dynsparse.files.html import html_table
+from dynsparse.checks import check_not_negative, typed
+from dynsparse.html import html_table
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.exclusions import default_exclusions
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import SparseModule
-from dynsparse.typed import typed
 
 _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
 

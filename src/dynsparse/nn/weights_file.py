@@ -35,10 +35,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_kind
+from dynsparse.checks import check_kind, shortened, typed
 from dynsparse.files.atomic_write import replaced
 from dynsparse.files.limits import parse_json, read_limit
-from dynsparse.files.shorten import shortened
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.convert import (
@@ -50,7 +49,6 @@ from dynsparse.nn.convert import (
 from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 _FORMAT, _VERSION = "dynsparse", "1"
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynsparse import native
-from dynsparse.checks import check_kind, is_number
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_kind, is_number, shortened
 from dynsparse.ops.torch_internals import is_plain_eager
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_generator, check_integer, check_tensor
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_generator, check_integer, check_tensor, shortened
 
 INT32_MAX = 2**31 - 1
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_kind, check_tensor
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_kind, check_tensor, shortened, typed
 from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
     SortedEntries,
@@ -26,7 +25,6 @@ from dynsparse.pattern.index_arrays import (
 from dynsparse.pattern.on_device import HostCopy, assign_slots, find_sources, move
 from dynsparse.pattern.on_device import merge as merge_on_device
 from dynsparse.pattern.sparse_pattern import SparsePattern
-from dynsparse.typed import typed
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
-from dynsparse.files.html import html_table
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import (
+    check_integer,
+    check_kind,
+    check_tensor,
+    check_within,
+    is_scipy,
+    shortened,
+    typed,
+)
+from dynsparse.html import html_table
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
     block_grid,
@@ -24,7 +31,6 @@ from dynsparse.pattern.coordinates import (
 )
 from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, empty, slots_of
 from dynsparse.pattern.on_device import HostCopy, column_pointers, flat_positions, row_pointers
-from dynsparse.typed import typed
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import shortened
 
 
 class Ranks:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_choice, check_within
+from dynsparse.checks import check_choice, check_within, typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import fetch_scalars
 from dynsparse.ranks import ALONE, Ranks, StackedRanks, collective_errors, ranks_of, sum_over_ranks
@@ -25,7 +25,6 @@ from dynsparse.training.drop import lowest_of_all, lowest_of_all_on_device
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.layer_shards import LayerShard, sum_shards
 from dynsparse.training.schedule import GradualSchedule, Schedule
-from dynsparse.typed import typed
 
 
 class Counts(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_not_negative, check_tensor
+from dynsparse.checks import check_not_negative, check_tensor, typed
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
@@ -24,7 +24,6 @@ from dynsparse.ranks import (
 )
 from dynsparse.training.deferred_checks import NAN_SCORES
 from dynsparse.training.layer_shards import LayerShard
-from dynsparse.typed import typed
 
 DropScore = Callable[[Tensor], Tensor]
 """From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores are dropped.

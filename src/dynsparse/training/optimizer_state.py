@@ -10,9 +10,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from dynsparse.checks import typed
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.index_arrays import moves_in_place
-from dynsparse.typed import typed
 
 
 @typed

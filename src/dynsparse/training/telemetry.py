@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.checks import typed
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear.naive import rows_of
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.on_device import fetch_scalars
 from dynsparse.training.trainer import SparseTrainer
-from dynsparse.typed import typed
 
 
 class Telemetry:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_flag, check_kind
-from dynsparse.files.html import html_table
+from dynsparse.html import html_table
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded

@@ -21,8 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_choice, check_flag, check_integer, check_kind
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import (
+    check_array,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_kind,
+    shortened,
+)
 from dynsparse.pattern import SparsePattern
 from popsparse.machine import Target
 from popsparse.planning.options import Options

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
-from dynsparse.typed import typed
 from popsparse.encoding.buckets import (
     Assignment,
     BucketLayout,

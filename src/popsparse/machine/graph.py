@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_integer, check_kind
-from dynsparse.files.shorten import shortened
-from dynsparse.typed import typed
+from dynsparse.checks import check_array, check_integer, check_kind, shortened, typed
 from popsparse.machine.dtypes import DType, MappingError, as_dtype
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
@@ -36,7 +34,7 @@ Callers = tuple[tuple[CodeType, int], ...]
 _MACHINE = str(Path(__file__).parent)
 _SOURCE = Path(__file__).parents[2]
 _PACKAGES = tuple(str(_SOURCE / name) for name in ("popsparse", "dynsparse"))
-_TYPED = str(_SOURCE / "dynsparse" / "typed.py")
+_CHECKS = str(_SOURCE / "dynsparse" / "checks.py")
 _NEAREST = 2
 
 
@@ -53,7 +51,7 @@ def find_callers() -> Callers:
         code = frame.f_code
         file = code.co_filename
         if file.startswith(_PACKAGES):
-            if len(calls) < _NEAREST and not file.startswith(_MACHINE) and file != _TYPED:
+            if len(calls) < _NEAREST and not file.startswith(_MACHINE) and file != _CHECKS:
                 calls.append((code, frame.f_lineno))
         else:
             if not (file.startswith("<frozen") or "site-packages" in file):

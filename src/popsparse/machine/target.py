@@ -52,9 +52,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_choice, check_integer
-from dynsparse.files.shorten import shortened
-from dynsparse.typed import typed
+from dynsparse.checks import check_choice, check_integer, shortened, typed
 from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.files.shorten import shortened
-from dynsparse.typed import typed
+from dynsparse.checks import shortened, typed
 from popsparse.machine.target import Target
 from popsparse.planning.cost import (
     Buckets,

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse.checks import typed
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 from popsparse.formats import SparseMatrix
 from popsparse.planning.options import Options
 from popsparse.planning.params import WORD_LIMIT, DataType, MatmulParams, ceil_div, data_type

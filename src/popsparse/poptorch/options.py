@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dynsparse.checks import check_flag, check_integer, check_kind
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_flag, check_integer, check_kind, shortened
 
 
 class OutputMode(Enum):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from dynsparse.checks import typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
-from dynsparse.typed import typed
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.formats import SparseMatrix, to_numpy
 from popsparse.machine import Graph, Sequence, Tensor

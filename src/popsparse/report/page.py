@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_kind
+from dynsparse.checks import check_kind, typed
 from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.typed import typed
 from dynsparse.version import __version__
 from popsparse.report.buckets import encoding_data, render_encoding
 from popsparse.report.charts import esc, number, words

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer
-from dynsparse.typed import typed
+from dynsparse.checks import check_integer, typed
 from popsparse.machine import ProgramNode
 from popsparse.report.charts import bar, esc, indent, legend, number, percent, table
 from popsparse.report.data import ContentsData, ProfileData, StepData

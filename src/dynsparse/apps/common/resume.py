@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import shortened
 from dynsparse.options import Defines, flag
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 from dynsparse.training.checkpoint.format import CheckpointReader

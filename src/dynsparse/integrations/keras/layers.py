@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.integrations.keras.optimizer import KerasOptimizer, update_shape
 from dynsparse.nn import SparseConv2d, SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.optimizer_state import prepare_state
-from dynsparse.typed import typed
 
 _STATE_KEY = "training"
 

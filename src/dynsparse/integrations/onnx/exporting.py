@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import shortened, typed
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     ignore_warnings,
@@ -23,7 +23,6 @@ from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
 from dynsparse.nn.convert import make_linear
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 FORMS = ("dense", "sparse")
 

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dynsparse.checks import shortened
 from dynsparse.files.atomic_write import atomic_write
 from dynsparse.files.limits import parse_json
-from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dynsparse.checks import typed
 from dynsparse.integrations.onnx.graph import (
     densify_initializers,
     fuse_linears,
@@ -20,7 +21,6 @@ from dynsparse.integrations.onnx.graph import (
 )
 from dynsparse.nn.convert import make_linear
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 
 class Trilu(nn.Module):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.pattern import SparsePattern, sample_without_replacement
 from dynsparse.pattern.on_device import flat_positions, to_device
-from dynsparse.typed import typed
 
 
 def check_free_positions(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, typed
 from dynsparse.pattern.index_arrays import empty
-from dynsparse.typed import typed
 
 _LARGEST_INDEX = 0xFFFFFFFF
 _KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

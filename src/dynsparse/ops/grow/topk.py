@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_tensor
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_tensor, shortened, typed
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.on_device import topk_on_device
@@ -21,7 +20,6 @@ from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.grow.search import NO_GUESS, Candidates, RowSearch
 from dynsparse.ops.grow.selection import merge_sorted, select
 from dynsparse.pattern import SparsePattern
-from dynsparse.typed import typed
 
 POOLINGS = ("sum", "avg", "max", "none")
 """How the gradient magnitudes of a block become one score; "none" ranks as "sum"."""

@@ -29,12 +29,12 @@ from contextlib import contextmanager
 import torch
 
 from dynsparse import native
+from dynsparse.checks import typed
 from dynsparse.ops.linear.cost_table import Costs, Layer, active, evaluate, family
 from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.cuda import costs as cuda_costs
 from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.typed import typed
 
 KINDS = ("sparse", "small", "dense")
 DEVICE_KINDS = cuda_costs.KINDS

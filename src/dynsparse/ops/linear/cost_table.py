@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dynsparse import native
-from dynsparse.checks import is_number
+from dynsparse.checks import is_number, shortened
 from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.files.folders import cache_folder
 from dynsparse.files.limits import parse_json
-from dynsparse.files.shorten import shortened
 from dynsparse.processor import processor
 from dynsparse.version import __version__
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynsparse.checks import typed
 from dynsparse.files.atomic_write import atomic_write
 from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib, save
 from dynsparse.report.training.curves import draw_curves
 from dynsparse.training.records import RecordError, Records
-from dynsparse.typed import typed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

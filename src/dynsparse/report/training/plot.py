@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from dynsparse.checks import typed
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 from dynsparse.report.figure import MUTED, figure, need_matplotlib
 from dynsparse.training import SparseTrainer
 from dynsparse.training.records import Records
-from dynsparse.typed import typed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_flag
+from dynsparse.checks import check_flag, typed
 from dynsparse.nn.sharded import gathered, is_sharded, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, collective_errors
 from dynsparse.tracing import spanned
@@ -29,7 +29,6 @@ from dynsparse.training.checkpoint.rank_state import Sources, add_own_state, gat
 from dynsparse.training.checkpoint.training_state import TrainingState, mismatch, shared_errors
 from dynsparse.training.layer_shards import resolve_ranks
 from dynsparse.training.trainer import SparseTrainer
-from dynsparse.typed import typed
 
 _log = logging.getLogger(__name__)
 

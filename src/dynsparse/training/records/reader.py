@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dynsparse.checks import typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.records.files import (
     RecordedLayer,
@@ -24,7 +25,6 @@ from dynsparse.training.records.files import (
     update_files,
     write_pending_updates,
 )
-from dynsparse.typed import typed
 
 
 class DeadUnits(NamedTuple):

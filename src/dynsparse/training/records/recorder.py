@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.checks import check_flag, check_integer, check_kind
+from dynsparse.checks import check_flag, check_integer, check_kind, typed
 from dynsparse.files.atomic_write import atomic_write, atomic_write_text
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
@@ -30,7 +30,6 @@ from dynsparse.training.records.files import (
     update_name,
 )
 from dynsparse.training.records.reader import Records
-from dynsparse.typed import typed
 
 
 class Recorder:
