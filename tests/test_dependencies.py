@@ -88,7 +88,7 @@ def imported(*folders: str) -> dict[str, str]:
                     names = [node.args[0].value]
                 for name in names:
                     found.setdefault(name.partition(".")[0], str(file.relative_to(ROOT)))
-                    if name.startswith("torch.utils.tensorboard"):  # torch's door to it
+                    if name.startswith("torch.utils.tensorboard"):  # torch's way to import it
                         found.setdefault("tensorboard", str(file.relative_to(ROOT)))
     return found
 
@@ -188,7 +188,7 @@ def test_what_is_loaded_on_demand_is_found():
 
 
 def test_type_checkers_see_the_names_that_are_loaded_on_demand():
-    """`__getattr__` tells them nothing: the door imports every name where they alone look."""
+    """`__getattr__` is invisible to them: the front imports every name under TYPE_CHECKING."""
     tree = ast.parse((ROOT / "src" / "dynsparse" / "__init__.py").read_text())
     named = {
         alias.asname or alias.name

@@ -1,4 +1,4 @@
-"""The door to the kernels over blocks, in Triton's interpreter, against float64."""
+"""The functions that launch the kernels over blocks, in Triton's interpreter, against float64."""
 
 import pytest
 import torch
