@@ -9,14 +9,11 @@ neural networks applied to visual document analysis", whose field of displacemen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lenet import Settings
 
 LATTICE = 3
 
@@ -44,10 +41,28 @@ def distorted(images: Tensor, pixels: float, generator: torch.Generator) -> Tens
     return made
 
 
+class Distortion(Protocol):
+    """What the settings of a training say of bending.
+
+    Attributes:
+        distort: pixels, as in `distorted`, while pictures are bent at all.
+        distorted: the share of pictures that are bent.
+    """
+
+    @property
+    def distort(self) -> float: ...
+
+    @property
+    def distorted(self) -> float: ...
+
+    def distort_at(self, done: float) -> float:
+        """Pixels after the fraction `done` of the training."""
+
+
 class Bent:
     """The pictures of an epoch: as they are, and by how far the settings want them bent."""
 
-    def __init__(self, images: Tensor, settings: Sequence[Settings]) -> None:
+    def __init__(self, images: Tensor, settings: Sequence[Distortion]) -> None:
         self.count, self.settings = len(images), settings
         self.sizes = sorted({own.distort for own in settings} - {0.0})
         self.all = images.repeat(1 + len(self.sizes), 1)
