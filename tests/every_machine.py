@@ -19,9 +19,9 @@ from dynsparse import native
 
 TESTS = [
     "tests/ops", "tests/nn", "tests/bench", "tests/csrc", "tests/selfcheck", "tests/test_native.py",
-    "tests/test_encoding.py", "tests/popsparse/test_poptorch.py",
+    "tests/test_index_arrays.py", "tests/popsparse/test_poptorch.py",
 ]  # fmt: skip
-THREADED = [*map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_encoding.py"]
+THREADED = [*map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_index_arrays.py"]
 
 
 def spin() -> None:

@@ -230,7 +230,7 @@ def test_what_cannot_be_split_is_refused_on_all_ranks():
         )
         split(own, grid)
 
-    assert "'0' is computed by active subset, which knows no" in error_on_all(sizes, busy)
+    assert "'0' is computed by active subset, which computes no shards" in error_on_all(sizes, busy)
 
 
 def test_features_of_another_width_are_refused():

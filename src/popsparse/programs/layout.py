@@ -7,12 +7,13 @@ same part of it. At home that part is spread over those tiles, so none holds mor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import shortened
 from popsparse.machine import (
     UNSIGNED_SHORT,
     Codelet,
@@ -296,5 +297,11 @@ def check_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
         raise ValueError(f"the weights were made for {plan.params}, not for {params}")
     requested = Options.parse(options).repaired(plan.dtype, params.sparsity_params.is_element)
     if requested != plan.options:
-        raise ValueError(f"the weights were made with {plan.options}, not with {requested}")
+        changed = [
+            f"{field.name} {shortened(getattr(plan.options, field.name))}, not with "
+            f"{shortened(getattr(requested, field.name))}"
+            for field in fields(Options)
+            if getattr(requested, field.name) != getattr(plan.options, field.name)
+        ]
+        raise ValueError(f"options: the weights were made with {'; '.join(changed)}")
     return weights

@@ -97,7 +97,7 @@ def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> 
     if is_plain_eager(x):
         try:
             return _compute(x, values, bias, read)
-        except AttributeError:  # checks cost too much for every call
+        except (AttributeError, TypeError, ValueError):  # checks cost too much for every call
             _check_operands(values=values, bias=bias)
             check_kind("read", read, Read, "what forward reads")
             raise

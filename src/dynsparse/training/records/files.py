@@ -93,10 +93,16 @@ def _check_sizes(file: Path) -> None:
                 raise ValueError(f"expected arrays, got {shortened(member.filename)}")
 
 
-def missing(file: Path, name: str, archive: Arrays) -> RecordError:
-    return RecordError(
-        f"{file}: expected the array {shortened(name)}, got {shortened(list(archive))}"
-    )
+def read_array(file: Path, archive: Arrays, name: str) -> np.ndarray:
+    """An array of an open file; a RecordError if it is missing or no array."""
+    if name not in archive:
+        raise RecordError(
+            f"{file}: expected the array {shortened(name)}, got {shortened(list(archive))}"
+        )
+    array = archive[name]
+    if not isinstance(array, np.ndarray):  # NumPy returns the bytes of what is no array
+        raise RecordError(f"{file} is damaged: {shortened(name)} is not an array")
+    return array
 
 
 def update_name(index: int) -> str:
@@ -159,9 +165,7 @@ def _short(error: Exception) -> str:
 
 def read_step(file: Path) -> int:
     with opened(file) as archive:
-        if "step" not in archive:
-            raise missing(file, "step", archive)
-        step = archive["step"]
+        step = read_array(file, archive, "step")
         if step.shape != () or not np.issubdtype(step.dtype, np.integer):
             got = f"{step.dtype} {list(step.shape)}"
         elif step < 0:

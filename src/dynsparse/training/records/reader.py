@@ -17,8 +17,8 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training.records.files import (
     RecordedLayer,
     RecordError,
-    missing,
     opened,
+    read_array,
     read_head,
     read_step,
     read_telemetry,
@@ -197,11 +197,9 @@ class Records:
     def _positions(self, index: int, key: str, info: RecordedLayer) -> np.ndarray:
         file = self._files[index]
         with opened(file) as archive:
-            if key not in archive:
-                if index:
-                    return np.zeros(0, np.int64)
-                raise missing(file, key, archive)
-            flat = archive[key]
+            if index and key not in archive:
+                return np.zeros(0, np.int64)
+            flat = read_array(file, archive, key)
         if flat.ndim != 1 or flat.dtype not in (np.int32, np.int64):
             raise RecordError(f"{file}: {key!r} must be int32 or int64 [n], got {flat.dtype}")
         flat = flat.astype(np.int64)
