@@ -95,7 +95,7 @@ def take(row_ptr: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 # Address of a `row_ptr` that its layer no longer computes with: its storage, which must still be
 # alive for the entry to hold, and the layer's Parameter.
-_replaced: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
+replaced: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
 
 
 def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
@@ -109,23 +109,23 @@ def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
     if pairs is not None:
         pairs.clear()
         _open[new.data_ptr()] = pairs
-    for address in [address for address, (storage, _) in _replaced.items() if storage.expired()]:
-        del _replaced[address]
-    _replaced[row_ptr.data_ptr()] = StorageWeakRef(row_ptr.untyped_storage()), weakref.ref(values)
-    _replaced.pop(new.data_ptr(), None)
+    for address in [address for address, (storage, _) in replaced.items() if storage.expired()]:
+        del replaced[address]
+    replaced[row_ptr.data_ptr()] = StorageWeakRef(row_ptr.untyped_storage()), weakref.ref(values)
+    replaced.pop(new.data_ptr(), None)
 
 
 def forget_replaced(values: Tensor) -> None:
     """Drop the references to the Parameter `values` that `replace` has made."""
-    for address in [a for a, (_, reference) in _replaced.items() if reference() is values]:
-        del _replaced[address]
+    for address in [a for a, (_, reference) in replaced.items() if reference() is values]:
+        del replaced[address]
 
 
 def _values_after_replacement(row_ptr: Tensor) -> Tensor | None:
     """The Parameter of the layer that has replaced `row_ptr`; None where no layer has."""
     if type(row_ptr) is not Tensor:  # of a tracer: it has no memory
         return None
-    storage, values = _replaced.get(row_ptr.data_ptr(), (None, None))
+    storage, values = replaced.get(row_ptr.data_ptr(), (None, None))
     return None if storage is None or values is None or storage.expired() else values()
 
 
@@ -140,7 +140,7 @@ def check_program(row_ptr: Tensor, values: Tensor) -> None:
     Raises:
         RuntimeError: the pattern has changed since the program was made.
     """
-    if not _replaced:
+    if not replaced:
         return
     current = _values_after_replacement(row_ptr)
     if current is not None and _share_memory(values, current):
@@ -163,7 +163,7 @@ def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
     Raises:
         RuntimeError: the pattern has changed since the forward pass.
     """
-    if not _replaced:
+    if not replaced:
         return
     current = _values_after_replacement(row_ptr)
     if current is None:
