@@ -110,8 +110,8 @@ def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
     """[layers that grew, those that grew what one process chooses from the samples of all ranks, in
     float64, with the same weights].
 
-    Of trainings whose weights cannot be those of one process, since they round. "float32"; "wire":
-    pieces of the gradient travel in bfloat16; "mixed": sharded, with passes in bfloat16.
+    Of trainings whose weights cannot be those of one process, since they round. "float32"; "mixed":
+    sharded, with passes in bfloat16.
     """
     net = model_of(dtype=torch.float32)
     forward: nn.Module
@@ -121,7 +121,7 @@ def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
     else:
         forward = DistributedDataParallel(net)
     optimizer = optimizer_of(net)
-    growth = ds.training.GradientGrowth(wire=torch.bfloat16 if kind == "wire" else None)
+    growth = ds.training.GradientGrowth()
     trainer = ds.training.SparseTrainer(net, optimizer, schedule=EVERY, growth=growth)
     grew = same = 0
     for step in range(1, updates + 1):
@@ -170,7 +170,7 @@ def cost(
         torch.distributed.barrier()
         begin = time.perf_counter()
         patterns = PatternComparison(trainer.ranks, 1, {"": rewiring})
-        with collective_errors(trainer.ranks, patterns.ends):
+        with collective_errors(trainer.ranks, patterns.numbers):
             pass
         patterns.compare()
         agreed.append(time.perf_counter() - begin)
@@ -202,7 +202,7 @@ def main() -> None:
         )
         return
     if given.what == "choices":
-        for kind in ("float32", "wire", "mixed"):
+        for kind in ("float32", "mixed"):
             found = on_ranks(given.ranks, choices, kind, given.updates, seconds=given.seconds)
             (grew, same), others = found[0], found[1:]
             assert all(other == [grew, same] for other in others)

@@ -320,21 +320,21 @@ def kinds(rank, size):
 
 
 def traffic(rank, size):
-    """By wire and samples a rank: what `_sent` says."""
-    kinds = [("float32", None, 512), ("bfloat16", torch.bfloat16, 512), ("samples", None, 32)]
-    return {name: _sent(rank, wire, samples) for name, wire, samples in kinds}
+    """By what is sent: what `_sent` says."""
+    return {name: _sent(rank, samples) for name, samples in (("gradients", 512), ("samples", 32))}
 
 
-def _sent(rank, wire, samples):
+def _sent(rank, samples):
     """Bytes that this rank's trainer sends in each of four steps, the last one with an update of
     1024 x 1024 at density 0.1."""
     g = torch.Generator().manual_seed(rank)
     net = ds.nn.SparseLinear(1024, 1024, 0.1, generator=torch.Generator(), bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ddp = DistributedDataParallel(net)
-    growth = ds.training.GradientGrowth(wire=wire)
     schedule = ds.training.ConstantSchedule(100, 4, 0.3)
-    trainer = ds.training.SparseTrainer(net, optimizer, schedule=schedule, growth=growth)
+    trainer = ds.training.SparseTrainer(
+        net, optimizer, schedule=schedule, growth=ds.training.GradientGrowth()
+    )
     moved = []
     for _ in range(4):
         optimizer.zero_grad()

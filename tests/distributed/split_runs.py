@@ -152,27 +152,3 @@ def step(models, trainers, batch, replicas, z):
         trainer.optimizer.zero_grad()
         nn.functional.mse_loss(forward(x), y).backward()
         trainer.step()
-
-
-def rounded(rank, size):
-    """Growth by a wire of bfloat16 in a training of float32: the patterns of one process."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(ds.nn.SparseLinear(64, 48, 0.2), nn.Tanh(), ds.nn.SparseLinear(48, 32))
-    model = copy.deepcopy(whole)
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
-    z = mesh["z"].get_local_rank()
-    split(model, mesh)
-    data = replicate(model, ranks=mesh["z"])
-    trainers = []
-    for one, ranks in ((whole, None), (model, mesh)):
-        trainer = ds.RigL(one, torch.optim.SGD(one.parameters(), lr=0.1), ranks=ranks, **EVERY)
-        trainer.growth.wire = torch.bfloat16
-        trainers.append(trainer)
-    for _ in range(3):
-        x, y = torch.randn(512, 64), torch.randn(512, 32)
-        step((whole, data), trainers, (x, y), size // 2, z)
-        found = row_major(gather(model))
-        for key, tensor in row_major(whole.state_dict()).items():
-            if key.endswith(("rows", "cols")):
-                assert torch.equal(found[key], tensor), key
-    return trainers[1].updates

@@ -19,7 +19,7 @@ from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest, topk_over_ranks
 
 
-def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum", wire=None):
+def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
     """By layer, the positions in the whole layer that the ranks of a grid grow together."""
     names = [name for name, m in model.named_modules() if isinstance(m, ds.nn.SparseLinear)]
 
@@ -32,7 +32,7 @@ def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum", wire=Non
             GrowRequest(name, list(pairs), layer.pattern, count, spec=spec_of(layer))
             for name, pairs, layer, count in zip(names, waiting, layers, counts, strict=True)
         ]
-        found = topk_over_ranks(grid.z, wanted, exchange=exchange, pooling=pooling, wire=wire)
+        found = topk_over_ranks(grid.z, wanted, exchange=exchange, pooling=pooling)
         return [
             spec_of(layer).to_full(flat, layer.block_size)
             for layer, flat in zip(layers, found, strict=True)
@@ -95,50 +95,3 @@ def test_a_rectangle_without_non_zeros_may_grow():
     (found,) = grown_on(sizes, model, x, dy, [2])
     assert torch.equal(found, expected[0])
     assert found.tolist() == [6, 7]  # both in the rectangle of rows 0 and 1, columns 2 and 3
-
-
-@given(
-    st.sampled_from([(2, 2, 2), (2, 1, 2), (1, 2, 3), (2, 1, 1)]), st.integers(0, 2**16), st.data()
-)
-def test_a_wire_of_bfloat16_leaves_the_choice_exact(sizes, seed, data):
-    g = torch.Generator().manual_seed(seed)
-    block_size = data.draw(st.sampled_from([1, 4]))
-    pooling = data.draw(st.sampled_from(["sum", "max"]))
-    model = torch.nn.Sequential(
-        ds.nn.SparseLinear(32, 24, 0.4, block_size, bias=False, generator=g),
-        torch.nn.Identity(),
-        ds.nn.SparseLinear(24, 16, 0.4, block_size, bias=False, generator=g),
-    )
-    # Products and sums of such numbers are exact in float32, and not in bfloat16; many tie.
-    with torch.no_grad():
-        for layer in (model[0], model[2]):
-            layer.values.copy_(torch.randint(-4, 5, layer.values.shape, generator=g))
-    x = torch.randint(-9, 10, (6, 32), generator=g).float()
-    dy = torch.randint(-9, 10, (6, 16), generator=g).float()
-    counts = [data.draw(st.integers(0, m.pattern.total - m.pattern.nnz)) for m in model[::2]]
-    expected = grown_by_one(model, x, dy, counts, pooling)
-    found = grown_on(sizes, model, x, dy, counts, "pieces", pooling, torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_wire_of_bfloat16_sends_half():
-    model = torch.nn.Sequential(ds.nn.SparseLinear(256, 256, 0.1, bias=False))
-    sizes = (1, 2, 2)
-    pair = torch.randn(4096, 256), torch.randn(4096, 256)
-
-    def sent(wire):
-        def work(grid):
-            own = split(copy.deepcopy(model), grid)
-            spec = spec_of(own[0])
-            x, dy = (
-                slab.narrow(samples(t, grid), 1)
-                for slab, t in zip(spec.dim_shards[::-1], pair, strict=True)
-            )
-            wanted = [GrowRequest("0", [(x, dy)], own[0].pattern, 500, spec=spec)]
-            before = grid.z.sent
-            topk_over_ranks(grid.z, wanted, wire=wire, exchange="pieces")
-            return grid.z.sent - before
-
-        return max(on_grid(sizes, work).values())
-
-    assert sent(torch.bfloat16) < 0.65 * sent(None)

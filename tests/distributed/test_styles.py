@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import on_ranks
-from split_runs import Block, made, meshed, parallelized, rounded, trained
+from split_runs import Block, made, meshed, parallelized, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -44,11 +44,6 @@ def test_processes_train_rectangles_whose_values_are_sharded():
     algorithms = ["rigl", "set", "deepr", "topkast", "gmp"]
     for updates in on_ranks(4, trained, algorithms, True):
         assert all(updates)
-
-
-@pytest.mark.slow
-def test_pieces_of_rectangles_may_travel_in_bfloat16():
-    assert on_ranks(4, rounded) == [3] * 4
 
 
 def test_styles_for_other_modules_are_refused(tmp_path):

@@ -30,7 +30,6 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.consistency import DeferredError, collective_errors
 from dynsparse.ranks.grid import ShardSpec
 from dynsparse.ranks.ranks import Ranks
-from dynsparse.ranks.rounding import RoundedScores, rescore_ambiguous
 from dynsparse.ranks.select import (
     chunk,
     chunk_of,
@@ -74,11 +73,7 @@ class GrowRequest:
 
 
 def comm_volume(
-    ranks: int,
-    shape: tuple[int, int],
-    samples: int,
-    sample_dtype: torch.dtype,
-    wire: torch.dtype | None = None,
+    ranks: int, shape: tuple[int, int], samples: int, sample_dtype: torch.dtype
 ) -> tuple[float, float]:
     """Bytes that one rank sends for one layer, on average: by gradients, and by samples.
 
@@ -87,13 +82,10 @@ def comm_volume(
         shape: (out, in).
         samples: of all ranks together.
         sample_dtype: in which samples are sent.
-        wire: in which gradients are sent; None: float64 for float64 samples, otherwise float32.
     """
     out, in_ = shape
     others = (ranks - 1) / ranks
-    if wire is None or sample_dtype == torch.float64:
-        wire = torch.float64 if sample_dtype == torch.float64 else torch.float32
-    by_gradients = others * out * in_ * wire.itemsize
+    by_gradients = others * out * in_ * (8 if sample_dtype == torch.float64 else 4)
     return by_gradients, others * samples * (in_ + out / ranks) * sample_dtype.itemsize
 
 
@@ -102,7 +94,6 @@ def topk_over_ranks(
     requests: Sequence[GrowRequest],
     *,
     pooling: str = "sum",
-    wire: torch.dtype | None = None,
     exchange: str | None = None,
 ) -> list[Tensor]:
     """For each layer the `count` positions of largest |sum over ranks and pairs of dY^T X| that are
@@ -116,10 +107,8 @@ def topk_over_ranks(
 
     Args:
         pooling: see `topk_outside`.
-        wire: torch.bfloat16 sends gradients at half the bytes; positions whose rank is ambiguous
-            after rounding are scored again from the samples, so that the result stays exact.
         exchange: "pieces" (by gradients) or "samples" for all layers; defaults to what sends less.
-            Convolutions always send gradients, unrounded: their samples are many times larger.
+            Convolutions always send gradients: their samples are many times larger.
 
     Raises:
         ValueError, TypeError: as `topk_outside`, the same line on every rank.
@@ -128,17 +117,14 @@ def topk_over_ranks(
     jobs: list[_Job] = []
     facts = [0] * _FACTS * len(requests)
     with collective_errors(ranks, all_reduce=facts, op="sum"):
-        if wire not in (None, torch.bfloat16):
-            raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
         if exchange not in (None, "pieces", "samples"):
             raise ValueError(f'exchange must be "pieces" or "samples", got {exchange!r}')
         jobs = [_Job(request, ranks) for request in requests]
         facts[:] = [fact for job in jobs for fact in job.facts()]
     for i, job in enumerate(jobs):
-        job.decide(ranks, facts[i * _FACTS : (i + 1) * _FACTS], wire, exchange)
+        job.decide(ranks, facts[i * _FACTS : (i + 1) * _FACTS], exchange)
     # A shard may have no free position where others of the layer have some.
     busy = [job for job in jobs if job.count]
-    rounded = [job for job in jobs if job.total_count and job.rounded]
     failed = DeferredError()
     with failed:
         for job in jobs:
@@ -151,13 +137,6 @@ def topk_over_ranks(
     with collective_errors(ranks.all_ranks, all_reduce=sure, op="sum"):
         failed.raise_pending()
         sure[:] = [len(job.candidates.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
-    rescore_ambiguous(
-        ranks,
-        [job.rounded_scores for job in rounded],
-        [job.pairs for job in rounded],
-        pooling,
-        [ranks.is_lead_group(job.axes) for job in rounded],
-    )
     for job in busy:
         job.finish()
     return _select(ranks, jobs, sure)
@@ -172,15 +151,11 @@ class _Job:
     """The growth of one layer on this rank, which owns the block rows [first, last)."""
 
     best: RunningBest
-    rounded_scores: RoundedScores
     candidates: Candidates  # in this rank's rows
-    samples: int  # of all ranks
     dtype: torch.dtype  # in which gradients are added up
     sample_dtype: torch.dtype  # in which samples are sent
     by_samples: bool
-    rounded: bool
     reached: bool  # by a backward pass, on any rank
-    is_conv: bool  # pairs are patches
 
     def __init__(self, request: GrowRequest, ranks: Ranks) -> None:
         self.name, self.pattern, self.spec = request.name, request.pattern, request.spec
@@ -213,21 +188,17 @@ class _Job:
             sum(are_patches(*pair) for pair in self.pairs),
         ]
 
-    def decide(
-        self, ranks: Ranks, facts: Sequence[int], wire: torch.dtype | None, exchange: str | None
-    ) -> None:
+    def decide(self, ranks: Ranks, facts: Sequence[int], exchange: str | None) -> None:
         """Set what is sent, and in which types, the same on all ranks."""
-        self.samples, other_types, double, pairs, patches = facts
+        samples, other_types, double, pairs, patches = facts
         self.dtype = torch.float64 if double else torch.float32
         self.sample_dtype = self.dtype if other_types else torch.bfloat16
-        self.reached, self.is_conv = pairs > 0, patches > 0
+        self.reached = pairs > 0
         by_gradients, by_samples = comm_volume(
-            ranks.size, self.mean_shape, self.samples, self.sample_dtype, wire
+            ranks.size, self.mean_shape, samples, self.sample_dtype
         )
         self.by_samples = by_samples < by_gradients if exchange is None else exchange == "samples"
-        self.by_samples = self.by_samples and not self.is_conv
-        exact = wire is None or ranks.size == 1 or self.by_samples or self.is_conv
-        self.rounded = not exact and self.dtype == torch.float32
+        self.by_samples = self.by_samples and not patches
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -262,11 +233,7 @@ class _Job:
         """Allocate what collects gradients round by round."""
         ranked = self.device.type == "cpu" and self.dtype == torch.float32
         library = native.load() if ranked else None
-        if self.rounded:
-            self.rounded_scores = RoundedScores(
-                self.pattern, self.exclude, self.total_count, self.device, self.total
-            )
-        elif self.count:
+        if self.count:
             room = min(self._round_rows(1), max(self.last - self.first, 1)) * self.pattern.grid[1]
             self.best = RunningBest(max(1, self.most), room, -1.0, self.dtype, self.device, library)
 
@@ -303,58 +270,29 @@ class _Job:
         ranges = self.ranges_by_owner(ranks, 0, self._most_rows(ranks))
         return [(first * b, last * b) for first, last in ranges]
 
-    @property
-    def wire(self) -> tuple[torch.dtype, torch.device]:
-        """The dtype in which gradients are sent, and their device."""
-        return torch.bfloat16 if self.rounded else self.dtype, self.device
-
-    def numel(self, block_rows: int) -> int:
-        """Numbers on the wire that hold the gradient of so many block rows."""
-        rows = block_rows * self.pattern.block_size
-        # Rounded gradients are followed by the largest error of each row, a float32 in two numbers.
-        return rows * (self.pattern.shape[1] + (2 if self.rounded else 0))
-
     def local_gradient(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
         """This rank's gradient of these ranges of block rows, as it is sent: [any]."""
         b, width = self.pattern.block_size, self.pattern.shape[1]
         rows = [(first * b, last * b) for first, last in ranges]
-        sizes = [end - begin for begin, end in rows]
-        grad = torch.zeros(sum(sizes), width, dtype=self.dtype, device=self.device)
-        add_row_ranges(grad, self.pairs, rows)
-        if not self.rounded:
-            return grad.view(-1)
-        low = grad.to(torch.bfloat16)
-        worst = (grad - low.float()).abs_().amax(1) if width else grad.new_zeros(len(grad))
-        return torch.cat(
-            [
-                part
-                for piece, error in zip(low.split(sizes), worst.split(sizes), strict=True)
-                for part in (piece.reshape(-1), error.contiguous().view(torch.bfloat16))
-            ]
+        grad = torch.zeros(
+            sum(end - begin for begin, end in rows), width, dtype=self.dtype, device=self.device
         )
+        add_row_ranges(grad, self.pairs, rows)
+        return grad.view(-1)
 
-    def add(self, parts: Tensor, first: int, last: int, pooling: str) -> None:
-        """Rank the sum of what all ranks sent, [ranks, any], for block rows of this rank."""
+    def add(self, parts: Tensor, first: int, pooling: str) -> None:
+        """Rank the sum of what all ranks sent, [ranks, any], for block rows from `first` on."""
         b, width = self.pattern.block_size, self.pattern.shape[1]
-        rows = (last - first) * b
-        grad = parts[0, : rows * width].to(self.dtype, copy=True)
+        grad = parts[0].clone()
         for part in parts[1:]:
-            grad += part[: rows * width].to(self.dtype)
-        grad = grad.view(rows, width)
-        if self.rounded:
-            errors = torch.zeros(rows, device=grad.device)
-            for part in parts:
-                errors += part[rows * width :].clone().view(torch.float32)
-            self.rounded_scores.add(grad, errors, len(parts), first, pooling)
-        else:
-            scores = grad if b == 1 else pool(grad.abs_(), pooling, b)
-            self.best.add(scores, self.pattern, self.exclude, first)
+            grad += part
+        grad = grad.view(-1, width)
+        scores = grad if b == 1 else pool(grad.abs_(), pooling, b)
+        self.best.add(scores, self.pattern, self.exclude, first)
 
     def finish(self) -> None:
         """Set `candidates` when all gradients are added."""
-        if self.rounded:
-            self.candidates = Candidates.of(self.rounded_scores.scores, self.rounded_scores.flat)
-        elif not self.by_samples:
+        if not self.by_samples:
             self.best.compact()
             count = self.best.count
             self.candidates = Candidates.of(self.best.scores[:count], self.best.flat[:count])
@@ -373,7 +311,10 @@ def _exchange_gradients(
         for begin, end in job.rounds(ranks):
             more = (end - begin) * job.pattern.block_size * job.pattern.shape[1]
             more *= ranks.size * job.dtype.itemsize
-            if parts and (size + more > _CHUNK_BYTES or parts[0][0].wire != job.wire):
+            if parts and (
+                size + more > _CHUNK_BYTES
+                or (parts[0][0].dtype, parts[0][0].device) != (job.dtype, job.device)
+            ):
                 _exchange_round(ranks, parts, pooling, failed)
                 parts, size = [], 0
             parts.append((job, begin, end))
@@ -386,15 +327,15 @@ def _exchange_round(
     ranks: Ranks, parts: Sequence[tuple[_Job, int, int]], pooling: str, failed: DeferredError
 ) -> None:
     """One all-to-all: of each part, the gradient of these rows of all owners."""
-    wire, device = parts[0][0].wire
+    dtype, device = parts[0][0].dtype, parts[0][0].device
     ranges = [job.ranges_by_owner(ranks, begin, end) for job, begin, end in parts]
     # How many numbers of each part go to each owner.
     numels = [
-        [job.numel(last - first) for first, last in by_owner]
+        [(last - first) * job.pattern.block_size * job.pattern.shape[1] for first, last in by_owner]
         for (job, _, _), by_owner in zip(parts, ranges, strict=True)
     ]
     sizes = [sum(of_part[owner] for of_part in numels) for owner in range(ranks.size)]
-    sent = torch.zeros(sum(sizes), dtype=wire, device=device)
+    sent = torch.zeros(sum(sizes), dtype=dtype, device=device)
     with failed:
         grads = [job.local_gradient(r) for (job, _, _), r in zip(parts, ranges, strict=True)]
         if len(grads) == 1:
@@ -411,7 +352,7 @@ def _exchange_round(
             part = got[:, at : at + of_part[ranks.rank]]
             at += of_part[ranks.rank]
             if part.numel():
-                job.add(part, *of_owner[ranks.rank], pooling)
+                job.add(part, of_owner[ranks.rank][0], pooling)
 
 
 def _exchange_samples(

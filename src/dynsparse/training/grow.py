@@ -85,24 +85,19 @@ class GradientGrowth(Growth):
 
     Args:
         pooling: "sum", "avg", "max" or "none" (ranked as "sum") of a block's magnitudes.
-        wire: torch.bfloat16 halves the bytes of the gradient that several ranks send; the choice
-            stays exact.
     """
 
     needs_gradients = True
 
-    def __init__(self, pooling: str = "sum", wire: torch.dtype | None = None) -> None:
+    def __init__(self, pooling: str = "sum") -> None:
         self.pooling = check_pooling(pooling)
-        if wire not in (None, torch.bfloat16):
-            raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
-        self.wire = wire
         self.options = {"pooling": self.pooling}
 
     def choose(
         self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         if not ranks.alone:
-            return topk_over_ranks(ranks, requests, pooling=self.pooling, wire=self.wire)
+            return topk_over_ranks(ranks, requests, pooling=self.pooling)
         return [self._choose_alone(request) for request in requests]
 
     def _choose_alone(self, request: GrowRequest) -> Tensor:
