@@ -121,8 +121,7 @@ def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
     else:
         forward = DistributedDataParallel(net)
     optimizer = optimizer_of(net)
-    growth = ds.training.GradientGrowth()
-    trainer = ds.training.SparseTrainer(net, optimizer, schedule=EVERY, growth=growth)
+    trainer = ds.RigL(net, optimizer, schedule=EVERY)
     grew = same = 0
     for step in range(1, updates + 1):
         x, y = batch(step, rank, size, dtype=torch.float32)

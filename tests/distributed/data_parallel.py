@@ -332,9 +332,7 @@ def _sent(rank, samples):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ddp = DistributedDataParallel(net)
     schedule = ds.training.ConstantSchedule(100, 4, 0.3)
-    trainer = ds.training.SparseTrainer(
-        net, optimizer, schedule=schedule, growth=ds.training.GradientGrowth()
-    )
+    trainer = ds.RigL(net, optimizer, schedule=schedule)
     moved = []
     for _ in range(4):
         optimizer.zero_grad()
