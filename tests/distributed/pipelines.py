@@ -22,7 +22,7 @@ import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.ops.linear import products
-from dynsparse.training import ConstantSchedule, GlobalBudget
+from dynsparse.training import ConstantSchedule
 
 SCHEDULES = {
     "GPipe": ScheduleGPipe,
@@ -33,14 +33,8 @@ SCHEDULES = {
 }
 EVERY = ConstantSchedule(10**6, 2, 0.2)
 ALGORITHMS = {
-    "rigl": lambda m, o, stages, **r: ds.RigL(m, o, schedule=EVERY, **r),
-    "set": lambda m, o, stages, **r: ds.SET(m, o, schedule=EVERY, seed=1, **r),
-    "rigl-global": lambda m, o, stages, **r: ds.RigL(
-        m, o, schedule=EVERY, budget=GlobalBudget(stages), **r
-    ),
-    "set-global": lambda m, o, stages, **r: ds.SET(
-        m, o, schedule=EVERY, seed=1, budget=GlobalBudget(stages), **r
-    ),
+    "rigl": lambda m, o, **r: ds.RigL(m, o, schedule=EVERY, **r),
+    "set": lambda m, o, **r: ds.SET(m, o, schedule=EVERY, seed=1, **r),
 }
 MICRO = 4
 
@@ -76,7 +70,7 @@ def optimizer_of(model):
 def reference(algorithm, steps):
     model = whole_model()
     optimizer = optimizer_of(model)
-    trainer = ALGORITHMS[algorithm](model, optimizer, None, ranks=None)
+    trainer = ALGORITHMS[algorithm](model, optimizer, ranks=None)
     seen = []
     for step in range(1, steps + 1):
         x, y = batch(step)
@@ -112,7 +106,7 @@ def staged(rank, size, schedule, algorithm, steps, replicas=1):
     made = [PipelineStage(piece, i, count, device, group=stages) for i, piece in pieces.items()]
     runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
     optimizer = optimizer_of(holder)
-    trainer = ALGORITHMS[algorithm](holder, optimizer, stages, ranks=own if replicas > 1 else None)
+    trainer = ALGORITHMS[algorithm](holder, optimizer, ranks=own if replicas > 1 else None)
     pairs, observe = [], trainer.history.observe
     trainer.history.observe = lambda name, found: (pairs.append(len(found)), observe(name, found))
     first, last = 0 in pieces, count - 1 in pieces
@@ -169,7 +163,7 @@ def in_replicas(rank, size, schedule, steps):
     stage = PipelineStage(ddp, at, deep, torch.device("cpu"), group=stages)
     runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
     optimizer = optimizer_of(piece)
-    trainer = ALGORITHMS["rigl"](piece, optimizer, stages, ranks=own)
+    trainer = ALGORITHMS["rigl"](piece, optimizer, ranks=own)
     expected, found = reference("rigl", steps), []
     for step in range(1, steps + 1):
         x, y = batch(step, mesh["replica"].get_local_rank(), 2)
@@ -195,7 +189,7 @@ def in_rectangles(rank, size, schedule, algorithm, steps, replicas=1):
     stage = PipelineStage(holder, at, 2, torch.device("cpu"), group=stages)
     runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
     optimizer = optimizer_of(holder)
-    trainer = ALGORITHMS[algorithm](holder, optimizer, stages, ranks=own)
+    trainer = ALGORITHMS[algorithm](holder, optimizer, ranks=own)
     pairs, observe = [], trainer.history.observe
     trainer.history.observe = lambda name, found: (pairs.append(len(found)), observe(name, found))
     expected, found = reference(algorithm, steps), []

@@ -21,7 +21,7 @@ from dynsparse.ranks.consistency import (
 from dynsparse.ranks.follow import follow_over_ranks, rebalance
 from dynsparse.ranks.grid import AXES, DimShard, RankGrid, ShardSpec, check_axes
 from dynsparse.ranks.grow import GrowRequest, comm_volume, topk_over_ranks
-from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, StackedRanks, ranks_of
+from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
     chunk,
     chunk_of,
@@ -42,7 +42,6 @@ __all__ = [
     "RankGrid",
     "Ranks",
     "ShardSpec",
-    "StackedRanks",
     "all_equal",
     "broadcast_from_first",
     "check_axes",

@@ -285,46 +285,6 @@ def _all_gather() -> Any:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class StackedRanks(Ranks):
-    """The ranks of a mesh in every stage of a pipeline, as one group: each collective is one over
-    the inner ranks and one over the outer ranks.
-
-    Args:
-        inner: all ranks of this stage's mesh, or one rank alone.
-        outer: this rank's counterparts in all stages.
-    """
-
-    def __init__(self, inner: Ranks, outer: Ranks) -> None:
-        device = outer.device if inner.alone else inner.device
-        super().__init__(outer.rank * inner.size + inner.rank, outer.size * inner.size, device)
-        self._inner, self._outer = inner, outer
-
-    def _reduce(self, tensor: Tensor, how: str) -> None:
-        for ranks in (self._inner, self._outer):
-            if how == "sum":
-                ranks.sum(tensor)
-            else:
-                ranks.max(tensor)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        stage, rank = divmod(source, self._inner.size)
-        self._inner.broadcast(tensor, rank)
-        self._outer.broadcast(tensor, stage)
-
-    def _gather(self, out: Tensor, tensor: Tensor) -> None:
-        out.copy_(_stack(self._outer, _stack(self._inner, tensor)).view(out.shape))
-
-    def _exchange(
-        self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        raise TypeError("pipeline stages have no all_to_all")
-
-
-def _stack(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """The tensors of all ranks, [ranks, ...]."""
-    return torch.cat(ranks.all_gather(tensor[None], [1] * ranks.size))
-
-
 _group_ranks: WeakKeyDictionary[Any, GroupRanks] = WeakKeyDictionary()
 """For each gloo group the ranks with a second group, which is made once. Weak, so that
 `destroy_process_group` ends both, and their threads."""

@@ -19,7 +19,7 @@ from dynsparse.allocation import allocate
 from dynsparse.checks import check_choice, check_within, typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import fetch_scalars
-from dynsparse.ranks import ALONE, Ranks, StackedRanks, collective_errors, ranks_of, sum_over_ranks
+from dynsparse.ranks import ALONE, Ranks, collective_errors, sum_over_ranks
 from dynsparse.training.deferred_checks import NAN_SCORES
 from dynsparse.training.drop import lowest_of_all, lowest_of_all_on_device
 from dynsparse.training.history import History, gradient_of
@@ -53,18 +53,15 @@ class Survey:
     """Whether scores and gradients are on devices, and not checked yet: the methods make the host
     wait, once for all layers."""
 
-    def lowest_of_all(self, count: int, most: Sequence[int], stages: Ranks = ALONE) -> list[int]:
-        """How many of the `count` lowest scores of all layers, those of all `stages` of a pipeline,
-        are in each layer, at most its `most`."""
-        among = self.ranks
-        if not stages.alone:
-            among = StackedRanks(self.ranks.all_ranks, stages)
-        with collective_errors(among):
+    def lowest_of_all(self, count: int, most: Sequence[int]) -> list[int]:
+        """How many of the `count` lowest scores of all layers are in each layer, at most its
+        `most`."""
+        with collective_errors(self.ranks):
             scores = [self.scores(name) for name in self.patterns]
-        if self.on_device and stages.alone and scores:
+        if self.on_device and scores:
             return self._read(scores, lowest_of_all_on_device(scores, count, most))
         shards = [self.shards.get(name) for name in self.patterns]
-        return lowest_of_all(scores, count, most, self.ranks, shards, stages)
+        return lowest_of_all(scores, count, most, self.ranks, shards)
 
     def _read(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
         """A device's counts [layers], unless scores hold NaN."""
@@ -167,16 +164,7 @@ class GlobalBudget(Budget):
 
     Layers keep their capacity, but replace different shares. Scores of different layers are
     compared unscaled: weights of a layer with a large fan-in start small, so that it changes more.
-
-    Args:
-        stages: the process group (or the mesh) of a pipeline's stages: each of its ranks holds
-            other layers, and the lowest scores of all stages leave. All stages update at the same
-            steps.
     """
-
-    def __init__(self, stages: Any = None) -> None:
-        super().__init__()
-        self.stages = ranks_of(stages)
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         _check_one_block_size(patterns, "a global budget")
@@ -184,18 +172,11 @@ class GlobalBudget(Budget):
     @typed
     def counts(self, survey: Survey) -> dict[str, Counts]:
         patterns = survey.patterns
-        self.stages.barrier(
-            f"step {survey.step} of this stage ends in an update of all stages; call "
-            "trainer.step() as often in every stage"
-        )
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
-        blocks, at_most = sum(p.nnz for p in patterns.values()), sum(most)
-        if not self.stages.alone:
-            sizes = torch.tensor([blocks, at_most], device=self.stages.device)
-            blocks, at_most = self.stages.sum(sizes).tolist()
-        total = min(survey.schedule.drop_count(survey.step, blocks), at_most)
-        drops = survey.lowest_of_all(total, most, self.stages)
+        blocks = sum(p.nnz for p in patterns.values())
+        total = min(survey.schedule.drop_count(survey.step, blocks), sum(most))
+        drops = survey.lowest_of_all(total, most)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
 
 

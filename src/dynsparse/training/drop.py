@@ -16,7 +16,6 @@ from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
     ALONE,
     Ranks,
-    StackedRanks,
     chunk_of,
     gather_sorted,
     masked_positions,
@@ -200,7 +199,6 @@ def lowest_of_all(
     most: Sequence[int],
     ranks: Ranks = ALONE,
     shards: Sequence[LayerShard | None] | None = None,
-    stages: Ranks = ALONE,
 ) -> list[int]:
     """How many of the `count` lowest scores of all layers together are in each layer.
 
@@ -212,20 +210,18 @@ def lowest_of_all(
         most: the largest number per layer.
         ranks: that drop together; every one of them calls this.
         shards: see `lowest_over_ranks`; `most` is that of the full layer.
-        stages: the stages of a pipeline, each with its own layers: `count` is of all of them.
-            Among equal scores the first stage comes first.
 
     Raises:
         ValueError: scores that hold NaN, or too large a count.
     """
     shards = [None] * len(scores) if shards is None else shards
     # Only a layer's `most` lowest scores matter, in whatever slots.
-    if not ranks.alone or not stages.alone:
+    if not ranks.alone:
         limits = [
             min(m, len(s)) if shard is None else m
             for s, m, shard in zip(scores, most, shards, strict=True)
         ]
-        return _lowest_of_all_over_ranks(ranks, scores, count, limits, shards, stages)
+        return _lowest_of_all_over_ranks(ranks, scores, count, limits, shards)
     limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
     slots = [_lowest(s.detach(), limit) for s, limit in zip(scores, limits, strict=True)]
     candidates = [s.detach()[slot].double() for s, slot in zip(scores, slots, strict=True)]
@@ -295,7 +291,6 @@ def _lowest_of_all_over_ranks(
     count: int,
     limits: Sequence[int],
     shards: Sequence[LayerShard | None],
-    stages: Ranks,
 ) -> list[int]:
     parts, slots = _local_scores(ranks, scores, shards)
     within = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
@@ -306,8 +301,7 @@ def _lowest_of_all_over_ranks(
         masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)
     ]
     joined = torch.cat([c.to(ranks.device) for c in candidates])
-    at = torch.cat([p.to(ranks.device) for p in found]) + (stages.rank << 40)
-    among = ranks.all_ranks if stages.alone else StackedRanks(ranks.all_ranks, stages)
-    (leaves,) = select_over_ranks(among, [joined], [at], [count], largest=False)
+    at = torch.cat([p.to(ranks.device) for p in found])
+    (leaves,) = select_over_ranks(ranks.all_ranks, [joined], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
     return ranks.all_ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

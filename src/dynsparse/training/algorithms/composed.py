@@ -54,8 +54,8 @@ class RigL(SparseTrainer):
         pooling: how the gradient magnitudes of a block become its score: "sum", "avg", "max", or
             "none", which ranks as "sum".
         budget: "layer": every layer replaces its own share; "global": the lowest scores of all
-            layers together leave, and each layer grows as many as it lost (see `GlobalBudget`,
-            which takes the stages of a pipeline); or another budget.
+            layers together leave, and each layer grows as many as it lost (see `GlobalBudget`);
+            or another budget.
     """
 
     def __init__(
