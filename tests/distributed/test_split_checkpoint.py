@@ -15,8 +15,8 @@ from threaded import over
 import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.distributed.sharded_layer import spec_of
-from dynsparse.ranks import rebalance
 from dynsparse.training.checkpoint.rank_state import Sources
+from dynsparse.training.checkpoint.tensor_parallel import rebalance
 
 ALONE = (1, 1, 1)
 

@@ -1,8 +1,7 @@
 """Decisions over the ranks of torch.distributed: each is made once and then known to all ranks.
 
 `ranks` has the collectives, `consistency` errors and comparisons over ranks, `select` the selection
-of the best scores of all ranks, `grow` growth, `follow` tensors that are sharded by slots, and
-`grid` meshes.
+of the best scores of all ranks, `grow` growth, and `grid` meshes.
 """
 
 from dynsparse.ranks.consistency import (
@@ -18,7 +17,6 @@ from dynsparse.ranks.consistency import (
     min_max_digest,
     sum_over_ranks,
 )
-from dynsparse.ranks.follow import follow_over_ranks, rebalance
 from dynsparse.ranks.grid import AXES, DimShard, RankGrid, ShardSpec, check_axes
 from dynsparse.ranks.grow import GrowRequest, comm_volume, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
@@ -52,7 +50,6 @@ __all__ = [
     "comm_volume",
     "digest",
     "find_differing",
-    "follow_over_ranks",
     "format_ranks",
     "gather_sorted",
     "gather_texts",
@@ -61,7 +58,6 @@ __all__ = [
     "masked_positions",
     "min_max_digest",
     "ranks_of",
-    "rebalance",
     "select_over_ranks",
     "sum_over_ranks",
     "topk_over_ranks",

@@ -25,8 +25,8 @@ from dynsparse.ranks import (
     DeferredError,
     Ranks,
     ShardSpec,
+    chunk_of,
     collective_errors,
-    follow_over_ranks,
     ranks_of,
 )
 from dynsparse.tracing import span
@@ -122,20 +122,23 @@ class Change:
         following += [(state[key], fill) for key, fill in keys]
         if rewiring.keeps_slots:
             return self._prepare_refill(following)
-        shards = [(local_part(tensor), fill) for tensor, fill in following]
         group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
-        tensors, fills = zip(*shards, strict=True)
-        before = rewiring.before.nnz
-        move = follow_over_ranks(ranks_of(group), rewiring.source, tensors, fills, before)
+        first, last = chunk_of(ranks_of(group), rewiring.after.nnz)
 
+        @torch.no_grad()
         def move_then_apply() -> Callable[[], None]:
-            write = move()
+            shards = [
+                rewiring.apply(gathered(tensor.detach()), fill)[first:last].clone()
+                for tensor, fill in following
+            ]
 
             @torch.no_grad()
             def apply() -> None:
-                moved = write()
                 if not rewiring.keeps_size:
-                    self._resize_shards(moved, keys, state)
+                    self._resize_shards(shards, keys, state)
+                    return
+                for (tensor, _), shard in zip(following, shards, strict=True):
+                    local_part(tensor).copy_(shard)
 
             return apply
 
@@ -200,8 +203,8 @@ class PreparedChange:
         values: of the layer.
         parts: functions that apply values, pattern, optimizer state and gradient; to be called
             within `uninterrupted`.
-        move: for sharded values: sends survivors to their new rank and returns one part more; all
-            ranks of the shards call it.
+        move: for sharded values whose survivors change their slots: gathers them, and returns one
+            part more; all ranks of the shards call it.
     """
 
     values: Tensor

@@ -7,6 +7,7 @@ mesh, replicas, FSDP2 shards and one process read each other's checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import slots_of
-from dynsparse.ranks import DimShard, Ranks, ShardSpec, check_consistent, rebalance
+from dynsparse.ranks import DimShard, Ranks, ShardSpec, check_consistent, chunk, chunk_of
 from dynsparse.training.trainer import SparseTrainer
 
 KeyPath = tuple[Any, ...]
@@ -255,6 +256,46 @@ def _rebalance(
     ]  # fmt: skip
     chunks = rebalance(ranks.all_ranks, slots[begin:end], total, own)
     return [Chunk(chunk, torch.Size([total, *chunk.shape[1:]])) for chunk in chunks]
+
+
+@torch.no_grad()
+def rebalance(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's chunk of each tensor, from any distribution of slots over ranks.
+
+    One all-to-all for all tensors sends each entry to its rank. All ranks call this, with tensors
+    of the same dtypes and inner dimensions.
+
+    Args:
+        slots: of the entries on this rank: int64 [n], ascending. Every slot is on one rank.
+        total: number of slots.
+        tensors: [n, ...] each.
+
+    Raises:
+        ValueError: the ranks do not hold `total` slots.
+    """
+    slots = slots.cpu()
+    first, last = chunk_of(ranks, total)
+    bounds = torch.tensor([*(chunk(total, ranks.size, r)[0] for r in range(ranks.size)), total])
+    leaving = torch.searchsorted(slots, bounds).diff()
+    coming = ranks.all_to_all(leaving.to(ranks.device)).tolist()
+    if sum(coming) != last - first:
+        raise ValueError(f"expected {last - first} slots from all ranks, got {sum(coming)}")
+    if not tensors:
+        return []
+    device = tensors[0].device
+    lines = [_as_bytes(tensor.contiguous().to(device)) for tensor in (slots, *tensors)]
+    widths = [line.shape[1] for line in lines]
+    got = ranks.all_to_all(torch.cat(lines, 1), leaving.tolist(), coming).split(widths, 1)
+    at = got[0].contiguous().view(torch.int64).flatten() - first
+    chunks = [tensor.new_empty((last - first, *tensor.shape[1:])) for tensor in tensors]
+    for tensor, line in zip(chunks, got[1:], strict=True):
+        _as_bytes(tensor)[at] = line
+    return chunks
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's memory: uint8 [slots, bytes per slot]."""
+    return tensor.view(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
 def _full_tensor(value: Any) -> Tensor:
