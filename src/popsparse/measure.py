@@ -62,52 +62,6 @@ def plan_figures(plan: AnyPlan) -> dict[str, Any]:
     return cut
 
 
-def draw_pattern(
-    shape: tuple[int, int],
-    density: float,
-    block_size: int,
-    seed: int,
-    area: tuple[tuple[int, int], tuple[int, int], float] | None = None,
-) -> SparsePattern:
-    """A random pattern.
-
-    Args:
-        shape: rows and columns, elements.
-        density: present blocks over all blocks.
-        seed: of the draw.
-        area: ((row, column), (row, column), weight): from the first corner up to the second,
-            blocks are `weight` times as likely as elsewhere; then each block is drawn on its own,
-            and the density holds in the mean. Without it the number of blocks is exact.
-
-    Raises:
-        ValueError: an area outside the matrix, or so heavy that a block would be drawn with more
-            than certainty.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if area is None:
-        return SparsePattern.random(shape, density, block_size=block_size, generator=generator)
-    (top, left), (bottom, right), weight = area
-    if not (0 <= top < bottom <= shape[0] and 0 <= left < right <= shape[1]):
-        raise ValueError(
-            f"the weighted area must lie in {shape[0]} x {shape[1]} and not be empty, got "
-            f"({top}, {left}) to ({bottom}, {right})"
-        )
-    grid = torch.ones(shape[0] // block_size, shape[1] // block_size)
-    grid[top // block_size : bottom // block_size, left // block_size : right // block_size] = (
-        weight
-    )
-    chance = grid * (density * grid.numel() / grid.sum())
-    if float(chance.max()) > 1:
-        raise ValueError(
-            f"a weighting of {weight:g} needs a probability of {float(chance.max()):.2f} in the "
-            "weighted area: lower the weighting or the density"
-        )
-    drawn = torch.rand(grid.shape, generator=generator) < chance
-    return SparsePattern.from_flat(
-        drawn.flatten().nonzero().flatten(), shape=shape, block_size=block_size
-    )
-
-
 def _numbers(shape: Sequence[int], sums: float, dtype: str, generator: Any) -> torch.Tensor:
     """+1 and -1 where sums of so many stay nearly exact, else uniform in [-1, 1)."""
     exact = 2048 if dtype == "float16" else 1 << 24

@@ -81,24 +81,17 @@ def require_fit(plan: Plan | StaticPlan) -> None:
         )
 
 
-def _reason(winner: dict[str, dict[str, int]], other: dict[str, Any], ahead: int) -> str:
-    """The terms in which the other plan loses and gains most, in words."""
-    changes: dict[str, int] = {}
-    for name, terms in other["passes"].items():
-        for term, cycles in terms.items():
-            before = winner.get(name, {}).get(term, 0)
-            changes[f"{name} {term}"] = cycles - before
-        for term, cycles in winner.get(name, {}).items():
-            if term not in terms:
-                changes[f"{name} {term}"] = -cycles
-    if not any(changes.values()):
-        more = "needs more memory" if ahead == 0 and other["temporary_bytes"] else "comes later"
-        return f"costs the same, {more}"
-    loses = max(changes, key=lambda key: changes[key])
-    gains = min(changes, key=lambda key: changes[key])
-    words = [f"{changes[loses]:+,} {loses}"] if changes[loses] > 0 else []
-    words += [f"{changes[gains]:+,} {gains}"] if changes[gains] < 0 else []
-    return ", ".join(words)
+def _runner_up(row: dict[str, Any], cycles: float, winner: dict[str, int]) -> dict[str, Any]:
+    """A plan of the search with what it costs more, and the terms in which it loses and gains
+    most against the winner's."""
+    terms = row["terms"]
+    changes = {term: terms.get(term, 0) - winner.get(term, 0) for term in {**winner, **terms}}
+    most, least = (end(changes, key=lambda term: changes[term]) for end in (max, min))
+    why = [f"{changes[most]:+,} {most}"] if changes[most] > 0 else []
+    why += [f"{changes[least]:+,} {least}"] if changes[least] < 0 else []
+    kept = {key: value for key, value in row.items() if key != "terms"}
+    behind = (row["cycles"] - cycles) / max(cycles, 1)
+    return {**kept, "behind": behind, "why": ", ".join(why) or "costs the same"}
 
 
 @typed
@@ -126,16 +119,6 @@ def _dynamic_report(plan: Plan) -> dict[str, Any]:
         }
         for name, cost in plan.costs.items()
     }
-    winner = {
-        name: {term.name: term.cycles for term in cost.terms} for name, cost in plan.costs.items()
-    }
-    runners_up = []
-    for other in plan.search.runners_up:
-        behind = other["cycles"] - plan.cycles
-        row = {key: value for key, value in other.items() if key != "passes"}
-        row["behind"] = behind / plan.cycles
-        row["why"] = _reason(winner, other, behind)
-        runners_up.append(row)
     return {
         "plan": {
             "groups": parts.groups,
@@ -165,7 +148,9 @@ def _dynamic_report(plan: Plan) -> dict[str, Any]:
             "allowed": plan.search.allowed,
             "fitting": plan.search.fitting,
         },
-        "runners_up": runners_up,
+        "runners_up": [
+            _runner_up(row, plan.cycles, plan.cycles_by_term) for row in plan.search.runners_up
+        ],
     }
 
 
@@ -195,10 +180,7 @@ def _static_report(plan: StaticPlan) -> dict[str, Any]:
         "temporary_bytes": plan.temporary_bytes,
         "memory": {**tile_memory(plan).to_dict(), "bound": plan.search.bound},
         "search": {"partitions": plan.search.priced, "possible": plan.search.possible},
-        "runners_up": [
-            {**row, "behind": row["cycles"] / max(plan.cycles, 1) - 1}
-            for row in plan.search.runners_up
-        ],
+        "runners_up": [_runner_up(row, plan.cycles, plan.terms) for row in plan.search.runners_up],
         "predicted": predict(plan).to_dict(),
     }
 
@@ -218,97 +200,70 @@ def _table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -> li
 
 
 @typed
-def plan_text(plan: Plan | StaticPlan, runners_up: int = 5) -> str:
-    """The report for a terminal: partition, cost by pass and term, memory, runners-up."""
+def plan_text(plan: Plan | StaticPlan | DensePlan, runners_up: int = 5) -> str:
+    """The report for a terminal: the cut, cycles by pass and term, memory, runners-up."""
     report = plan_report(plan)
-    search, memory, bound = report["search"], report["memory"], report["memory"]["bound"]
-    if isinstance(plan, StaticPlan):
-        lines, more = _static_lines(plan, report), "n"
-        priced = f"{search['partitions']:,} priced, {search['possible']:,} possible"
-    else:
-        lines, more = _dynamic_lines(plan, report), "batch"
-        priced = (
-            f"{search['partitions']:,} partitions x {search['candidates']} candidates, "
-            f"{search['allowed']:,} allowed, {search['fitting']:,} within memory"
-        )
-    limit = f"bound {bound:,} B" if bound is not None else "without bound: nothing fitted one"
-    lines.append(f"Memory of a tile: temporary {plan.temporary_bytes:,} B ({limit})")
-    lines += _table(
-        (key, f"{memory[key]:,} B")
-        for key in ("buckets", "operands", "temporary", "code", "needed", "available")
-    )
-    if not memory["fits"]:
-        lines.append(f"  does NOT fit: use a smaller {more} or more tiles")
-    lines += ["", f"Search: {priced}"]
-    rows = [
-        (
-            f"n_split={row['n_split']} bands={row['bands']}"
-            if "bands" in row
-            else f"x={row['x']} y={row['y']} z={row['z']} {row['method']}",
-            f"{row['cycles']:,}",
-            f"{row['behind']:+.2%}",
-            f"{row['temporary_bytes']:,} B",
-            row.get("why", ""),
-        )
-        for row in report["runners_up"][:runners_up]
-    ]
-    if rows:
-        lines += ["Runners-up:", *_table(rows, words=(0, 4))]
-    return "\n".join(lines)
-
-
-def _dynamic_lines(plan: Plan, report: dict[str, Any]) -> list[str]:
-    chosen = report["plan"]
-    groups = f"{chosen['groups']} groups of " if chosen["groups"] > 1 else ""
-    lines = [
-        f"Plan on {plan.target.name}: {groups}x={chosen['x']} y={chosen['y']} z={chosen['z']}, "
-        f"{chosen['tiles']} of {plan.target.tiles} tiles, method {chosen['method']}",
-        f"  a tile works on {' x '.join(map(str, chosen['elements_per_tile']))} (out, in, batch) "
-        f"in grains of {' x '.join(map(str, chosen['grain']))}",
-        f"  a bucket holds {plan.buckets.nz_elements:,} values and {plan.buckets.words:,} words "
-        "of meta-info",
-        "",
-    ]
-    for name, cost in report["passes"].items():
-        lines.append(f"{name}: {cost['cycles']:,} cycles estimated")
+    facts = report.get("plan", report)
+    between = " to " if isinstance(plan, StaticPlan) else " x "
+    shown = {
+        name.replace("_", " "): between.join(map(str, value)) if isinstance(value, list) else value
+        for name, value in facts.items()
+        if not isinstance(value, (dict, float))
+    }
+    lines = [f"{_title(plan)} on {plan.target.name}"]
+    lines += _table(((name, str(value)) for name, value in shown.items()), words=(0, 1))
+    terms = [{"name": name, "cycles": cycles} for name, cycles in report.get("terms", {}).items()]
+    passes = report.get("passes", {"product": {"cycles": report["cycles"], "terms": terms}})
+    for name, cost in passes.items():
+        lines += ["", f"{name}: {cost['cycles']:,} cycles estimated"]
         lines += _table(
             (
                 term["name"],
                 f"{term['cycles']:,}",
                 f"{term['cycles'] / max(cost['cycles'], 1):.1%}",
-                f"{term['temporary_bytes']:,} B",
+                f"{term['temporary_bytes']:,} B" if "temporary_bytes" in term else "",
             )
             for term in cost["terms"]
         )
-        lines.append("")
+    if "predicted" in report:
+        time = report["predicted"]
+        lines.append(f"Predicted: {time['cycles']:,.0f} cycles, {time['tflops']:.2f} TFLOP/s")
+    if "memory" in report:
+        lines += _memory_lines(report["memory"])
+    if "search" in report:
+        seen = ", ".join(f"{count:,} {what}" for what, count in report["search"].items())
+        lines += ["", f"Search: {seen}"]
+    rows = report.get("runners_up", [])[:runners_up]
+    if rows:
+        lines += ["Runners-up:", *_table(map(_runner_up_cells, rows), words=(0, 4))]
+    return "\n".join(lines)
+
+
+def _title(plan: Plan | StaticPlan | DensePlan) -> str:
+    if isinstance(plan, DensePlan):
+        return f"Dense plan: {plan.m} x {plan.k} times {plan.k} x {plan.n}, {plan.dtype},"
+    if isinstance(plan, StaticPlan):
+        p = plan.params
+        shape = f"dense {p.n} x {p.k} times sparse {p.k} x {p.m}"
+        if not p.transposed:
+            shape = f"sparse {p.m} x {p.k} times dense {p.k} x {p.n}"
+        return f"Static plan: {shape}, {plan.dtype},"
+    return "Plan"
+
+
+def _memory_lines(memory: dict[str, Any]) -> list[str]:
+    bound = memory["bound"]
+    limit = f"bound {bound:,} B" if bound is not None else "without bound: nothing fitted one"
+    kinds = ("buckets", "operands", "temporary", "code", "needed", "available")
+    lines = ["", f"Memory of a tile: temporary {memory['temporary']:,} B ({limit})"]
+    lines += _table((kind, f"{memory[kind]:,} B") for kind in kinds)
+    if not memory["fits"]:
+        lines.append("  does NOT fit: use a smaller batch or more tiles")
     return lines
 
 
-def _static_lines(plan: StaticPlan, report: dict[str, Any]) -> list[str]:
-    chosen, time, p = report["plan"], report["predicted"], plan.params
-    shape = f"dense {p.n} x {p.k} times sparse {p.k} x {p.m}"
-    if not p.transposed:
-        shape = f"sparse {p.m} x {p.k} times dense {p.k} x {p.n}"
-    spans = (
-        f"{low:,} to {high:,} {what}"
-        for what in ("blocks", "rows", "columns")
-        for low, high in [chosen[f"{what}_per_tile"]]
-    )
-    steps = [(step["name"], f"{step['compute'] + step['exchange']:,.0f}") for step in time["steps"]]
-    return [
-        f"Static plan on {plan.target.name}: {shape}, {plan.dtype}, blocks of {chosen['block']}",
-        f"  {chosen['n_split']} parts of n, {chosen['bands']} column bands, "
-        f"{chosen['tiles']} of {plan.target.tiles} tiles",
-        f"  a tile has {', '.join(spans)}",
-        "",
-        f"Planned: {plan.cycles:,} cycles",
-        *_table(
-            (name, f"{cycles:,}", f"{cycles / max(plan.cycles, 1):.1%}")
-            for name, cycles in plan.terms.items()
-            if cycles
-        ),
-        "",
-        f"Predicted: {time['cycles']:,.0f} cycles, {time['tflops']:.2f} TFLOP/s",
-        *_table([*steps, ("synchronisation", f"{time['sync_cycles']:,.0f}")]),
-        "",
-    ]
+def _runner_up_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    figures = ("cycles", "behind", "temporary_bytes", "why")
+    cut = " ".join(f"{key}={value}" for key, value in row.items() if key not in figures)
+    numbers = (f"{row['cycles']:,}", f"{row['behind']:+.2%}", f"{row['temporary_bytes']:,} B")
+    return (cut, *numbers, row["why"])

@@ -75,7 +75,9 @@ def test_plan_only(capsys):
     assert set(found) == {"plan", "estimated_cycles", "report"}
     assert set(found["estimated_cycles"]) == {"forward", "grad_input"}
     found = figures(capsys, "--plan-only", "--method", "dense")
-    assert set(found) == {"plan", "estimated_cycles"}
+    assert set(found) == {"plan", "estimated_cycles", "report"}
+    assert run([*DENSE.split(), "--method", "dense", "--plan-only"]) == 0
+    assert "Dense plan: 128 x 96 times 96 x 32" in capsys.readouterr().out
 
 
 def test_updates_of_the_pattern(capsys):

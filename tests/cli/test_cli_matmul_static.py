@@ -42,7 +42,7 @@ def test_plans(capsys):
     found = figures(capsys, "--plan-only")
     assert set(found) == {"plan", "estimated_cycles", "report"}
     assert run([*SMALL.split(), "--plan-only"]) == 0
-    assert "Static plan on bow" in capsys.readouterr().out
+    assert "Static plan: sparse 128 x 96 times dense 96 x 32" in capsys.readouterr().out
     assert run([*SMALL.split(), "--report-plan"]) == 0
     shown = capsys.readouterr().out
     assert "Runners-up" in shown

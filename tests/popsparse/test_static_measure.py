@@ -103,6 +103,6 @@ def test_the_code_of_the_guide_runs(capsys):
     names = {}
     for code in re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL):
         exec(code, names)
-    assert "Static plan on bow" in capsys.readouterr().out
+    assert "Static plan: sparse" in capsys.readouterr().out
     predicted = static.predict(names["sparse"].plan).cycles
     assert names["profile"].cycles == pytest.approx(predicted, rel=0.1)

@@ -159,6 +159,15 @@ class Plan:
         return sum(cost.cycles for cost in self.costs.values())
 
     @property
+    def cycles_by_term(self) -> dict[str, int]:
+        """The estimate by pass and term."""
+        return {
+            f"{name} {term.name}": term.cycles
+            for name, cost in self.costs.items()
+            for term in cost.terms
+        }
+
+    @property
     def temporary_bytes(self) -> int:
         return max(cost.temporary_bytes for cost in self.costs.values())
 

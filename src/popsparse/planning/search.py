@@ -205,9 +205,10 @@ def _summary(candidate: _Candidate, place: int) -> dict[str, Any]:
         "grad_w_exchange_buckets": candidate.exchange_buckets,
         "cycles": int(candidate.cycles[place]),
         "temporary_bytes": int(candidate.temporary_bytes[place]),
-        "passes": {
-            name: {t.name: candidate.at(t.cycles, place) for t in terms}
+        "terms": {
+            f"{name} {t.name}": candidate.at(t.cycles, place)
             for name, (terms, _) in candidate.passes.items()
+            for t in terms
         },
     }
 

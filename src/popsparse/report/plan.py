@@ -149,7 +149,7 @@ def _render_memory(memory: Mapping[str, Any]) -> str:
 def _render_runners_up(report: Mapping[str, Any]) -> str:
     runners_up = report["runners_up"]
     cut = [key for key in runners_up[0] if key not in _OF_RUNNERS_UP]
-    why = [str(row.get("why", "")) or _explain_difference(report, row) for row in runners_up]
+    why = [str(row.get("why", "")) for row in runners_up]
     most = max(abs(row["behind"]) for row in runners_up)
     head: list[str | tuple[str, str]] = [
         (" × ".join(_LABELS.get(key, words(key)) for key in cut), "w"),
@@ -174,16 +174,6 @@ def _render_runners_up(report: Mapping[str, Any]) -> str:
             ]
         )
     return "<h3>Runners-up</h3>" + table(head, rows)
-
-
-def _explain_difference(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """The terms in which a runner-up loses and gains most, where both have terms."""
-    if "terms" not in row or "terms" not in report:
-        return ""
-    winner = report["terms"]
-    more = {key: cycles - winner.get(key, 0) for key, cycles in row["terms"].items()}
-    ends = {max(more, key=lambda key: more[key]), min(more, key=lambda key: more[key])}
-    return ", ".join(f"{more[key]:+,} {key}" for key in more if key in ends and more[key])
 
 
 def _render_pass_plan(report: Mapping[str, Any]) -> str:

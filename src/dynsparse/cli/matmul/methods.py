@@ -19,11 +19,9 @@ from popsparse.measure import (
     sparse_figures,
     static_plans,
 )
-from popsparse.planning.dense import DensePlan
 from popsparse.planning.params import data_type
 from popsparse.planning.plan import Plan
 from popsparse.planning.search import plan as make_plan
-from popsparse.planning.static_layout import StaticPlan
 from popsparse.plans import plan_report, plan_text
 
 
@@ -94,15 +92,32 @@ def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
         save_profile(request.profile, **page)
 
 
+def show_plan(request: Request, plans: Plan | dict[str, Any]) -> None:
+    """Print what is known before anything runs."""
+    each = list(plans.values()) if isinstance(plans, dict) else [plans]
+    if not request.json:
+        print("\n\n".join(plan_text(plan) for plan in each))
+    elif request.plan_only:
+        figures = {"plan": plan_figures(each[0]), "estimated_cycles": _estimated(plans)}
+        show(figures | {"report": _reports(plans)}, request)
+
+
+def _estimated(plans: Plan | dict[str, Any]) -> dict[str, float]:
+    costs = plans if isinstance(plans, dict) else plans.costs
+    return {name: cost.cycles for name, cost in costs.items()}
+
+
+def _reports(plans: Plan | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(plans, dict):
+        return {name: plan_report(plan) for name, plan in plans.items()}
+    return plan_report(plans)
+
+
 def run_dynamic(request: Request) -> None:
     """Plan, build the program, and run it on one pattern a seed."""
     plan = _dynamic_plan(request)
-    if request.plan_only and request.json:
-        estimated = {name: cost.cycles for name, cost in plan.costs.items()}
-        shown = {"estimated_cycles": estimated, "report": plan_report(plan)}
-        show({"plan": plan_figures(plan), **shown}, request)
-    elif request.plan_only or request.report_plan:
-        print(plan_text(plan))
+    if request.plan_only or request.report_plan:
+        show_plan(request, plan)
     if request.plan_only:
         write(request, lambda: _plan_page(request, plan))
         return
@@ -114,10 +129,12 @@ def run_dynamic(request: Request) -> None:
         )
         runs.append({"seed": seed, **figures_of_run})
     figures = summarise(request, plan_figures(plan), runs)
+    seed = runs[median(runs)]["seed"]
     if request.update is not None:
-        figures["update"] = vars(_update(request, plan, runs[median(runs)]["seed"]))
+        updated = _layer(request, plan, update=request.update, numerics=False)
+        figures["update"] = vars(UpdateEstimate.of(updated, request.draw(seed)))
     show(figures, request)
-    write(request, lambda: _dynamic_page(request, layer, figures, runs[median(runs)]["seed"]))
+    write(request, lambda: _dynamic_page(request, layer, figures, seed))
 
 
 def _dynamic_plan(request: Request) -> Plan:
@@ -158,11 +175,6 @@ def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -
             "--options: shared_buckets is for elements, got blocks, which always share them: leave "
             "it out"
         )
-
-
-def _update(request: Request, plan: Plan, seed: int) -> UpdateEstimate:
-    layer = _layer(request, plan, update=request.update, numerics=False)
-    return UpdateEstimate.of(layer, request.draw(seed))
 
 
 def _layer(
@@ -210,114 +222,76 @@ def _plan_page(request: Request, plan: Plan) -> dict[str, Any]:
     return {"title": title, "summary": summary, "plan": plan_report(plan)}
 
 
-def run_static(request: Request) -> None:
-    """Plan each pass for one pattern a seed, run it, and say what it took."""
+def run_by_pass(request: Request) -> None:
+    """Plan each pass of a static product, for one pattern a seed, or of a dense one; run them."""
+    plans = _plans_by_pass(request, request.seed)
+    if request.plan_only or request.report_plan:
+        show_plan(request, plans)
+    if request.plan_only:
+        estimated = {"estimated_cycles": _estimated(plans)}
+        write(request, lambda: _page_by_pass(request, plans, estimated, {}))
+        return
+    made: list[tuple[dict[str, Any], dict[str, Run]]] = []
+    figures: list[dict[str, Any]] = []
+    for seed in range(request.seed, request.seed + request.seeds):
+        if seed > request.seed:
+            plans = _plans_by_pass(request, seed)
+        try:
+            runs = run_plans(plans, seed=seed, ignore_data=request.ignore_data)
+        except OutOfMemoryError as error:
+            raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
+        made.append((plans, runs))
+        figures.append({"seed": seed, **run_figures(plans, runs)})
+    middle = median(figures)
+    plans, runs = made[middle]
+    show(summarise(request, plan_figures(next(iter(plans.values()))), figures), request)
+    write(request, lambda: _page_by_pass(request, plans, figures[middle], runs))
+
+
+def _plans_by_pass(request: Request, seed: int) -> dict[str, Any]:
+    where = (request.batch, request.dtype, request.machine, request.names)
+    memory = request.available_memory_proportion
     partials = request.partials_type
-    if partials is not None and data_type(partials) is not data_type(request.dtype):
+    if request.method == "dense":
+        rows, cols = request.shape
+        return dense_plans(
+            rows, cols, *where, partials=partials, available_memory_proportion=memory
+        )
+    if partials not in (None, request.dtype):
         raise ValueError(
             f"--partials-type: static products add in the type of the data, {request.dtype}, "
             f"got {partials}"
         )
-    plans = _static_plans(request, request.seed)
-    if request.plan_only:
-        estimated = {name: plan.cycles for name, plan in plans.items()}
-        write(request, lambda: _static_page(request, plans, {"estimated_cycles": estimated}))
-        if request.json:
-            report = {name: plan_report(plan) for name, plan in plans.items()}
-            chosen = plan_figures(next(iter(plans.values())))
-            show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
-    runs: list[dict[str, Any]] = []
-    plans_of, ran = [], []
-    for seed in range(request.seed, request.seed + request.seeds * (not request.plan_only)):
-        plans_of.append(plans if seed == request.seed else _static_plans(request, seed))
-        ran.append(run_plans(plans_of[-1], seed=seed, ignore_data=request.ignore_data))
-        runs.append({"seed": seed, **run_figures(plans_of[-1], ran[-1])})
-    if request.report_plan or (request.plan_only and not request.json):
-        print("\n\n".join(plan_text(plan) for plan in plans.values()))
-    if request.plan_only:
-        return
-    middle = median(runs)
-    chosen = plan_figures(next(iter(plans_of[middle].values())))
-    figures = {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")}
-    write(request, lambda: _static_page(request, plans_of[middle], figures, ran[middle]))
-    show(summarise(request, chosen, runs), request)
-
-
-def _static_plans(request: Request, seed: int) -> dict[str, StaticPlan]:
-    options = {"available_memory_proportion": request.available_memory_proportion}
-    options |= request.options
-    where = (request.batch, request.dtype, request.machine, request.names)
+    settings = {"available_memory_proportion": memory} | request.options
     try:
-        return static_plans(request.draw(seed), *where, options)
+        return static_plans(request.draw(seed), *where, settings)
     except TypeError as error:  # A value of --options of the wrong kind.
         raise ValueError(str(error)) from error
 
 
-def _static_page(
-    request: Request,
-    plans: dict[str, StaticPlan],
-    figures: dict[str, Any],
-    ran: dict[str, Run] | None = None,
+def _page_by_pass(
+    request: Request, plans: dict[str, Any], figures: dict[str, Any], runs: dict[str, Run]
 ) -> dict[str, Any]:
-    """The profile report of static plans: the plan, its estimate, the run, and the prediction."""
-    names = ("rows", "cols", "batch", "density", "block_size", "dtype")
-    summary = {name: getattr(request, name) for name in names}
-    summary |= {"target": request.machine.name, "tiles": request.machine.tiles} | figures
-    reports = {name: plan_report(plan) for name, plan in plans.items()}
-    return {
-        "title": "Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
+    """The profile report: the plans, their estimates, the runs, and a static plan's prediction."""
+    sparse = ("density", "block_size") if request.method == "static" else ()
+    summary = {name: getattr(request, name) for name in ("rows", "cols", "batch", "dtype", *sparse)}
+    summary |= {"target": request.machine.name, "tiles": request.machine.tiles}
+    summary |= {k: v for k, v in figures.items() if k not in ("propagation_steps", "spilled")}
+    reports = _reports(plans)
+    title = "{method} product {rows:,} × {cols:,} by {batch:,} on {target}"
+    page = {
+        "title": title.format(method=request.method.capitalize(), **summary),
         "summary": summary,
         "plan": reports,
-        "profile": {name: run.profile for name, run in ran.items()} if ran else None,
-        "predicted": {name: one["predicted"] for name, one in reports.items()},
+        "profile": {name: run.profile for name, run in runs.items()} or None,
     }
-
-
-def run_dense_product(request: Request) -> None:
-    """Plan each pass, run it, and say what it took."""
-    plans = dense_plans(
-        *request.shape,
-        request.batch,
-        request.dtype,
-        request.machine,
-        request.names,
-        partials=request.partials_type,
-        available_memory_proportion=request.available_memory_proportion,
-    )
-    if request.plan_only:
-        chosen = plan_figures(next(iter(plans.values())))
-        estimated = {name: plan.cycles for name, plan in plans.items()}
-        figures: dict[str, Any] = {"plan": chosen, "estimated_cycles": estimated}
-        runs: dict[str, Run] = {}
-    else:
-        try:
-            runs = run_plans(plans, seed=request.seed, ignore_data=request.ignore_data)
-        except OutOfMemoryError as error:
-            raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
-        chosen = plan_figures(next(iter(plans.values())))
-        figures = {"plan": chosen, **run_figures(plans, runs)}
-    show(figures, request)
-    write(request, lambda: _dense_page(request, figures, plans, runs))
-
-
-def _dense_page(
-    request: Request,
-    figures: dict[str, Any],
-    plans: dict[str, DensePlan],
-    runs: dict[str, Run],
-) -> dict[str, Any]:
-    summary = {name: getattr(request, name) for name in ("rows", "cols", "batch", "dtype")}
-    summary |= {"target": request.machine.name, "tiles": request.machine.tiles}
-    keys = ("cycles", "estimated_cycles", "tflops", "max_tile_bytes", "max_relative_error")
-    summary |= {key: figures[key] for key in keys if key in figures}
-    title = "Dense product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary)
-    reports = {name: plan.to_dict() for name, plan in plans.items()}
-    profiles = {name: run.profile for name, run in runs.items()}
-    return {"title": title, "summary": summary, "plan": reports, "profile": profiles or None}
+    if request.method == "static":
+        page["predicted"] = {name: report["predicted"] for name, report in reports.items()}
+    return page
 
 
 METHODS: dict[str, Callable[[Request], None]] = {
     "dynamic": run_dynamic,
-    "static": run_static,
-    "dense": run_dense_product,
+    "static": run_by_pass,
+    "dense": run_by_pass,
 }

@@ -22,6 +22,7 @@ from dynsparse.options import (
 )
 
 if TYPE_CHECKING:
+    from dynsparse.pattern import SparsePattern
     from popsparse.machine.target import Target
 
 _SPARSE = ("dynamic", "static")
@@ -181,7 +182,8 @@ class Request:
 
     @cached_property
     def area(self) -> tuple[tuple[int, int], tuple[int, int], float] | None:
-        """The denser area as `draw_pattern` takes it."""
+        """Two corners of the denser area, (row, column), and how much more likely its blocks are.
+        The second corner lies outside."""
         begin, end = self.weighted_area_begin, self.weighted_area_end
         if begin is None and end is None:
             if self.weighted_area_weighting != 1.0:
@@ -204,8 +206,32 @@ class Request:
             )
         return corners[0], corners[1], self.weighted_area_weighting
 
-    def draw(self, seed: int) -> Any:
-        """The pattern of a seed."""
-        from popsparse.measure import draw_pattern
+    def draw(self, seed: int) -> SparsePattern:
+        """The pattern of a seed: with a denser area each block is drawn on its own, so that the
+        density holds in the mean; else the number of blocks is exact.
 
-        return draw_pattern(self.shape, self.density, self.block_size, seed, self.area)
+        Raises:
+            ValueError: an area so heavy that a block would be drawn with more than certainty.
+        """
+        import torch
+
+        from dynsparse.pattern import SparsePattern
+
+        generator, block = torch.Generator().manual_seed(seed), self.block_size
+        if self.area is None:
+            return SparsePattern.random(
+                self.shape, self.density, block_size=block, generator=generator
+            )
+        (top, left), (bottom, right), weight = self.area
+        grid = torch.ones(self.rows // block, self.cols // block)
+        grid[top // block : bottom // block, left // block : right // block] = weight
+        chance = grid * (self.density * grid.numel() / grid.sum())
+        if float(chance.max()) > 1:
+            raise ValueError(
+                f"a weighting of {weight:g} needs a probability of {float(chance.max()):.2f} in "
+                "the weighted area: lower the weighting or the density"
+            )
+        drawn = torch.rand(grid.shape, generator=generator) < chance
+        return SparsePattern.from_flat(
+            drawn.flatten().nonzero().flatten(), shape=self.shape, block_size=block
+        )
