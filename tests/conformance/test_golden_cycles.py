@@ -5,10 +5,7 @@ import pytest
 from popsparse.planning import cycles as dense
 from popsparse.planning import cycles as tile
 from popsparse.planning import cycles as vertex
-from popsparse.planning.cycles import Search
 from popsparse.planning.params import FLOAT16, FLOAT32
-
-TWO = Search(buckets=2, matched=2, sub_groups=1)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ def test_element_forward_float_z4():
 )
 def test_block_forward(block, dtype, partials, units, many, single):
     sizes = ((block, block), dtype, partials, units, 6)
-    assert vertex.block_forward(5, 7, 16, *sizes, TWO) == many
+    assert vertex.block_forward(5, 7, 16, *sizes, buckets=2) == many
     assert vertex.block_forward(1, 1, 16, *sizes) == single
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning import cycles as vertex_cycles
-from popsparse.planning.cycles import Search, grid_split
+from popsparse.planning.cycles import grid_split
 from popsparse.planning.options import Options
 from popsparse.planning.params import (
     FullyConnectedParams,
@@ -130,7 +130,6 @@ class Slow:
 
     def multiply(self, a, b):
         pz, tz = self.parts["z"], self.t["z"]
-        search = Search(pz, pz)
         rows, cols = self.expect(self.t[a], self.t[b])
         if self.block:
             if a == "y":
@@ -147,7 +146,7 @@ class Slow:
                         self.o.partials_type,
                         units,
                         W,
-                        search,
+                        pz,
                         retain=a == "x",
                     )
                 )
@@ -155,11 +154,11 @@ class Slow:
             )
         if a == "y" and self.o.shared_buckets:
             z = tz * self.gz
-            cycles = vertex_cycles.element_transposed(cols, self.t[a], z, self.dt, W, search)
+            cycles = vertex_cycles.element_transposed(cols, self.t[a], z, self.dt, W, pz)
             return int(cycles)
         formula = vertex_cycles.element_forward if a == "x" else vertex_cycles.element_grad_input
         return max(
-            int(formula(x, cols, z * self.gz, self.dt, W, search))
+            int(formula(x, cols, z * self.gz, self.dt, W, pz))
             for _, x, _, z in grid_split(rows, tz, W)
         )
 

@@ -24,7 +24,7 @@ import numpy as np
 from scipy.special import bdtrc
 
 from popsparse.planning import cycles as tile_cycles
-from popsparse.planning.cycles import LOOP_CONTROL, LOOP_STEPS, ExchangeCost, Search, grid_splits
+from popsparse.planning.cycles import LOOP_CONTROL, LOOP_STEPS, ExchangeCost, grid_splits
 from popsparse.planning.options import Options
 from popsparse.planning.params import (
     GRAD_W_WORKER,
@@ -391,17 +391,16 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
     tx, ty, tz = space.per_tile
     _, gx, gy, gz = space.grouping
     dtype, workers = space.dtype, space.target.workers
-    search = Search(pz, pz)
     ratio, shared = space.params.nz_ratio, space.options.shared_buckets
     if space.method is Method.ELEMENT:
         if grad_input and shared:
             # Rows of the transposed product are counted like columns of the forward one.
             rows, columns = expected_groups(ty, tx, ratio)
-            return tile_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, search)
+            return tile_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, pz)
         rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
         x, z = grid_splits(rows, tz, workers)
         formula = tile_cycles.element_grad_input if grad_input else tile_cycles.element_forward
-        return formula(x, columns, z * gz, dtype, workers, search).max(axis=0)
+        return formula(x, columns, z * gz, dtype, workers, pz).max(axis=0)
     rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
     if grad_input:
         rows, columns = columns, rows
@@ -417,7 +416,7 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
         partials,
         units,
         workers,
-        search,
+        pz,
         retain=not grad_input,
     ).max(axis=0)
 

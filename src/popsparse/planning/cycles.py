@@ -6,7 +6,7 @@ number of workers, which take turns, plus the supervisor's own.
 
 Shared parameters of sparse vertices: `x` rows (blocks: block rows) of one worker, `z` its elements
 of the batch, `y` non-zeros (blocks: blocks) of each row, `workers` of a tile, `buckets` looked
-through, `matched` those that hold a sub-group of this tile, `sub_groups` on average in a bucket.
+through, in each of which one sub-group is this tile's.
 Of dense ones: `field` elements streamed, `in_groups` and `out_groups` of channels on a tile.
 
 Sources, all in docs/popsparse-formulas.md: sparse vertices, sections 3.1 to 3.3; the vertices
@@ -122,27 +122,6 @@ def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DataType, workers: 
     return 18 + workers * (34 + ceil_div(blocks, workers) * (3 + steps * (3 + inner)))
 
 
-@dataclass(frozen=True)
-class Search:
-    """What a vertex looks through before it finds its work. The planner assumes (z, z, 1)."""
-
-    buckets: Ints = 1
-    matched: Ints = 1
-    sub_groups: int = 1
-
-    @property
-    def position(self) -> float:
-        """Average place of the first match among the sub-groups of a bucket."""
-        return (self.sub_groups - 1) / 2 + 1
-
-    def cycles(self, miss: int, per_position: int, per_match: int) -> Ints:
-        unmatched = (self.buckets - self.matched) * self.sub_groups
-        return miss * unmatched + int(per_position * self.position + per_match) * self.matched
-
-
-ONE = Search()
-
-
 def _by_z(z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...]) -> list[Ints]:
     """Choose, place by place, the constants of the specialised kernels for some values of z."""
     z = np.asarray(z)
@@ -191,23 +170,23 @@ _GRAD_INPUT = {
 
 
 def element_forward(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """Forward of unstructured sparsity: vectors of the batch, one non-zero after another."""
     work = _rows(x, y, z, dtype, _FORWARD[dtype.size])
-    return workers * work + 30 + search.cycles(32, 47, 46)
+    return workers * work + 30 + 93 * buckets
 
 
 def element_grad_input(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """grad_input from buckets of its own."""
     work = _rows(x, y, z, dtype, _GRAD_INPUT[dtype.size])
-    return workers * work + 30 + search.cycles(32, 46, 46)
+    return workers * work + 30 + 92 * buckets
 
 
 def element_transposed(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """grad_input from the forward buckets. The non-zeros of a row are shared among the workers."""
     share = -(-np.asarray(y) // workers)
@@ -223,12 +202,10 @@ def element_transposed(
         start, per_row, per_z = _by_z(
             z, {8: (20, 18, 10 * share), 4: (20, 21, 7 * share)}, (26, 22, general)
         )
-    return workers * (start + x * (per_row + per_z)) + 30 + search.cycles(32, 44, 68)
+    return workers * (start + x * (per_row + per_z)) + 30 + 112 * buckets
 
 
-def element_grad_weight(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
-) -> Ints:
+def element_grad_weight(x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int) -> Ints:
     """grad_weight: a dot product over the batch for each non-zero."""
     if dtype.size == 4:
         start, per_row, per_y = _by_z(
@@ -237,7 +214,7 @@ def element_grad_weight(
     else:
         general = 11 + z // 4 + np.where(z & 2, 3, 0) + np.where(z & 1, 4, 0)
         start, per_row, per_y = _by_z(z, {8: (30, 11, 5), 4: (32, 10, 4)}, (35, 8, general))
-    return workers * (start + x * (per_row + per_y * y)) + 75 + search.cycles(0, 26, 0)
+    return workers * (start + x * (per_row + per_y * y)) + 101
 
 
 _KINDS = {(4, 4): "single", (2, 4): "mixed", (2, 2): "half"}
@@ -274,7 +251,7 @@ def block_forward(
     partials: DataType,
     conv_units: int,
     workers: int,
-    search: Search = ONE,
+    buckets: Ints = 1,
     *,
     retain: bool = True,
 ) -> Ints:
@@ -294,7 +271,7 @@ def block_forward(
     enter = np.select([z == 1, z == 2], by_z[:2], by_z[2])
     held = int(retain)
     worker = start + x * (y * loads * (enter + z * per_z - 3 * held))
-    supervisor = 40 + search.cycles(33, 46, 56) + (y * (load + 3 + 12 * loads) + held) * x + 2
+    supervisor = 40 + 102 * buckets + (y * (load + 3 + 12 * loads) + held) * x + 2
     return workers * worker + supervisor
 
 
@@ -318,13 +295,12 @@ def block_grad_weight(
     dtype: DataType,
     partials: DataType,
     workers: int,
-    search: Search = ONE,
 ) -> Ints:
     """grad_weight of blocks without the matrix units; any batch."""
     kind = _KINDS[dtype.size, partials.size]
     start, per_row, per_block, per_z = _BLOCK_GRAD_WEIGHT[kernel_edge(block, dtype), kind]
     work = start + x * (per_row + y * (per_block + z * per_z))
-    return workers * work + 75 + search.cycles(0, 26, 0)
+    return workers * work + 101
 
 
 # (edge, kind) -> coefficient load, run, retained start, per z block, saved on later z blocks.
@@ -348,7 +324,6 @@ def block_grad_weight_amp(
     dtype: DataType,
     partials: DataType,
     workers: int,
-    search: Search = ONE,
 ) -> Ints:
     """grad_weight of blocks in the matrix units: all workers on each block, 16 or 8 of the batch
     at a time."""
@@ -356,8 +331,7 @@ def block_grad_weight_amp(
     load, run, start, per_block, saved = _AMP[kernel_edge(block, dtype), kind]
     steps = -(-np.asarray(z) // (32 // dtype.size))
     supervisor = (
-        75
-        + search.cycles(0, 26, 0)
+        101
         + 8 * (x - 1)
         + 23
         + x * (32 + 10 * (y - 1) + y * (15 + 4 * (steps - 1) + steps * (run + load)))

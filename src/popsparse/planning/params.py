@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dynsparse.checks import check_integer
+
+Params = TypeVar("Params")
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,6 @@ FLOAT32 = DataType("float32", 4)
 _NAMES = {"float16": FLOAT16, "half": FLOAT16, "float32": FLOAT32, "float": FLOAT32}
 
 
-@lru_cache
-def _by_name(name: str) -> DataType:
-    try:
-        return _NAMES[name.removeprefix("torch.")]
-    except KeyError:
-        raise ValueError(f"data type must be float16 or float32, got {name!r}") from None
-
-
 def data_type(value: Any, what: str = "dtype") -> DataType:
     """The `DataType` meant by a name ("float16", "half", ...), a torch or a NumPy dtype.
 
@@ -54,8 +48,8 @@ def data_type(value: Any, what: str = "dtype") -> DataType:
         return value
     name = getattr(value, "__name__", None) or str(value)
     try:
-        return _by_name(name)
-    except ValueError:
+        return _NAMES[name.removeprefix("torch.")]
+    except KeyError:
         raise ValueError(f"{what} must be float16 or float32, got {value!r}") from None
 
 
@@ -158,10 +152,6 @@ def block_for_plan(block: tuple[int, int], dtype: DataType) -> tuple[int, int]:
     return block
 
 
-def _check_ratio(ratio: Any) -> float:
-    return number(ratio, "nz_ratio (non-zeros over all elements)", 0.0, 1.0)
-
-
 _MOST_ELEMENTS = 2**40
 """Of an operand. No machine holds as much, and counts of bytes stay far below 2^63."""
 
@@ -179,15 +169,34 @@ def _check_elements(groups: int, batch: int, in_: int, out: int) -> None:
             )
 
 
-def _ratio_of_count(count: Any, dense: int) -> float:
-    non_zeros = check_integer("num_non_zero_elements", count, 0)
-    if non_zeros > dense:
-        raise ValueError(f"num_non_zero_elements must be at most {dense}, got {non_zeros}")
-    return non_zeros / dense
+class _ParamsWithDensity:
+    """The original's two ways to make parameters of a product."""
+
+    @classmethod
+    def create_with_nz_ratio(cls: type[Params], *sizes: Any, **named: Any) -> Params:
+        """As the constructor."""
+        return cls(*sizes, **named)
+
+    @classmethod
+    def create_with_num_non_zero_values(
+        cls: type[Params],
+        sparsity_params: SparsityParams,
+        num_non_zero_elements: int,
+        *sizes: Any,
+        **named: Any,
+    ) -> Params:
+        """As the constructor, with a number of non-zeros in place of their ratio."""
+        params: Any = cls(sparsity_params, 0.0, *sizes, **named)  # type: ignore[call-arg]
+        count = check_integer("num_non_zero_elements", num_non_zero_elements, 0)
+        if count > params.num_elements:
+            raise ValueError(
+                f"num_non_zero_elements must be at most {params.num_elements}, got {count}"
+            )
+        return replace(params, nz_ratio=count / params.num_elements)
 
 
 @dataclass(frozen=True, order=True)
-class FullyConnectedParams:
+class FullyConnectedParams(_ParamsWithDensity):
     """A sparse fully connected layer: weights [groups, out, in], input [batch, groups * in].
 
     The passes are, per group: forward [out, in] x [in, batch]; grad_input [in, out] x [out, batch];
@@ -208,7 +217,8 @@ class FullyConnectedParams:
     def __post_init__(self) -> None:
         if not isinstance(self.sparsity_params, SparsityParams):
             raise TypeError(f"sparsity_params must be SparsityParams, got {self.sparsity_params!r}")
-        object.__setattr__(self, "nz_ratio", _check_ratio(self.nz_ratio))
+        ratio = number(self.nz_ratio, "nz_ratio (non-zeros over all elements)", 0.0, 1.0)
+        object.__setattr__(self, "nz_ratio", ratio)
         for name in (
             "batch_size",
             "num_groups",
@@ -233,28 +243,10 @@ class FullyConnectedParams:
                     "choose a block size that divides it, or pad the channels"
                 )
 
-    @classmethod
-    def create_with_nz_ratio(cls, *sizes: Any, **named: Any) -> FullyConnectedParams:
-        """As the constructor."""
-        return cls(*sizes, **named)
-
-    @classmethod
-    def create_with_num_non_zero_values(
-        cls,
-        sparsity_params: SparsityParams,
-        num_non_zero_elements: int,
-        batch_size: int,
-        num_groups: int,
-        input_channels_per_group: int,
-        output_channels_per_group: int,
-    ) -> FullyConnectedParams:
-        sizes = [
-            check_integer("num_groups", num_groups, 1),
-            check_integer("input_channels_per_group", input_channels_per_group, 1),
-            check_integer("output_channels_per_group", output_channels_per_group, 1),
-        ]
-        ratio = _ratio_of_count(num_non_zero_elements, math.prod(sizes))
-        return cls(sparsity_params, ratio, batch_size, *sizes)
+    @property
+    def num_elements(self) -> int:
+        """Of the weights, zeros included."""
+        return self.num_groups * self.input_channels_per_group * self.output_channels_per_group
 
     @property
     def input_channels(self) -> int:
@@ -266,12 +258,11 @@ class FullyConnectedParams:
 
     @property
     def num_non_zero_values(self) -> int:
-        dense = self.num_groups * self.input_channels_per_group * self.output_channels_per_group
-        return math.ceil(self.nz_ratio * dense)
+        return math.ceil(self.nz_ratio * self.num_elements)
 
 
 @dataclass(frozen=True, order=True)
-class MatmulParams:
+class MatmulParams(_ParamsWithDensity):
     """A sparse [groups, m, k] times a dense [groups, k, n] matrix.
 
     A dynamic product is planned for a density: `create_with_nz_ratio`. A static one is planned for
@@ -302,27 +293,6 @@ class MatmulParams:
             )
 
     @classmethod
-    def create_with_nz_ratio(cls, *sizes: Any, **named: Any) -> MatmulParams:
-        """As the constructor."""
-        return cls(*sizes, **named)
-
-    @classmethod
-    def create_with_num_non_zero_values(
-        cls,
-        sparsity_params: SparsityParams,
-        num_non_zero_elements: int,
-        groups: int,
-        m: int,
-        k: int,
-        n: int,
-    ) -> MatmulParams:
-        dense = (
-            check_integer("groups", groups, 1) * check_integer("m", m, 1) * check_integer("k", k, 1)
-        )
-        ratio = _ratio_of_count(num_non_zero_elements, dense)
-        return cls(sparsity_params, ratio, groups, m, k, n)
-
-    @classmethod
     def create_for_sparse_dense(cls, groups: int, m: int, k: int, n: int) -> MatmulParams:
         """A static product, sparse [groups, m, k] x dense [groups, k, n]."""
         return cls(None, None, groups, m, k, n)
@@ -346,6 +316,11 @@ class MatmulParams:
         return FullyConnectedParams(
             self.sparsity_params, self.nz_ratio, self.n, self.groups, self.k, self.m
         )
+
+    @property
+    def num_elements(self) -> int:
+        """Of the sparse operand, zeros included."""
+        return self.groups * self.m * self.k
 
     @property
     def sparse_shape(self) -> tuple[int, int]:

@@ -375,31 +375,6 @@ class _Estimate:
         return terms, max(operand + values + held, moved + held)
 
 
-def _empty(
-    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
-) -> StaticPlan:
-    """Nothing to multiply: the output is zeros."""
-    n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
-    moved = ceil_div(params.m * n * dtype.size, target.tiles)
-    return StaticPlan(
-        params=params,
-        options=options,
-        dtype=dtype,
-        target=target,
-        pattern=pattern,
-        row_order=np.arange(pattern.grid[0]),
-        column_order=np.arange(pattern.grid[1]),
-        planned=(1, 1),
-        bands=Bands(np.array([0, pattern.grid[1]]), (0,), 0),
-        n_parts=(Interval(0, n),),
-        tile_parts=(Interval(0, target.tiles),),
-        band_tiles=((target.tiles,),),
-        terms={"move output": moved},
-        temporary_bytes=0,
-        search=StaticSearch(1, 1, 1, ()),
-    )
-
-
 def _price(
     estimate: _Estimate, cuts: Cuts, cut: Cut, bound: int
 ) -> tuple[dict[str, int], int] | str:
@@ -461,8 +436,6 @@ def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
 
 def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
     target, dtype, params, options, *_ = request
-    if pattern.nnz == 0:
-        return _empty(target, dtype, params, options, pattern)
     counts = [
         np.bincount(at.numpy(), minlength=size)
         for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
@@ -475,8 +448,12 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         columns = counts[1][column_order]
         return Cuts(target, dtype, options, pattern, estimate.n, columns, planned_columns)
 
-    bound = int(options.available_memory_proportion * target.bytes_per_tile)
-    best = _best(estimate, cuts(options), bound)
+    if pattern.nnz:
+        bound = int(options.available_memory_proportion * target.bytes_per_tile)
+        best = _best(estimate, cuts(options), bound)
+    else:  # Nothing to multiply: the output is zeros.
+        moved = ceil_div(params.m * estimate.n * dtype.size, target.tiles)
+        best = _Chosen(1, 1, {"move output": moved}, 0, StaticSearch(1, 1, 1, ()))
     _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
     cut = cuts(replace(options, n_split=best.n_split, num_bands=best.bands))
     n_parts, tile_parts = cut.parts(best.n_split)
