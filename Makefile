@@ -75,7 +75,7 @@ test-newest:
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/integrations tests/distributed/test_loops.py \
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py \
-		tests/data/test_text_bpe.py
+		tests/data/test_text_bpe.py tests/training/test_optimizers_of_libraries.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/fuzz -k tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/api -k "onnx or keras"
 
@@ -157,7 +157,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 # The frameworks that the callbacks are for, and libraries of models: tests are skipped without them.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) \
-		-e '.[bpe,huggingface,keras,lightning,models,onnx,tuning]'
+		-e '.[bpe,huggingface,keras,lightning,models,onnx,optimizers,tuning]'
 	$(PLAIN_PATH)
 	@touch $@
 

@@ -1,6 +1,8 @@
 """Updates that leave survivors in their slots: whatever has an entry for a weight stays right."""
 
+import collections
 import copy
+import warnings
 
 import pytest
 import torch
@@ -166,6 +168,120 @@ def test_an_optimizer_inside_another_is_as_by_itself(block):
         found.append((model[0].values, state["exp_avg"], state["exp_avg_sq"]))
         assert model[0].pattern != network(block)[0].pattern
     assert all(map(torch.equal, *found))
+
+
+class Slow(torch.optim.Optimizer):
+    """Pulls weights back to a slow copy after the steps of the optimizer that it holds, as
+    Lookahead; like timm's it has hooks, but does not call torch's constructor."""
+
+    def __init__(self, parameters):
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups, self.defaults = self.optimizer.param_groups, {}
+        self.state = collections.defaultdict(dict)
+        self._optimizer_step_pre_hooks = collections.OrderedDict()
+        self._optimizer_step_post_hooks = collections.OrderedDict()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("slow", p.clone())
+        self.optimizer.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"].lerp_(p, 0.5)
+            p.copy_(self.state[p]["slow"])
+
+
+@pytest.mark.parametrize("by_trainer", [True, False])
+@pytest.mark.parametrize("algorithm", ["RigL", "GMP"])
+def test_an_update_comes_after_the_outermost_step(algorithm, by_trainer):
+    """Grown weights are zero then, and the outer optimizer's state follows, too."""
+    model = network()
+    optimizer = Slow(model.parameters())
+    more = {"final_density": 0.05} if algorithm == "GMP" else {}
+    trainer = getattr(ds, algorithm)(model, optimizer, total_steps=40, update_interval=2, **more)
+    assert trainer.optimizer is optimizer
+    values, seen = model[0].values, []
+
+    def check(step, rewirings):
+        grown = rewirings["0"].grown
+        assert not values[grown].any()
+        assert torch.equal(optimizer.state[values]["slow"], values)
+        seen.append(len(grown))
+
+    trainer.on_update.append(check)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(16, IN)).square().mean().backward()
+        trainer.step() if by_trainer else optimizer.step()
+    assert trainer.steps == STEPS
+    assert len(seen) > 3
+    assert any(seen) == (algorithm == "RigL")
+
+
+class Sharp(torch.optim.Optimizer):
+    """Steps the optimizer that it holds in a method of its own, as SAM."""
+
+    def __init__(self, parameters):
+        self.base_optimizer = torch.optim.Adam(parameters, lr=1e-2)
+        super().__init__(self.base_optimizer.param_groups, {})
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+
+def test_a_step_of_the_inner_optimizer_alone_counts():
+    model = network()
+    optimizer = Sharp(model.parameters())
+    trainer = ds.RigL(model, optimizer, total_steps=100, update_interval=2)
+    for _ in range(STEPS):
+        x = torch.randn(16, IN)
+        for step in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            step()
+    assert trainer.steps == STEPS
+    assert trainer.updates > 3
+
+
+class Codes(torch.optim.SGD):
+    """Keeps a code per weight beside a table of what codes stand for, as bitsandbytes."""
+
+    def keep(self, values):
+        table = torch.linspace(-1, 1, 255)
+        codes = torch.full(values.shape, 200, dtype=torch.uint8)
+        self.state[values] = {"state1": codes, "qmap1": table, "absmax1": torch.ones(2)}
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_grown_codes_stand_for_zero(block):
+    model = network(block)
+    optimizer = Codes(model.parameters(), lr=0.1)
+    values, pattern = model[0].values, model[0].pattern
+    optimizer.keep(values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewire_state(
+            optimizer, values, Rewiring.make(pattern, torch.arange(3), random_outside(pattern, 3))
+        )
+    codes = optimizer.state[values]["state1"]
+    assert (codes[:3] == 127).all()
+    assert (codes[3:] == 200).all()
+    rewiring = Rewiring.make(pattern, torch.arange(3), random_outside(pattern, 3), row_major=True)
+    with pytest.raises(ValueError, match="Codes keeps the state 'qmap1'"):
+        rewire_state(optimizer, values, rewiring)
 
 
 def test_state_in_lists_is_refused_where_survivors_move():

@@ -34,10 +34,9 @@ from dynsparse.training.deferred_checks import is_finite, layer_errors
 from dynsparse.training.layer_shards import resize_shards
 from dynsparse.training.memory import release_memory
 from dynsparse.training.optimizer_state import (
-    prepare_state,
+    StateEntry,
     prepare_tensors,
-    state_of,
-    state_per_block,
+    state_entries,
 )
 from dynsparse.training.rank_consistency import PatternComparison
 
@@ -81,7 +80,7 @@ class Change:
                 "gathered after backward, call reshard() before trainer.step()"
             )
         checked = check_fill(fill, rewiring, values)
-        state_per_block(optimizer, values, rewiring)
+        state_entries(optimizer, values, rewiring)
         return cls(layer, rewiring, checked)
 
     @property
@@ -94,11 +93,9 @@ class Change:
         if is_sharded(values):
             return self._prepare_shards(optimizer)
         grads: dict[Any, Tensor] = {} if values.grad is None else {"grad": values.grad}
-        parts = [
-            self.layer.prepare(rewiring, self.fill),
-            prepare_state(optimizer, values, rewiring),
-            prepare_tensors(grads, {0.0: list(grads)}, rewiring),
-        ]
+        entries = state_entries(optimizer, values, rewiring)
+        entries += [StateEntry(grads, key, grad, 0.0) for key, grad in grads.items()]
+        parts = [self.layer.prepare(rewiring, self.fill), prepare_tensors(entries, rewiring)]
 
         def apply() -> None:
             for part in parts:
@@ -113,13 +110,8 @@ class Change:
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
         if values.grad is not None:
             following.append((values.grad, 0.0))
-        state = state_of(optimizer, values)
-        keys = [
-            (key, fill)
-            for fill, names in state_per_block(optimizer, values, rewiring).items()
-            for key in names
-        ]
-        following += [(state[key], fill) for key, fill in keys]
+        entries = state_entries(optimizer, values, rewiring)
+        following += [(entry.tensor, entry.fill) for entry in entries]
         if rewiring.keeps_slots:
             return self._prepare_refill(following)
         group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
@@ -135,7 +127,7 @@ class Change:
             @torch.no_grad()
             def apply() -> None:
                 if not rewiring.keeps_size:
-                    self._resize_shards(shards, keys, state)
+                    self._resize_shards(shards, entries)
                     return
                 for (tensor, _), shard in zip(following, shards, strict=True):
                     local_part(tensor).copy_(shard)
@@ -166,9 +158,7 @@ class Change:
 
         return PreparedChange(values, [self.layer.prepare_moved(rewiring.after), apply])
 
-    def _resize_shards(
-        self, shards: Sequence[Tensor], keys: Sequence[tuple[str, float]], state: dict[Any, Any]
-    ) -> None:
+    def _resize_shards(self, shards: Sequence[Tensor], entries: Sequence[StateEntry]) -> None:
         """Apply shards of another length: of the values, the gradient where there is one, and the
         optimizer's state."""
         values = self.layer.values
@@ -181,8 +171,8 @@ class Change:
         ]
         if had_grad:
             values.grad = full.pop(0)
-        for (key, _), tensor in zip(keys, full, strict=True):
-            state[key] = tensor
+        for entry, tensor in zip(entries, full, strict=True):
+            entry.state[entry.key] = tensor
 
 
 def _check_shards(layer: SparseLinear, rewiring: Rewiring) -> None:

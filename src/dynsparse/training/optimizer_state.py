@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from dynsparse.checks import typed
+from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.index_arrays import moves_in_place
 
@@ -22,123 +23,150 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
 
     A state tensor with one entry per block ([nnz, ...]) follows the pattern; grown entries get the
     optimizer's initial value, which is mostly zero. Scalars such as Adam's step count belong to the
-    whole Parameter and stay.
+    whole Parameter and stay. Optimizers that the given one holds, as Lookahead does, are included.
 
-    Where survivors keep their slots, only the entries of grown blocks are written. Other state
-    (lists, factors) stays right for survivors; grown blocks inherit that of the dropped ones, of
-    which a RuntimeWarning warns once.
+    Where survivors keep their slots, only the entries of grown blocks are written, those of the
+    8-bit states of bitsandbytes and torchao as well. Other state (lists, factors) stays right for
+    survivors; grown blocks inherit that of the dropped ones, of which a RuntimeWarning warns once.
 
     Raises:
         ValueError: survivors move, and a state is neither a tensor with one entry nor one with an
             entry per block, so that it cannot follow; nothing is changed.
     """
-    prepare_state(optimizer, values, rewiring)()
+    prepare_tensors(state_entries(optimizer, values, rewiring), rewiring)()
 
 
-@torch.no_grad()
-def prepare_state(
-    optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
-) -> Callable[[], None]:
-    """`rewire_state` in two parts: see `prepare_tensors`.
+class StateEntry(NamedTuple):
+    """A tensor with an entry per block.
 
-    Raises:
-        ValueError: as `rewire_state`.
+    Attributes:
+        state, key: the dictionary that holds it, and its key there.
+        tensor: itself, or the codes of a quantized one.
+        fill: the initial value of a grown entry.
     """
-    state = state_of(optimizer, values)
-    return prepare_tensors(state, state_per_block(optimizer, values, rewiring), rewiring)
+
+    state: dict[Any, Any]
+    key: Any
+    tensor: Tensor
+    fill: float
 
 
 @torch.no_grad()
-def prepare_tensors(
-    state: dict[Any, Any], keys_by_fill: Mapping[float, Sequence[Any]], rewiring: Rewiring
-) -> Callable[[], None]:
+def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callable[[], None]:
     """Returns a function that applies `rewiring` to tensors without allocating memory, each in its
-    place if its size stays.
-
-    Args:
-        state: holds the tensors.
-        keys_by_fill: their keys, by the initial value of a grown entry.
-    """
+    place if its size stays."""
     in_place: dict[float, list[Tensor]] = {}
-    prepared: dict[Any, Tensor] = {}
-    for fill, keys in keys_by_fill.items():
-        for key in keys:
-            tensor = state[key]
-            if rewiring._reused is None:
-                follows = fill == 0 and rewiring.keeps_size and moves_in_place(tensor)
-                follows = follows and rewiring._ascends
-            else:
-                follows = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)
-            if follows:
-                in_place.setdefault(fill, []).append(tensor)
-            else:
-                prepared[key] = rewiring.apply(state[key], fill)
+    prepared: list[tuple[StateEntry, Tensor]] = []
+    for entry in entries:
+        if rewiring._reused is None:
+            follows = entry.fill == 0 and rewiring.keeps_size and moves_in_place(entry.tensor)
+            follows = follows and rewiring._ascends
+        else:
+            follows = entry.tensor.is_cpu and type(entry.tensor) in (Tensor, torch.nn.Parameter)
+        if follows:
+            in_place.setdefault(entry.fill, []).append(entry.tensor)
+        else:
+            prepared.append((entry, rewiring.apply(entry.tensor, entry.fill)))
 
     @torch.no_grad()
     def follow() -> None:
         for fill, tensors in in_place.items():
             rewiring.apply_(*tensors, fill=fill)
-        for key, tensor in prepared.items():
+        for entry, tensor in prepared:
             if rewiring.keeps_size:
-                state[key].copy_(tensor)
+                entry.tensor.copy_(tensor)
             else:
-                state[key] = tensor
+                entry.state[entry.key] = tensor
 
     return follow
 
 
-def state_of(optimizer: torch.optim.Optimizer, values: Tensor) -> dict[Any, Any]:
-    """The state of `values` in `optimizer`, or in one that it steps."""
-    state: dict[Any, Any] = _holder(optimizer, values).state.get(values, {})
-    return state
-
-
-def _holder(optimizer: torch.optim.Optimizer, values: Tensor) -> torch.optim.Optimizer:
-    """The optimizer that keeps the state of `values`: this one, or one that it steps and holds in
-    an attribute, as ZeroRedundancyOptimizer, Lookahead and SAM do."""
-    seen, waiting = set(), [optimizer]
-    while waiting:
-        candidate = waiting.pop(0)
-        if candidate.state.get(values):
-            return candidate
-        seen.add(id(candidate))
+def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and those that it holds in attributes, as ZeroRedundancyOptimizer, Lookahead and
+    SAM do; the outermost first."""
+    found = [optimizer]
+    for candidate in found:
         inner = [o for o in vars(candidate).values() if isinstance(o, torch.optim.Optimizer)]
-        waiting += [o for o in inner if id(o) not in seen]
-    return optimizer
+        found += [o for o in inner if not any(o is other for other in found)]
+    return found
 
 
-def state_per_block(
+def states_of(
+    optimizer: torch.optim.Optimizer, values: Tensor
+) -> Iterator[tuple[torch.optim.Optimizer, dict[Any, Any]]]:
+    """What an optimizer, and those that it holds, keep of `values`; each with its state."""
+    seen: set[int] = set()
+    for candidate in nested_optimizers(optimizer):
+        state = candidate.state.get(values)
+        if state and id(state) not in seen:
+            seen.add(id(state))
+            yield candidate, state
+
+
+def state_entries(
     optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
-) -> dict[float, list[str]]:
-    """The names of the state tensors of `values` with an entry per block, by the initial value of
-    an entry.
+) -> list[StateEntry]:
+    """The state tensors of `values` with an entry per block.
 
     Raises:
         ValueError: as `rewire_state`.
     """
-    optimizer = _holder(optimizer, values)
-    keys_by_fill: dict[float, list[str]] = {}
-    nnz, kind = rewiring.before.nnz, type(optimizer).__name__
-    for key, state in optimizer.state.get(values, {}).items():
-        if isinstance(state, Tensor) and state.dim() and len(state) == nnz:
-            keys_by_fill.setdefault(_initial_entry(optimizer, values, key), []).append(key)
-        elif not _is_shared(state):
-            shape = f" of shape {list(state.shape)}" if isinstance(state, Tensor) else ""
-            what = f"{kind} keeps the state {key!r}{shape}, "
-            if not rewiring.keeps_slots:
-                raise ValueError(
-                    f"{what}which does not follow the {nnz} blocks of the layer: use an optimizer "
-                    "that keeps one entry per weight"
-                )
-            if optimizer not in _warned:
-                _warned.add(optimizer)
-                warnings.warn(
-                    f"{what}whose entries for grown weights are unknown: grown weights start with "
-                    "what the dropped ones left there",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-    return keys_by_fill
+    entries: list[StateEntry] = []
+    nnz = rewiring.before.nnz
+    for holder, state in states_of(optimizer, values):
+        for key, value in state.items():
+            codes = _quantized_entry(state, key) if rewiring.keeps_slots else None
+            # Of another class it may be quantized.
+            plain = type(value) in (Tensor, torch.nn.Parameter, type(values.data))
+            plain = plain or is_sharded(value)
+            if codes is not None:
+                entries.append(codes)
+            elif plain and value.dim() and len(value) == nnz:
+                fill = _initial_entry(holder, values, key)
+                entries.append(StateEntry(state, key, value, fill))
+            elif not _is_shared(value) and not (rewiring.keeps_slots and _is_scale(key)):
+                _refuse_or_warn(holder, key, value, rewiring)
+    return entries
+
+
+def _quantized_entry(state: dict[Any, Any], key: Any) -> StateEntry | None:
+    """An 8-bit state with a code per weight: bitsandbytes' "state1" beside "qmap1", a table of what
+    codes stand for; torchao's tensors with `codes` and, unless they are float8, `qmap`."""
+    value = state[key]
+    table = state.get(key.replace("state", "qmap")) if isinstance(key, str) else None
+    if isinstance(table, Tensor) and table is not value:
+        codes = value
+    else:
+        codes, table = getattr(value, "codes", None), getattr(value, "qmap", None)
+    if not isinstance(codes, Tensor) or codes.shape != value.shape or codes.itemsize != 1:
+        return None
+    zero = 0.0 if table is None else float(table.abs().argmin())
+    return StateEntry(state, key, codes.view(torch.uint8), zero)
+
+
+def _is_scale(key: Any) -> bool:
+    """Whether this is bitsandbytes' scale of blocks of weights, or its table of codes."""
+    return isinstance(key, str) and key.startswith(("absmax", "qmap"))
+
+
+def _refuse_or_warn(
+    optimizer: torch.optim.Optimizer, key: Any, state: Any, rewiring: Rewiring
+) -> None:
+    shape = f" of shape {list(state.shape)}" if isinstance(state, Tensor) else ""
+    what = f"{type(optimizer).__name__} keeps the state {key!r}{shape}, "
+    if not rewiring.keeps_slots:
+        raise ValueError(
+            f"{what}which does not follow the {rewiring.before.nnz} blocks of the layer: use an "
+            "optimizer that keeps one entry per weight"
+        )
+    if optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{what}whose entries for grown weights are unknown: grown weights start with "
+            "what the dropped ones left there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 _warned: WeakSet[torch.optim.Optimizer] = WeakSet()

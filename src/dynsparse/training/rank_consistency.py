@@ -22,7 +22,7 @@ from dynsparse.ranks import (
     format_ranks,
     min_max_digest,
 )
-from dynsparse.training.optimizer_state import state_of
+from dynsparse.training.optimizer_state import states_of
 
 _SAME = "make the trainer with the same arguments on every rank"
 _OTHERS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
@@ -57,8 +57,12 @@ def broadcast_initial_state(
         return
     check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
     check_consistent(ranks, {f"the {key}": repr(one) for key, one in settings.items()}, _SAME)
-    state = {name: state_of(optimizer, layer.values) for name, layer in layers.items()}
-    used = {n for n, s in state.items() if any(isinstance(t, Tensor) for t in s.values())}
+    used = {
+        name
+        for name, layer in layers.items()
+        for _, state in states_of(optimizer, layer.values)
+        if any(isinstance(tensor, Tensor) for tensor in state.values())
+    }
     _broadcast_differing(ranks, layers, used)
 
 

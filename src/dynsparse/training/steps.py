@@ -17,6 +17,7 @@ from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import OFF, counter, is_traced, span
+from dynsparse.training.optimizer_state import nested_optimizers
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -44,11 +45,21 @@ class Steps(Protocol[T_co]):
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """torch's optimizer, inside the wrappers of Accelerate, Fabric and others."""
+    """torch's optimizer, inside the wrappers of Accelerate, Fabric and others, which have no hooks
+    of their own. An optimizer around another that has hooks, as Lookahead, stays."""
     inside = getattr(optimizer, "optimizer", None)
-    while isinstance(inside, torch.optim.Optimizer):
+    while isinstance(inside, torch.optim.Optimizer) and _hooks_of(optimizer) in (
+        None,
+        _hooks_of(inside),
+    ):
         optimizer, inside = inside, getattr(inside, "optimizer", None)
     return optimizer
+
+
+def _hooks_of(optimizer: Any) -> int | None:
+    """The identity of the dictionary of an optimizer's hooks; None where it has none."""
+    hooks = vars(optimizer).get("_optimizer_step_post_hooks")
+    return None if hooks is None else id(hooks)
 
 
 class OptimizerSteps(Generic[T_co]):
@@ -83,10 +94,12 @@ class OptimizerSteps(Generic[T_co]):
         return self._hooks is not None
 
     def start(self) -> None:
-        """Follow the optimizer's own steps from now on, unless it has no hooks: a subclass of
-        torch's that does not call its constructor."""
-        if self._hooks is None and hasattr(self._optimizer, "_optimizer_step_post_hooks"):
-            self._hooks = _Hooks(self, self._optimizer)
+        """Follow the optimizer's own steps from now on, and those of optimizers that it holds; not
+        of one without hooks, a subclass of torch's that does not call its constructor."""
+        optimizers = {_hooks_of(o): o for o in reversed(nested_optimizers(self._optimizer))}
+        optimizers.pop(None, None)
+        if self._hooks is None and optimizers:
+            self._hooks = _Hooks(self, list(optimizers.values()))
 
     def stop(self) -> None:
         """Ignore them from now on."""
@@ -216,7 +229,7 @@ class OptimizerSteps(Generic[T_co]):
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         # An error in the optimizer's step skips the count down, so the stack tells.
-        self._depth = _steps_on_stack(optimizer) if self._depth else 1
+        self._depth = self._steps_on_stack() if self._depth else 1
         if self._depth > 1 or self._by_hand or _is_captured():
             return None
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -241,6 +254,13 @@ class OptimizerSteps(Generic[T_co]):
             return args, {**kwargs, "closure": closure_and_begin}
         return (args[0], closure_and_begin, *args[2:]), kwargs
 
+    def _steps_on_stack(self) -> int:
+        """How many of torch's wrappers of the steps of these optimizers are on the stack."""
+        optimizers = [] if self._hooks is None else self._hooks.optimizers
+        frames = [f for f in _stack() if f.f_globals.get("__name__") == "torch.optim.optimizer"]
+        steps = [f.f_locals["self"] for f in frames if f.f_code.co_name == "wrapper"]
+        return sum(any(step is optimizer for optimizer in optimizers) for step in steps)
+
     def after_step(self) -> None:
         self._depth -= 1
         if self._depth > 0 or _is_captured():
@@ -255,15 +275,23 @@ class OptimizerSteps(Generic[T_co]):
 
 
 class _Hooks:
-    """The hooks of an optimizer, which call a trainer's `OptimizerSteps` as long as it lives."""
+    """The hooks of optimizers, which call a trainer's `OptimizerSteps` as long as it lives."""
 
-    def __init__(self, steps: OptimizerSteps[Any], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, steps: OptimizerSteps[Any], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         self._steps: weakref.ref[OptimizerSteps[Any]] = weakref.ref(steps)
+        self.optimizers = optimizers
         self.used = False
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles = []
+        for optimizer in optimizers:
+            # Optimizers around others have hooks, but may not call torch's constructor, which lets
+            # their `step` call them.
+            optimizer._patch_step_function()
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -293,12 +321,6 @@ class _Hooks:
 def is_scaled() -> bool:
     """Whether a `GradScaler` takes the present step."""
     return any(f.f_globals.get("__name__") == "torch.amp.grad_scaler" for f in _stack())
-
-
-def _steps_on_stack(optimizer: torch.optim.Optimizer) -> int:
-    """How many of torch's wrappers of an optimizer's step are on the stack."""
-    frames = [f for f in _stack() if f.f_globals.get("__name__") == "torch.optim.optimizer"]
-    return sum(f.f_code.co_name == "wrapper" and f.f_locals["self"] is optimizer for f in frames)
 
 
 def _stack() -> Iterator[FrameType]:

@@ -1,0 +1,80 @@
+"""Optimizers of other libraries: survivors keep their state exactly, grown weights start anew."""
+
+import pytest
+import torch
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.training import ConstantSchedule
+from dynsparse.training.optimizer_state import states_of
+
+N = 128
+
+# By library: class name -> arguments. torchao quantizes state of at least 4,096 entries.
+OPTIMIZERS = {
+    "schedulefree": {"AdamWScheduleFree": {}, "SGDScheduleFree": {}, "RAdamScheduleFree": {}},
+    "torchao.optim": {"AdamW8bit": {"block_size": 32}, "AdamWFp8": {"block_size": 32}},
+    "bitsandbytes.optim": {
+        "Adam8bit": {"min_8bit_size": 16},
+        "Lion8bit": {"min_8bit_size": 16},
+        "AdamW": {},
+    },
+    "pytorch_optimizer": {
+        name: {} for name in ("Lion", "AdaBelief", "Adan", "Prodigy", "ScheduleFreeAdamW")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [(lib, name) for lib, names in OPTIMIZERS.items() for name in names]
+)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_state_follows_updates(library, name, block_size):
+    module = pytest.importorskip(library)
+    layer = SparseLinear(N, N, 0.5, block_size, bias=False)
+    options = {"lr": 0.01} | OPTIMIZERS[library][name]
+    optimizer = getattr(module, name)(layer.parameters(), **options)
+    getattr(optimizer, "train", lambda: None)()
+    trainer = ds.RigL(layer, optimizer, schedule=ConstantSchedule(1000, 3, 0.3))
+    before, after_step = {}, trainer._after
+
+    def remember_before_update():
+        before.update(tensors_of(optimizer, layer))
+        return after_step()
+
+    trainer._after = remember_before_update
+    followed = 0
+
+    def check(step, rewirings):
+        nonlocal followed
+        grown = rewirings[""].grown
+        kept = torch.ones(layer.pattern.nnz, dtype=torch.bool)
+        kept[grown] = False
+        for key, (codes, zero) in tensors_of(optimizer, layer).items():
+            assert (codes[grown] == zero).all(), key
+            assert torch.equal(codes[kept], before[key][0][kept]), key
+            followed += 1
+
+    trainer.on_update.append(check)
+    for _ in range(9):
+        optimizer.zero_grad()
+        x = torch.randn(32, N)
+        (layer(x) - x).square().mean().backward()
+        trainer.step()
+    assert followed >= 3
+
+
+def tensors_of(optimizer, layer):
+    """By key: what is kept for each weight, as numbers or codes; and that of a fresh weight."""
+    found = {}
+    for _, state in states_of(optimizer, layer.values):
+        for key, tensor in state.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != layer.values.shape:
+                continue
+            zero = 0.0
+            if key.replace("state", "qmap") in state and key.startswith("state"):
+                zero = int(state[key.replace("state", "qmap")].abs().argmin())
+            elif hasattr(tensor, "codes"):
+                tensor = tensor.dequantize()
+            found[key] = tensor.clone(), zero
+    return found
