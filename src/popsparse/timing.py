@@ -82,14 +82,6 @@ class _Rows(NamedTuple):
 _FORWARD = {2: _Rows(13, 17, 4, 11, 10, 1), 4: _Rows(13, 12, 4, 8, 8, 0)}
 _GRAD_INPUT = {2: _Rows(12, 13, 4, 9, 9, 1), 4: _Rows(12, 11, 4, 7, 7, 0)}
 
-# Batches of a worker with a kernel of their own: start, row, each non-zero.
-_EXACT = {
-    (2, False): {8: (28, 15, 3), 4: (30, 11, 2)},
-    (4, False): {4: (25, 13, 3), 2: (27, 11, 2)},
-    (2, True): {8: (26, 15, 3), 4: (28, 11, 2)},
-    (4, True): {4: (23, 13, 3), 2: (25, 11, 2)},
-}
-
 
 def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Kernel:
     """forward, or grad_input from buckets of its own, with `z` elements of the batch a worker."""
@@ -106,14 +98,11 @@ def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Ke
         + np.where(singles > 0, counts.singles, 0)
     )
     each = 3 * (z // vector) + np.where(half > 0, 2, 0) + 2 * singles
-    start: Ints = {(2, False): 33, (4, False): 30, (2, True): 32, (4, True): 33}[
-        dtype.size, grad_input
-    ]
-    exact = _EXACT[dtype.size, grad_input]
-    conditions = [z == key for key in exact]
-    start, row, each = (
-        np.select(conditions, [constants[i] for constants in exact.values()], default)
-        for i, default in enumerate((start, row, each))
+    # Two batches have a kernel of their own.
+    formulas = tile_cycles.GRAD_INPUT_ROWS if grad_input else tile_cycles.FORWARD_ROWS
+    wide, narrow, general = formulas[dtype.size]["z"]
+    start, row, each = tile_cycles.by_z(
+        z, {vector: (*wide, 3), vector // 2: (*narrow, 2)}, (general[0], row, each)
     )
     return Kernel(start, row, each, 46 + 46 if grad_input else 47 + 46)
 
@@ -201,12 +190,6 @@ def grad_weight_kernel(plan: Plan, z: int) -> Kernel:
     """The kernel of the plan's grad_weight for `z` elements of the batch."""
     amp = plan.method is Method.BLOCK_AMP
     return grad_weight(z, plan.block_dimensions, plan.dtype, plan.options.partials_type, amp=amp)
-
-
-def zero(bytes_: Ints, workers: int, path_bytes: int = 8) -> Ints:
-    """Zeroing memory: a word of the data path an instruction, 12 around the loop."""
-    words = -(-np.asarray(bytes_) // path_bytes)
-    return workers * (12 + -(-words // workers))
 
 
 MISS_CYCLES = 32
@@ -508,7 +491,7 @@ class _Product(_Pass):
         moved = (parts.z - 1) * bucket
         same = parts.z if parts.x == 1 else 1
         results = getattr(plan.elements_per_tile, self.out) * self.z
-        clear = zero(results * self.partials.size, self.workers)
+        clear = tile_cycles.clear_memory(results * self.partials.size, self.workers)
         compute = max(load.distribution(self.group_cycles(load)) for load in self.loads)
         yield Step(
             "distribution", float(clear) + compute, self.exchange(moved, same), 1 if moved else 0
@@ -561,7 +544,7 @@ class _GradWeight(_Pass):
         bucket = float(values * self.partials.size + _WORD * plan.buckets.forward_words)
         inputs = self.needed("x", "z") + self.needed("y", "z")
         travels = bucket if moves else inputs
-        clear = zero(values * self.partials.size, self.workers)
+        clear = tile_cycles.clear_memory(values * self.partials.size, self.workers)
         slowest = max(load.slowest_bucket(self.group_cycles(load)) for load in self.loads)
         rounds = parts.z if parts.z > 1 else 0
         yield Step(

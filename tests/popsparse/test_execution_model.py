@@ -76,7 +76,7 @@ def test_half_with_float_partials_loads_twice():
 
 @pytest.mark.parametrize(("bytes_", "cycles"), [(0, 72), (8, 78), (48, 78), (49, 84)])
 def test_zeroing_is_a_word_an_instruction(bytes_, cycles):
-    assert execution_cycles.zero(bytes_, 6) == cycles
+    assert vertex_cycles.clear_memory(bytes_, 6) == cycles
 
 
 def plan_for(size=512, edge=1, density=0.1, batch=64, tiles=24, dtype="float16", **options):

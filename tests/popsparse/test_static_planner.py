@@ -249,9 +249,6 @@ def test_bad_operands():
     graph, program = Graph(TARGET), Sequence()
     sparse = static.create_sparse_dense_matmul_lhs(graph, "float16", PARAMS, PATTERN)
     dense = static.create_sparse_dense_matmul_rhs(graph, "float16", PARAMS, PATTERN)
-    other = static.MatmulParams.create_for_dense_sparse(1, 8, 16, 16)
-    with pytest.raises(ValueError, match="create_for_sparse_dense"):
-        static.create_sparse_dense_matmul_rhs(graph, "float16", other, PATTERN)
     with pytest.raises(ValueError, match="create_for_dense_sparse"):
         static.dense_sparse_matmul(graph, dense, sparse, program)
     with pytest.raises(ValueError, match="cannot be transposed"):

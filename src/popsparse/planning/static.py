@@ -27,6 +27,7 @@ import numpy as np
 from dynsparse.checks import typed
 from dynsparse.pattern import SparsePattern
 from popsparse.formats import SparseMatrix
+from popsparse.planning.cycles import clear_memory
 from popsparse.planning.options import Options
 from popsparse.planning.params import WORD_LIMIT, DataType, MatmulParams, ceil_div, data_type
 from popsparse.planning.plan import PlanningCache
@@ -184,8 +185,7 @@ def zero(rows: Numbers, n: int, block: int, dtype: DataType, workers: int) -> Nu
     """Zeroing the partials; only 8 x 8 and 16 x 16 float32 blocks need it."""
     if dtype.size == 2 or block < 8:
         return 0 * np.asarray(rows)
-    words = np.asarray(rows) * block * n * dtype.size // _PATH_BYTES
-    return workers * (12 + -(-words // workers))
+    return clear_memory(np.asarray(rows) * block * n * dtype.size, workers)
 
 
 def reduce(vectors: Numbers, partials: Numbers, dtype: DataType, workers: int) -> Numbers:
