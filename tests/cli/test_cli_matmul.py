@@ -36,6 +36,13 @@ def test_json_has_the_keys_of_the_contract(capsys):
     assert found["tflops"]["forward"] == pytest.approx(2 * 64 * blocks * 32 / seconds / 1e12)
 
 
+@pytest.mark.parametrize(
+    "more", ["--partials-type float32 --block-size 1", "--partials-type float16"]
+)
+def test_partials_that_hold_are_taken(capsys, more):
+    assert figures(capsys, *more.split(), "--plan-only")["plan"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_all_passes(capsys, dtype):
     names = "forward,grad_input,grad_weight"
@@ -70,14 +77,63 @@ def test_dense_runs_and_is_checked(capsys, dtype):
         assert 0.8 < cycles / estimated[name] < 1.5
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_static(capsys, dtype):
+    found = figures(
+        capsys, "--method", "static", "--dtype", dtype, "--passes", "forward,grad_input"
+    )
+    assert set(found) == KEYS
+    assert found["plan"]["method"] == "static"
+    assert set(found["cycles"]) == set(found["tflops"]) == {"forward", "grad_input"}
+    assert (found["spilled"], found["propagation_steps"]) == (0, 0)
+    assert found["max_relative_error"] < 0.01
+    seconds = found["cycles"]["forward"] / 1.85e9
+    blocks = round(0.2 * 16 * 12)
+    assert found["tflops"]["forward"] == pytest.approx(2 * 64 * blocks * 32 / seconds / 1e12)
+
+
+def test_seeds_and_options_of_static_products(capsys):
+    more = ["--seeds", "3", "--options", '{"n_split": 2}', "--ignore-data"]
+    found = figures(capsys, "--method", "static", *more)
+    assert [one["seed"] for one in found["seeds"]] == [0, 1, 2]
+    spread = found["spread"]["forward"]
+    assert spread["min"] <= found["cycles"]["forward"] <= spread["max"]
+    assert found["plan"]["z"] == 2
+    assert found["max_relative_error"] is None
+
+
+@pytest.mark.parametrize("plan_only", [[], ["--plan-only"]])
+def test_page_of_static_products(capsys, tmp_path, plan_only):
+    page = tmp_path / "page.html"
+    more = ["--report", str(page), "--passes", "forward,grad_input", *plan_only]
+    figures(capsys, "--method", "static", *more)
+    text = page.read_text(encoding="utf-8")
+    assert "Static product 128 × 96 by 32 on bow" in text
+    assert "ather dense operand" in text
+    assert "xchange partials" in text
+
+
+def test_a_static_plan_is_of_its_seed(capsys):
+    first, second = (
+        figures(capsys, "--method", "static", "--plan-only", "--seed", seed)["report"]
+        for seed in ("0", "1")
+    )
+    assert first != second
+
+
 def test_plan_only(capsys):
     found = figures(capsys, "--plan-only")
     assert set(found) == {"plan", "estimated_cycles", "report"}
     assert set(found["estimated_cycles"]) == {"forward", "grad_input"}
-    found = figures(capsys, "--plan-only", "--method", "dense")
-    assert set(found) == {"plan", "estimated_cycles", "report"}
-    assert run([*DENSE.split(), "--method", "dense", "--plan-only"]) == 0
-    assert "Dense plan: 128 x 96 times 96 x 32" in capsys.readouterr().out
+    for method, title in (
+        ("static", "Static plan: sparse 128 x 96 times dense 96 x 32"),
+        ("dense", "Dense plan: 128 x 96 times 96 x 32"),
+    ):
+        found = figures(capsys, "--plan-only", "--method", method)
+        assert set(found) == {"plan", "estimated_cycles", "report"}
+        sizes = DENSE if method == "dense" else SMALL
+        assert run([*sizes.split(), "--method", method, "--plan-only"]) == 0
+        assert title in capsys.readouterr().out
 
 
 def test_updates_of_the_pattern(capsys):
@@ -123,8 +179,9 @@ def test_constraints_and_options(capsys):
     assert found["spilled"] > 0
 
 
-def test_text(capsys):
-    assert run([*SMALL.split(), "--report-plan", "--seeds", "2"]) == 0
+@pytest.mark.parametrize("method", ["dynamic", "static"])
+def test_text(capsys, method):
+    assert run([*SMALL.split(), "--method", method, "--report-plan", "--seeds", "2"]) == 0
     text = capsys.readouterr().out
     for words in ("Runners-up", "TFLOP/s", "fullest tile", "largest relative error"):
         assert words in text
@@ -136,25 +193,15 @@ def test_text(capsys):
         ("--method sparse", "--method: expected one of dynamic, static, dense, got 'sparse'"),
         ("--passes forwards", "passes must be among forward, grad_input, grad_weight"),
         ("--rows 100", "--rows must be a multiple of --block-size 8, got 100: use 104"),
-        ("--cols 0", "--cols: expected an integer of at least 1, got 0"),
         ("--batch -4", "--batch: expected an integer of at least 1, got -4"),
         ("--density 1.5", "--density: expected a number in [0, 1], got 1.5"),
-        ("--density nan", "--density: expected a number in [0, 1], got nan"),
-        ("--density much", "expected a number, got 'much'"),
-        ("--block-size 0", "--block-size: expected an integer of at least 1"),
         ("--dtype int8", "--dtype: expected one of float16, float32, got 'int8'"),
-        ("--target gpu", "--target: expected one of mk2, bow, got 'gpu'"),
-        ("--tiles 0", "--tiles: expected an integer of at least 1"),
-        ("--seeds 0", "--seeds: expected an integer of at least 1"),
-        ("--options [1]", "--options: expected a JSON object"),
         ("--options {", "--options: expected a JSON object"),
         ('--options {"shared_bucket":true}', "did you mean 'shared_buckets'?"),
         ('--options {"shared_buckets":3}', "shared_buckets must be True or False"),
         ('--plan-constraints {"partition":{"w":3}}', "partition constraint 'w'"),
         ('--plan-constraints {"partition":{"x":99}}', "99 tiles a group"),
         ('--plan-constraints {"use_dense":true}', "use --method dense"),
-        ("--oversize -1", "--oversize: expected a number in [0, 1e+06], got -1"),
-        ("--partials-type int8", "--partials-type: expected one of float16, float32"),
         ("--weighted-area-begin 0 0", "--weighted-area-end: expected a row and a column"),
         ("--weighted-area-weighting 2", "needs --weighted-area-begin"),
         (
@@ -167,6 +214,24 @@ def test_text(capsys):
         ("--update sum --plan-only", "--update: applies to products that run, got --plan-only"),
         ("--method dense --update sum", "--update: applies to --method dynamic, got"),
         ("--method static --update sum", "--update: applies to --method dynamic, got"),
+        ("--method static --passes grad_weight", "forward and grad_input, got 'grad_weight'"),
+        ("--method static --partials-type float32", "in the type of the data, float16"),
+        ('--method static --options {"bands":1}', "unknown option 'bands'"),
+        ('--method static --options {"n_split":"a"}', "n_split must be an integer"),
+        ("--method dense --density 0.1", "--density: applies to --method dynamic and static"),
+        ("--block-size 1 --partials-type float16", "elements add in float32, got float16"),
+        ('--block-size 1 --options {"partials_type":"float16"}', "elements add in float32"),
+        ("--dtype float32 --partials-type float16", "of float32 add in float32, got float16"),
+        ('--options {"shared_buckets":false}', "shared_buckets is for elements, got blocks"),
+        ("--plan-only --seed 1", "--seed: applies to products that run, got --plan-only"),
+        ("--plan-only --seeds 2", "--seeds: applies to products that run, got --plan-only"),
+        ("--plan-only --profile a.json", "--profile: applies to products that run"),
+        ("--plan-only --ignore-data", "--ignore-data: applies to products that run"),
+        ("--plan-only --weighted-area-begin 0 0 --weighted-area-end 8 8", "products that run"),
+        ("--method static --ignore-memory", "--ignore-memory: applies to --method dynamic, got"),
+        ("--method static --oversize 0.5", "--oversize: applies to --method dynamic, got"),
+        ("--method static --plan-constraints {}", "--plan-constraints: applies to --method dyn"),
+        ("--method dense --options {}", "--options: applies to --method dynamic and static, got"),
         ("--report-plan", "--report-plan is text"),
     ],
 )

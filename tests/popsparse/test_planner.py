@@ -374,13 +374,6 @@ def test_cache_keys_hold_every_input():
     assert (len(cache), cache.hits) == (5, 1)
 
 
-def test_wrong_params():
-    with pytest.raises(TypeError, match="params must be FullyConnectedParams"):
-        make_plan(Target.mk2(), "float16", 3)
-    with pytest.raises(TypeError, match="params must be MatmulParams"):
-        matmul_plan(Target.mk2(), "float16", layer())
-
-
 @pytest.mark.parametrize("grad_weight", [False, True])
 def test_tiles_are_used_once(grad_weight):
     options = {"do_grad_w_pass": True}
