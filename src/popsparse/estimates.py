@@ -18,6 +18,7 @@ from popsparse.planning.options import Update
 from popsparse.planning.plan import PASSES
 from popsparse.planning.search import parse_passes
 from popsparse.planning.search import plan as make_plan
+from popsparse.plans import text_table
 
 __all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate"]
 
@@ -170,53 +171,53 @@ class ModelEstimate:
         """A table a person reads."""
         lines = [
             f"Sparse layers on {self.target.name}, {self.dtype}: {self.cycles:,.0f} cycles, "
-            f"{self.seconds * 1e6:,.1f} us a step",
-            f"{'layer':<24}{'out x in':>13}{'batch':>7}{'density':>9}{'x,y,z':>11}{'pass':>13}"
-            f"{'cycles':>11}{'us':>9}{'TFLOP/s':>9}{'tile':>6}{'fill':>6}{'steps':>7}",
+            f"{self.seconds * 1e6:,.1f} us a step"
         ]
+        head = "layer, out x in, batch, density, xyz, pass, cycles, us, TFLOP/s, tile, fill, steps"
+        rows = [(*head.split(", "), "")]
         for layer in self.layers:
-            shape = f"{layer.out} x {layer.in_}"
-            parts = ",".join(str(layer.plan[dim]) for dim in "xyz")
-            head = (
-                f"{layer.name[-23:]:<24}{shape:>13}{layer.batch:>7}{layer.density:>9.3g}{parts:>11}"
-            )
-            for name, one in layer.passes.items():
-                memory = one.max_tile_bytes / self.target.bytes_per_tile
-                lines.append(
-                    f"{head:<64}{name:>13}{one.cycles:>11,.0f}{one.seconds * 1e6:>9,.1f}"
-                    f"{one.tflops:>9.3g}{memory:>6.0%}{layer.bucket_fill[1]:>6.0%}"
-                    f"{layer.propagation_steps:>7}" + ("" if one.fits else "  does not fit")
-                )
-                head = ""
+            sizes = (layer.name, f"{layer.out} x {layer.in_}", f"{layer.batch}")
+            cut = (f"{layer.density:.3g}", ",".join(str(layer.plan[dim]) for dim in "xyz"))
+            spread = (f"{layer.bucket_fill[1]:.0%}", f"{layer.propagation_steps}")
+            rows += [
+                (*sizes, *cut, name, *_cost(one), f"{one.tflops:.3g}", *self._room(one, *spread))
+                for name, one in layer.passes.items()
+            ]
+        lines += text_table(rows, words=(0, 5, 12))
         if self.update_cycles:
-            lines += self._said_of_updates()
+            lines += self._update_lines()
         return "\n".join(lines)
 
-    def _said_of_updates(self) -> list[str]:
+    def _update_lines(self) -> list[str]:
         shares = ", ".join(
             f"{self.update_share(n):.2%} of the time every {n:,} steps" for n in (10, 100, 1000)
         )
-        lines = [f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}"]
-        lines.append(
-            f"{'layer':<24}{'cycles':>12}{'us':>9}{'bytes down':>13}{'bytes up':>13}{'pieces':>8}"
-            f"{'tile':>6}  most of it"
-        )
+        head = "layer, cycles, us, bytes down, bytes up, pieces, tile, most of it"
+        rows = [(*head.split(", "), "")]
         for layer in self.layers:
             one = layer.update
             if one is None:
                 continue
+            bytes_ = (f"{one.to_host_bytes:,}", f"{one.from_host_bytes:,}", f"{one.pieces}")
             most = sorted(one.parts, key=lambda name: -one.parts[name])[:3]
-            lines.append(
-                f"{layer.name[-23:]:<24}{one.cycles:>12,.0f}{one.seconds * 1e6:>9,.1f}"
-                f"{one.to_host_bytes:>13,}{one.from_host_bytes:>13,}{one.pieces:>8}"
-                f"{one.max_tile_bytes / self.target.bytes_per_tile:>6.0%}  "
-                + ", ".join(f"{name} {one.parts[name] / one.cycles:.0%}" for name in most)
-                + ("" if one.fits else "  does not fit")
-            )
-        return lines
+            parts = ", ".join(f"{name} {one.parts[name] / one.cycles:.0%}" for name in most)
+            rows.append((layer.name, *_cost(one), *bytes_, *self._room(one, parts)))
+        return [
+            f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}",
+            *text_table(rows, words=(0, 7)),
+        ]
+
+    def _room(self, one: PassEstimate | UpdateEstimate, *between: str) -> tuple[str, ...]:
+        """The part of a tile that is in use, what comes between, and whether it fits."""
+        part = one.max_tile_bytes / self.target.bytes_per_tile
+        return (f"{part:.0%}", *between, "" if one.fits else "does not fit")
 
     def __str__(self) -> str:
         return self.summary()
+
+
+def _cost(one: PassEstimate | UpdateEstimate) -> tuple[str, str]:
+    return f"{one.cycles:,.0f}", f"{one.seconds * 1e6:,.1f}"
 
 
 @typed

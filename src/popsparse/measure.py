@@ -17,7 +17,7 @@ from popsparse.planning.params import MatmulParams, data_type
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.static import make_plan
 from popsparse.planning.static_layout import StaticPlan
-from popsparse.plans import require_fit
+from popsparse.plans import tile_memory
 from popsparse.programs.dense import Layout, Operand, add_product, create_operand
 from popsparse.programs.static import add_product as add_static_product
 from popsparse.programs.static import add_values, dense_operand
@@ -108,15 +108,22 @@ def sparse_figures(
         error = _run_and_check(layer, pattern, passes, seed)
     assert layer.encoding is not None
     products = 2.0 * pattern.nnz * pattern.block_size**2 * sizes.z
-    profiles = [layer.profiles[name] for name in passes]
-    seconds = {name: layer.profiles[name].seconds for name in passes}
+    profiles = {name: layer.profiles[name] for name in passes}
     return {
-        "cycles": {name: layer.profiles[name].cycles for name in passes},
-        "tflops": {name: products / seconds[name] / 1e12 for name in passes},
-        "max_tile_bytes": max(profile.memory.max_tile_bytes for profile in profiles),
+        **_figures_of(profiles, dict.fromkeys(passes, products)),
         "propagation_steps": layer.encoding.info.propagation_steps,
         "spilled": layer.encoding.info.spilled,
         "max_relative_error": error,
+    }
+
+
+def _figures_of(profiles: Mapping[str, Profile], products: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "cycles": {name: profile.cycles for name, profile in profiles.items()},
+        "tflops": {
+            name: products[name] / profile.seconds / 1e12 for name, profile in profiles.items()
+        },
+        "max_tile_bytes": max(profile.memory.max_tile_bytes for profile in profiles.values()),
     }
 
 
@@ -267,7 +274,13 @@ def run_plans(
     numerics, runs = not ignore_data, {}
     for name, plan in plans.items():
         if isinstance(plan, StaticPlan):
-            require_fit(plan)
+            memory = tile_memory(plan)
+            if not memory.fits:
+                raise ValueError(
+                    f"the best plan needs {memory.needed} bytes a tile ({memory.temporary} of "
+                    f"them temporary), the target has {memory.available}: use a smaller batch, a "
+                    "lower available_memory_proportion or more tiles"
+                )
             runs[name] = _run_static(plan, seed, numerics=numerics)
         else:
             runs[name] = _run_dense(plan, seed, numerics=numerics)
@@ -284,12 +297,9 @@ def run_figures(
         "max_tile_bytes", "propagation_steps" and "spilled" (always 0), "max_relative_error".
     """
     errors = [run.error for run in runs.values() if run.error is not None]
+    profiles = {name: run.profile for name, run in runs.items()}
     return {
-        "cycles": {name: run.profile.cycles for name, run in runs.items()},
-        "tflops": {
-            name: plans[name].products / run.profile.seconds / 1e12 for name, run in runs.items()
-        },
-        "max_tile_bytes": max(run.profile.memory.max_tile_bytes for run in runs.values()),
+        **_figures_of(profiles, {name: plan.products for name, plan in plans.items()}),
         "propagation_steps": 0,
         "spilled": 0,
         "max_relative_error": max(errors, default=None),

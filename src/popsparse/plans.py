@@ -66,21 +66,6 @@ def tile_memory(plan: Plan | StaticPlan) -> TileMemory:
     )
 
 
-def require_fit(plan: Plan | StaticPlan) -> None:
-    """Refuse a plan that cannot fit.
-
-    Raises:
-        ValueError: with what it needs, what the tile has and how to mend it.
-    """
-    memory = tile_memory(plan)
-    if not memory.fits:
-        raise ValueError(
-            f"the best plan needs {memory.needed} bytes a tile ({memory.temporary} of them "
-            f"temporary), the target has {memory.available}: use a smaller batch, a lower "
-            "available_memory_proportion or more tiles"
-        )
-
-
 def _runner_up(row: dict[str, Any], cycles: float, winner: dict[str, int]) -> dict[str, Any]:
     """A plan of the search with what it costs more, and the terms in which it loses and gains
     most against the winner's."""
@@ -185,7 +170,7 @@ def _static_report(plan: StaticPlan) -> dict[str, Any]:
     }
 
 
-def _table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -> list[str]:
+def text_table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -> list[str]:
     """Aligned columns: those of `words` to the left, the others, numbers, to the right."""
     rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -211,12 +196,12 @@ def plan_text(plan: Plan | StaticPlan | DensePlan, runners_up: int = 5) -> str:
         if not isinstance(value, (dict, float))
     }
     lines = [f"{_title(plan)} on {plan.target.name}"]
-    lines += _table(((name, str(value)) for name, value in shown.items()), words=(0, 1))
+    lines += text_table(((name, str(value)) for name, value in shown.items()), words=(0, 1))
     terms = [{"name": name, "cycles": cycles} for name, cycles in report.get("terms", {}).items()]
     passes = report.get("passes", {"product": {"cycles": report["cycles"], "terms": terms}})
     for name, cost in passes.items():
         lines += ["", f"{name}: {cost['cycles']:,} cycles estimated"]
-        lines += _table(
+        lines += text_table(
             (
                 term["name"],
                 f"{term['cycles']:,}",
@@ -235,7 +220,7 @@ def plan_text(plan: Plan | StaticPlan | DensePlan, runners_up: int = 5) -> str:
         lines += ["", f"Search: {seen}"]
     rows = report.get("runners_up", [])[:runners_up]
     if rows:
-        lines += ["Runners-up:", *_table(map(_runner_up_cells, rows), words=(0, 4))]
+        lines += ["Runners-up:", *text_table(map(_runner_up_cells, rows), words=(0, 4))]
     return "\n".join(lines)
 
 
@@ -256,7 +241,7 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     limit = f"bound {bound:,} B" if bound is not None else "without bound: nothing fitted one"
     kinds = ("buckets", "operands", "temporary", "code", "needed", "available")
     lines = ["", f"Memory of a tile: temporary {memory['temporary']:,} B ({limit})"]
-    lines += _table((kind, f"{memory[kind]:,} B") for kind in kinds)
+    lines += text_table((kind, f"{memory[kind]:,} B") for kind in kinds)
     if not memory["fits"]:
         lines.append("  does NOT fit: use a smaller batch or more tiles")
     return lines

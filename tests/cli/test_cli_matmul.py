@@ -200,7 +200,7 @@ def test_text(capsys, method):
         ('--options {"shared_bucket":true}', "did you mean 'shared_buckets'?"),
         ('--options {"shared_buckets":3}', "shared_buckets must be True or False"),
         ('--plan-constraints {"partition":{"w":3}}', "partition constraint 'w'"),
-        ('--plan-constraints {"partition":{"x":99}}', "99 tiles a group"),
+        ('--plan-constraints {"partition":{"x":99}}', "x is constrained to 99"),
         ('--plan-constraints {"use_dense":true}', "use --method dense"),
         ("--weighted-area-begin 0 0", "--weighted-area-end: expected a row and a column"),
         ("--weighted-area-weighting 2", "needs --weighted-area-begin"),

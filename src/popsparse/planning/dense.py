@@ -487,23 +487,12 @@ def _search(
         if best is not None:
             break
     assert best is not None  # One tile alone is always allowed.
-    return _as_plan((m, k, n), dtype, partials, target, resident, bound, *best[1:])
-
-
-def _as_plan(
-    sizes: tuple[int, int, int],
-    dtype: DataType,
-    partials: DataType,
-    target: Target,
-    resident: int,
-    bound: int | None,
-    cut: Cut,
-    terms: Terms,
-    place: int,
-) -> DensePlan:
+    _, cut, terms, place = best
     field_, out, in_ = cut.partitions[:, place].tolist()
     return DensePlan(
-        *sizes,
+        m,
+        k,
+        n,
         dtype=dtype,
         partials=partials,
         swapped=cut.swapped,

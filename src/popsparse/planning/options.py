@@ -154,13 +154,8 @@ class Options:
     memory_cycle_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (
-            ("available_memory_proportion", 1e6),
-            ("meta_info_bucket_oversize_proportion", 1e6),
-            ("memory_cycle_ratio", 1.0),
-        ):
-            if name != "memory_cycle_ratio" or self.memory_cycle_ratio is not None:
-                object.__setattr__(self, name, number(getattr(self, name), name, 0.0, most))
+        for name in ("available_memory_proportion", "meta_info_bucket_oversize_proportion"):
+            object.__setattr__(self, name, number(getattr(self, name), name, 0.0, 1e6))
         for name, least in (("num_bands", 0), ("n_split", 0), ("number_of_pass", 1)):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
         for item in fields(self):
@@ -176,14 +171,14 @@ class Options:
                 f"number_of_pass goes with strip and stripv0, got {self.number_of_pass} for "
                 f"{self.partition_method}"
             )
-        if self.memory_cycle_ratio is not None and self.partition_method not in (
-            "block",
-            "block-group2",
-        ):
-            raise ValueError(
-                "memory_cycle_ratio goes with the methods block and block-group2, got "
-                f"{self.memory_cycle_ratio} for {self.partition_method}"
-            )
+        if self.memory_cycle_ratio is not None:
+            ratio = number(self.memory_cycle_ratio, "memory_cycle_ratio", 0.0, 1.0)
+            object.__setattr__(self, "memory_cycle_ratio", ratio)
+            if self.partition_method not in ("block", "block-group2"):
+                raise ValueError(
+                    "memory_cycle_ratio goes with the methods block and block-group2, got "
+                    f"{ratio} for {self.partition_method}"
+                )
 
     @classmethod
     def parse(cls, value: Options | Mapping[str, Any] | None, product: str = "dynamic") -> Options:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -251,15 +251,7 @@ class TileMemory:
         return self.needed <= self.available
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "buckets": self.buckets,
-            "operands": self.operands,
-            "temporary": self.temporary,
-            "code": self.code,
-            "needed": self.needed,
-            "available": self.available,
-            "fits": self.fits,
-        }
+        return {**asdict(self), "needed": self.needed, "fits": self.fits}
 
 
 Made = TypeVar("Made")
