@@ -223,7 +223,8 @@ def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
     cut = np.zeros(ops, np.int64)
     np.add.at(cut, (sums.row, sums.part), sums.depth > 0)
     np.add.at(cut, (outputs.row[sums.ones], outputs.part[sums.ones]), 1)
-    receives = np.bincount(sums.tile, sums.depth, tiles)
+    # NumPy counts nothing in integers, whatever its weights.
+    receives = np.bincount(sums.tile, sums.depth, tiles).astype(float)
     receives += np.bincount(outputs.tile[sums.ones], minlength=tiles)
     sends, long = np.zeros(tiles), np.zeros(tiles)
     for part, n in enumerate(plan.n_parts):

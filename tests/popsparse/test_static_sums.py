@@ -85,3 +85,10 @@ def test_exchange_code_is_near_what_the_machine_counts(size, block, density, n):
     assert code["vertex code"] == found["vertex code"].max()
     low, typical, high = (sum(code_bytes(plan, end).values()) for end in ("low", "typical", "high"))
     assert low < typical < high
+
+
+def test_memory_of_a_product_without_sums():
+    """On one tile every output is a single sum, so that nothing is added up."""
+    plan = plan_of(16, 1, 0.5, 4, tiles=1)
+    assert not len(plan.sums.tile)
+    assert static.tile_memory(plan).needed > 0
