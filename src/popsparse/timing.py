@@ -23,7 +23,7 @@ a tile lacks at the target's rate, and every superstep that exchanges anything c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -142,12 +142,7 @@ def block_product(
         sizes = (block, dtype, partials, units, workers)
         return int(tile_cycles.block_forward(x, y, z, *sizes, retain=retain))
 
-    nothing = tile(0, 0, 0)
-    by_row = tile(1, 0, 0) - nothing
-    by_each = tile(1, 1, 0) - nothing - by_row
-    start = tile(0, 0, 1) - nothing
-    each = tile(1, 1, 1) - tile(1, 1, 0) - start
-    return Kernel(start, 0, each, nothing, by_row, by_each)
+    return _read_off(tile)
 
 
 def grad_weight(
@@ -161,6 +156,11 @@ def grad_weight(
         formula = tile_cycles.block_grad_weight_amp if amp else tile_cycles.block_grad_weight
         return int(formula(x, y, z, block, dtype, partials, workers))
 
+    return _read_off(tile)
+
+
+def _read_off(tile: Callable[[int, int, int], int]) -> Kernel:
+    """The kernel of a formula of rows, of non-zeros in each and of workers, linear in each."""
     nothing = tile(0, 0, 0)
     by_row = tile(1, 0, 0) - nothing
     by_each = tile(1, 1, 0) - nothing - by_row

@@ -236,8 +236,13 @@ def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.nda
             f"static products take blocks of {', '.join(map(str, BLOCK_SIZES))}, got "
             f"{pattern.block_size}: split the blocks"
         )
-    if not params.transposed:
-        return pattern, values
+    return transpose(pattern, values) if params.transposed else (pattern, values)
+
+
+def transpose(
+    pattern: SparsePattern, values: np.ndarray | None
+) -> tuple[SparsePattern, np.ndarray | None]:
+    """The transposed matrix; values [nnz, b, b]."""
     transposed = SparsePattern(
         pattern.cols, pattern.rows, shape=pattern.shape[::-1], block_size=pattern.block_size
     )

@@ -10,12 +10,12 @@ import numpy as np
 from dynsparse.checks import check_kind
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
-from popsparse.formats import Blocks, COOMatrix, CSRMatrix, SparseMatrix, row_major
+from popsparse.formats import CSRMatrix, SparseMatrix
 from popsparse.machine import Graph, Sequence, Target, Tensor, as_dtype
 from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams
 from popsparse.planning.plan import PlanningCache
-from popsparse.planning.static import make_plan, pattern_of
+from popsparse.planning.static import make_plan, pattern_of, transpose
 from popsparse.planning.static_layout import StaticPlan
 from popsparse.programs.layout import PlannedTensor
 from popsparse.programs.static import add_product, add_values, dense_operand
@@ -237,18 +237,8 @@ class Partitioner:
                 f"nz_values must have the shape {[pattern.nnz * block * block]}, "
                 f"got {list(array.shape)}"
             )
-        blocks = np.empty((pattern.nnz, block, block), array.dtype)
+        blocks: Any = np.empty((pattern.nnz, block, block), array.dtype)
         blocks[self.plan.order] = array.reshape(-1, block, block)
-        rows, columns = (at.numpy().astype(np.int64) for at in (pattern.rows, pattern.cols))
         if self.plan.params.transposed:
-            stored = row_major(Blocks(columns, rows, blocks.transpose(0, 2, 1)))
-        else:
-            stored = Blocks(rows, columns, blocks)
-        coo = COOMatrix(
-            stored.data.reshape(-1),
-            stored.col * block,
-            stored.row * block,
-            self.plan.params.sparse_shape,
-            (block, block),
-        )
-        return coo.to_csr()
+            pattern, blocks = transpose(pattern, blocks)
+        return CSRMatrix.from_pattern(pattern, blocks.reshape(pattern.values_shape))
