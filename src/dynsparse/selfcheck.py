@@ -154,7 +154,7 @@ def _error_of_block(
     name: str, block: int, device: torch.device, generator: torch.Generator
 ) -> float:
     def between(least: int, most: int) -> int:
-        return int(torch.randint(least, most + 1, (), generator=generator))
+        return int(torch.randint(least, most + 1, (), generator=generator, device="cpu"))
 
     rows, cols = (between(1, 320 // block) for _ in range(2))
     pattern = SparsePattern.random(
@@ -164,9 +164,9 @@ def _error_of_block(
         generator=generator,
     )
     batch = between(1, 200)
-    x = torch.randn(batch, cols * block, generator=generator)
-    dy = torch.randn(batch, rows * block, generator=generator)
-    values = torch.randn(pattern.values_shape, generator=generator)
+    x = torch.randn(batch, cols * block, generator=generator, device="cpu")
+    dy = torch.randn(batch, rows * block, generator=generator, device="cpu")
+    values = torch.randn(pattern.values_shape, generator=generator, device="cpu")
     inputs = [t.to(device, copy=True).requires_grad_() for t in (x, values)]
     y = linear(inputs[0], inputs[1], pattern)
     y.backward(dy.to(device))

@@ -112,7 +112,7 @@ def balance_features(
             f"cannot cut {features} features into {parts} shards at multiples of {unit}: "
             "use fewer ranks along this axis, or smaller blocks"
         )
-    loads = torch.zeros(features // unit, dtype=torch.int64)
+    loads = torch.zeros(features // unit, dtype=torch.int64, device="cpu")
     for pattern, index, _ in sides:
         b = pattern.block_size
         loads += torch.bincount(index.long() * b // unit, minlength=len(loads)) * b**2

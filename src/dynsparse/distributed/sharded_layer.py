@@ -129,7 +129,7 @@ class ShardBackend:
         first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
         first += beside[: cols.ranks.rank].sum(0)
         at = pattern.rows.long()
-        own = torch.arange(pattern.nnz) - pattern.row_ptr.long()[at]
+        own = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[at]
         return first[at] + own, int(above.sum())
 
     def to_full(self, flat: Tensor, block_size: int) -> Tensor:

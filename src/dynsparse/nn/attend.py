@@ -70,7 +70,7 @@ def join_heads(mixed: Tensor, run: int | None) -> Tensor:
 
 def deinterleaved_order(inner: int, heads: int, run: int) -> Tensor:
     """Index of the interleaved features in the order of consecutive heads: int64 [inner]."""
-    return torch.arange(inner).view(-1, heads, run).transpose(0, 1).flatten()
+    return torch.arange(inner, device="cpu").view(-1, heads, run).transpose(0, 1).flatten()
 
 
 def _swap_axes(xs: Sequence[Tensor], first: int, second: int, run: int) -> Sequence[Tensor]:
@@ -102,7 +102,7 @@ class _SwapAxes(torch.autograd.Function):
 def save_head_order(run: int | None, destination: Any, prefix: str) -> None:
     """Record in a state dict that heads are interleaved, which the weights do not show."""
     if run is not None:
-        destination[prefix + _INTERLEAVED_KEY] = torch.tensor(run, dtype=torch.int32)
+        destination[prefix + _INTERLEAVED_KEY] = torch.tensor(run, dtype=torch.int32, device="cpu")
 
 
 def check_head_order(

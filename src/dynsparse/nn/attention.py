@@ -176,7 +176,7 @@ class SparseMultiheadAttention(nn.Module):
                 nn.init.zeros_(projection.bias)
         extra_keys = None
         if add_bias_kv:
-            rows = [torch.empty(1, 1, inner, dtype=dtype) for _ in range(2)]
+            rows = [torch.empty(1, 1, inner, dtype=dtype, device="cpu") for _ in range(2)]
             rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
             extra_keys = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra_keys)

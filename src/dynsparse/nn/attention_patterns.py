@@ -25,7 +25,7 @@ def _count_blocks(tokens: int, block_size: int) -> int:
 
 def _block_distance(count: int) -> Tensor:
     """Block row - block column: int64 [count, count]."""
-    index = torch.arange(count)
+    index = torch.arange(count, device="cpu")
     return index[:, None] - index
 
 
@@ -144,7 +144,7 @@ def big_bird(
     present[:, :first] = True
     # The largest of random numbers among the absent blocks.
     free = ~present & (apart >= 0) if causal else ~present
-    drawn = torch.rand(count, count, generator=generator).masked_fill(~free, -1)
+    drawn = torch.rand(count, count, generator=generator, device="cpu").masked_fill(~free, -1)
     best = drawn.topk(min(more, count), dim=1)
     present.scatter_(1, best.indices, present.gather(1, best.indices) | (best.values >= 0))
     return _to_pattern(present, block_size, causal)

@@ -62,7 +62,7 @@ def even_pattern(
     nnz = block_count(shape, density, block_size)
     _, _, (height, width) = block_grid(shape, block_size)
     # Along the diagonals of the torus, whose length is the least common multiple of the sides.
-    steps = torch.arange(nnz)
+    steps = torch.arange(nnz, device="cpu")
     rows, cols = steps % height, (steps + steps // lcm(height, width)) % width
     device = "cpu" if generator is None else generator.device
     rows, cols = (

@@ -66,7 +66,9 @@ class LayerState:
             plain = index.on_cpu and not sharded and memory.dtype is torch.float32
             self.read = Read(index, memory, plain and memory.is_contiguous())
             self.address = -1 if sharded else values.data_ptr()
-            self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
+            self.watched = (
+                index.cols if not index.cols.is_inference() else torch.empty(0, device="cpu")
+            )
             self.version = self.watched._version
 
     @staticmethod

@@ -66,7 +66,7 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     fast = is_plain_eager(x) and x.is_cpu and x.dtype is torch.float32 and rate < 1
     if not fast or native.load() is None:
         return functional.dropout(x, rate)
-    seed = int(torch.randint(2**63 - 1, ()))
+    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     if x.requires_grad and torch.is_grad_enabled():
         return _Dropout.apply(x, seed, rate)
     return _run(x, seed, rate)

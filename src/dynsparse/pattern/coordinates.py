@@ -71,10 +71,10 @@ def sample_without_replacement(
     if count > population:
         raise ValueError(f"cannot draw {count} distinct positions from {population}")
     if 2 * count >= population:
-        return torch.randperm(population, generator=generator)[:count].sort().values
+        return torch.randperm(population, generator=generator, device="cpu")[:count].sort().values
     drawn = np.zeros(0, np.int64)
     while (missing := count - len(drawn)) > 0:
-        more = torch.randint(population, (missing,), generator=generator).numpy()
+        more = torch.randint(population, (missing,), generator=generator, device="cpu").numpy()
         drawn = np.concatenate([drawn, more])
         drawn.sort()
         drawn = drawn[np.concatenate([[True], drawn[1:] != drawn[:-1]])]

@@ -71,7 +71,7 @@ def by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tens
     if library is None:
         rows, order = by_columns_on_device(row_ptr, cols, width)
         return column_pointers(cols, width), rows, slots_of(order, slots)
-    col_ptr = torch.empty(width + 1, dtype=torch.int32)
+    col_ptr = torch.empty(width + 1, dtype=torch.int32, device="cpu")
     csc_rows = empty(nnz, dtype=torch.int32)
     csc_slots = empty(nnz, dtype=torch.int32)
     status = library.dynsparse_pattern_by_columns(
@@ -154,7 +154,7 @@ def _merge(
     flat, order = torch.cat([flat_positions(row_ptr, cols, width)[kept], grow]).sort()
     if not bool((flat[1:] > flat[:-1]).all()):
         raise ValueError("a position to grow is named twice or is already in the pattern")
-    new = torch.full((len(grow),), -1) if reused is None else reused
+    new = torch.full((len(grow),), -1, device="cpu") if reused is None else reused
     source = torch.cat([slots_of(kept.int(), slots), new.int()])[order]
     source[order >= len(kept)] = new.int()  # in ascending order of the positions
     return SortedEntries(row_pointers(flat, height, width), flat.remainder(width).int(), source)
@@ -193,7 +193,7 @@ def nonzero_positions(chosen: Tensor, offset: int = 0, out: Tensor | None = None
 def membership_mask(numbers: Tensor, count: int) -> Tensor:
     """bool [count]: which of 0, 1, ... are among `numbers`, int64. With `nonzero_positions` they
     come in ascending order, faster than sorted."""
-    return torch.zeros(count, dtype=torch.bool).index_fill_(0, numbers, True)
+    return torch.zeros(count, dtype=torch.bool, device="cpu").index_fill_(0, numbers, True)
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:

@@ -150,7 +150,9 @@ class HostCopy:
             self._copies = [tensor.to("cpu", copy=True) for tensor in tensors]
             return
         self._copies = [
-            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True, device="cpu").copy_(
+                t, non_blocking=True
+            )
             for t in tensors
         ]
         self._event = torch.cuda.Event()

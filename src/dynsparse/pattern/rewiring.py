@@ -133,7 +133,7 @@ class Rewiring:
     def __getattr__(self, name: str) -> Any:
         # Only called for attributes that are not set.
         if name == "source" and self._reused is not None:
-            source = torch.arange(self.after.nnz, dtype=torch.int32)
+            source = torch.arange(self.after.nnz, dtype=torch.int32, device="cpu")
             source[self._reused] = -1
             vars(self).update(source=source)
             return source
@@ -234,7 +234,7 @@ class Rewiring:
             return cls._from_device(before, after, source)
         positions = after.flat
         stays = before.contains(positions)
-        source = torch.full((after.nnz,), -1, dtype=torch.int32)
+        source = torch.full((after.nnz,), -1, dtype=torch.int32, device="cpu")
         entries = torch.searchsorted(before.sorted_flat, positions[stays], out_int32=True)
         source[stays] = slots_of(entries, before.slots)
         return cls._trusted(before, after, source)
@@ -246,7 +246,7 @@ class Rewiring:
             return True
         if "_device_source" in vars(self) or not self.keeps_size:
             return False
-        slots = torch.arange(self.after.nnz, dtype=torch.int32)
+        slots = torch.arange(self.after.nnz, dtype=torch.int32, device="cpu")
         return torch.equal(torch.where(self.source < 0, slots, self.source), slots)
 
     @property
@@ -265,7 +265,7 @@ class Rewiring:
         """The old slots that were dropped, int64."""
         if self._reused is not None:
             return self._reused
-        leaves = torch.ones(self.before.nnz, dtype=torch.bool)
+        leaves = torch.ones(self.before.nnz, dtype=torch.bool, device="cpu")
         leaves[self.source[self.source >= 0].long()] = False
         return leaves.nonzero().flatten()
 

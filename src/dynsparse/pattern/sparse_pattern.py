@@ -154,7 +154,9 @@ class SparsePattern:
         pattern.shape, pattern.block_size = self.shape, self.block_size
         if "sorted_cols" in vars(self):
             slots = empty(self.nnz, dtype=torch.int32)
-            pattern._set_index(self.row_ptr, self.sorted_cols, torch.arange(self.nnz, out=slots))
+            pattern._set_index(
+                self.row_ptr, self.sorted_cols, torch.arange(self.nnz, out=slots, device="cpu")
+            )
         if self._device_index is not None:
             pattern._device_index = self._read(
                 lambda row_ptr, cols, _: (
@@ -298,7 +300,7 @@ class SparsePattern:
         rows = None if self._rows is None else self._rows()
         if rows is None:
             with _plain_tensors():
-                each = torch.arange(self.grid[0], dtype=torch.int32)
+                each = torch.arange(self.grid[0], dtype=torch.int32, device="cpu")
                 rows = each.repeat_interleave(self.row_ptr.diff(), output_size=self.nnz)
                 rows = by_slots(rows, self.slots)
             self._rows = weakref.ref(rows)
@@ -542,7 +544,7 @@ class SparsePattern:
         if flat.is_complex() or flat.is_meta:
             raise TypeError(f"flat must be int64 [n], got {flat.dtype} on {flat.device}")
         if self.nnz == 0:
-            return torch.zeros(len(flat), dtype=torch.bool)
+            return torch.zeros(len(flat), dtype=torch.bool, device="cpu")
         own = self.sorted_flat
         slot = torch.searchsorted(own, flat).clamp_(max=self.nnz - 1)
         return own[slot] == flat
@@ -557,7 +559,7 @@ class SparsePattern:
 
     def to_mask(self) -> Tensor:
         """bool [out, in], True at every element of a present block."""
-        ones = torch.ones(self.values_shape, dtype=torch.bool)
+        ones = torch.ones(self.values_shape, dtype=torch.bool, device="cpu")
         return self.to_dense(ones)
 
     def to_dense(self, values: Tensor) -> Tensor:
@@ -588,7 +590,6 @@ class SparsePattern:
         b = self.block_size
         if from_scipy:
             return self._values_of_scipy(matrix)
-        matrix = torch.as_tensor(matrix)
         height, width = self.grid
         blocks = matrix.view(height, b, width, b)[
             self.rows.to(matrix.device).long(), :, self.cols.to(matrix.device).long()
@@ -634,6 +635,6 @@ def _as_tensor(name: str, values: Any) -> Tensor:
             raise ValueError(f"{name} must have memory, got a tensor on the device meta")
         return values.detach().cpu()
     try:
-        return torch.as_tensor(values)
+        return torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} must be numbers, got {shortened(values)}") from None

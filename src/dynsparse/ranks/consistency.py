@@ -165,8 +165,10 @@ def sum_over_ranks(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
     if ranks.alone or not parts:
         return list(parts)
     # A rank without samples has zeros of any type.
-    double = torch.tensor([any(p.dtype == torch.float64 for p in parts)], dtype=torch.uint8)
-    dtype = torch.float64 if int(ranks.max(double.to(ranks.device))) else torch.float32
+    double = torch.tensor(
+        [any(p.dtype == torch.float64 for p in parts)], dtype=torch.uint8, device=ranks.device
+    )
+    dtype = torch.float64 if int(ranks.max(double)) else torch.float32
     total = ranks.sum(torch.cat([part.detach().reshape(-1).to(dtype) for part in parts]))
     split = total.split([part.numel() for part in parts])
     return [summed.view_as(part) for summed, part in zip(split, parts, strict=True)]

@@ -94,7 +94,7 @@ def _compute_digits(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Dig
     library = native.load() if keys.is_cpu and keys.dtype == torch.int32 else None
     if library is not None and (top or not first):
         keys = keys.contiguous()
-        counts = torch.empty(bins, dtype=torch.int32)
+        counts = torch.empty(bins, dtype=torch.int32, device="cpu")
         library.dynsparse_rank_digits(keys.data_ptr(), len(keys), shift, bits, counts.data_ptr())
         return _Digits(keys, shift, bits, counts, None)
     digits = keys >> shift
@@ -299,7 +299,7 @@ def _pack_bits(numbers: Tensor, first: int, end: int) -> Tensor:
         mask[(numbers - first).cpu().numpy()] = 1
         return torch.from_numpy(np.packbits(mask, bitorder="little"))
     numbers = numbers.contiguous()
-    bits = torch.empty(-(-(end - first) // 8), dtype=torch.uint8)
+    bits = torch.empty(-(-(end - first) // 8), dtype=torch.uint8, device="cpu")
     library.dynsparse_rank_pack(numbers.data_ptr(), len(numbers), first, bits.data_ptr(), len(bits))
     return bits
 

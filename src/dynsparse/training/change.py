@@ -269,6 +269,6 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         return to_device(fill, local.device) if on_host else fill.to(local.device)
     if not isinstance(fill, (int, float)) or isinstance(fill, bool):
         raise TypeError(f"grown weights must start with a number or a tensor, got {fill!r}")
-    if not torch.isfinite(torch.tensor(fill, dtype=values.dtype)):
+    if not torch.isfinite(torch.tensor(fill, dtype=values.dtype, device="cpu")):
         raise ValueError(f"grown weights must start with finite numbers, got {fill!r}")
     return fill

@@ -128,7 +128,7 @@ def lowest_over_ranks(
     Raises:
         ValueError: as `lowest`.
     """
-    none = torch.zeros(0, dtype=torch.int32)
+    none = torch.zeros(0, dtype=torch.int32, device="cpu")
     orders = [p.slots if p._device.type == "cpu" else none for p in patterns]
     orders += [none] * (len(scores) - len(orders))
     if ranks.alone:
@@ -243,7 +243,7 @@ def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence
         for s, limit in zip(scores, limits, strict=True)
     ]
     chosen = select(torch.cat(candidates), count, largest=False)
-    ends = to_device(torch.tensor(limits).cumsum(0), device)
+    ends = to_device(torch.tensor(limits, device="cpu").cumsum(0), device)
     counts = torch.searchsorted(chosen, ends)
     return counts.diff(prepend=counts.new_zeros(1))
 
@@ -265,7 +265,7 @@ def _local_scores(
     slots that are not row-major (`orders`: the slots in row-major order), places in that order."""
     parts: list[Tensor] = []
     slots: list[Tensor | int] = []
-    orders = [torch.zeros(0)] * len(scores) if orders is None else orders
+    orders = [torch.zeros(0, device="cpu")] * len(scores) if orders is None else orders
     for full, shard, order in zip(scores, shards, orders, strict=True):
         if is_sharded(full):
             first, last = own_rows(full)
@@ -277,7 +277,9 @@ def _local_scores(
             part = full.detach()[first:last]
         parts.append(part)
         if is_sharded(full) and len(order):
-            slots.append(by_slots(torch.arange(len(order)), order)[first:last].to(part.device))
+            slots.append(
+                by_slots(torch.arange(len(order), device="cpu"), order)[first:last].to(part.device)
+            )
         elif shard is None:
             slots.append(first)
         else:
@@ -295,7 +297,7 @@ def _lowest_of_all_over_ranks(
     parts, slots = _local_scores(ranks, scores, shards)
     within = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
     # Layers in order, so that among equal scores the first layer comes first.
-    ends = torch.tensor([0, *_limits(scores, shards)]).cumsum(0).tolist()
+    ends = torch.tensor([0, *_limits(scores, shards)], device="cpu").cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
     found = [
         masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)

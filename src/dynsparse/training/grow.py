@@ -135,7 +135,7 @@ class RandomGrowth(Growth):
     def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         self._has_seed = seed is not None
         if generator is None:
-            seed = int(torch.randint(2**62, ())) if seed is None else seed
+            seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
             generator = torch.Generator().manual_seed(seed)
         elif seed is not None:
             raise ValueError("give either seed or generator, not both")
@@ -212,7 +212,7 @@ class NoGrowth(Growth):
                     f"layer {request.name!r}: the budget asks for {request.count} new blocks, but "
                     "there is no growth"
                 )
-        return [torch.zeros(0, dtype=torch.int64) for _ in requests]
+        return [torch.zeros(0, dtype=torch.int64, device="cpu") for _ in requests]
 
 
 class GradientStep:

@@ -202,7 +202,7 @@ class _GradientNorms:
 
     def __init__(self, layers: Mapping[str, SparseLinear]) -> None:
         self._layers = {n: layer for n, layer in layers.items() if not is_sharded(layer.values)}
-        self._local = torch.zeros(len(self._layers), dtype=torch.float64)
+        self._local = torch.zeros(len(self._layers), dtype=torch.float64, device="cpu")
         self.numbers = [0] * 2 * len(self._layers)
 
     def compute(self) -> None:
@@ -223,7 +223,7 @@ class _GradientNorms:
         Args:
             numbers: the maxima over all ranks.
         """
-        bits, inverted = torch.tensor(numbers, dtype=torch.int64).view(2, -1)
+        bits, inverted = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(2, -1)
         highest, lowest = bits.view(torch.float64), (~inverted).view(torch.float64)
         apart = ((highest - lowest) > _TOLERANCE * highest).nonzero().flatten().tolist()
         line = self._describe(ranks, apart[0]) if apart else ""

@@ -97,7 +97,7 @@ class _Layer:
         self.explored = 0
         self._visit(pattern.sorted_flat.numpy())
         self.first = pattern.nnz
-        self.from_start = torch.ones(pattern.nnz, dtype=torch.bool)
+        self.from_start = torch.ones(pattern.nnz, dtype=torch.bool, device="cpu")
         self.last = (pattern.nnz, 0, 0)  # blocks before the last update, dropped, grown
         # Updates to be counted; of one that changed nothing the number of blocks.
         self.pending: deque[Rewiring | int] = deque()

@@ -139,8 +139,8 @@ class _LayerPlan:
     layer: SparseLinear
     counts: Counts
     shard: LayerShard | None
-    drop: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    grow: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    drop: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+    grow: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def __post_init__(self) -> None:
         self.taken = self.layer.pattern  # where nothing can grow
@@ -221,7 +221,7 @@ def _choose_drops(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
     for plan, drop in zip(plans, drops, strict=True):
         plan.drop = drop
         if request.regrow_dropped and plan.counts.drop:
-            stays = torch.ones(plan.pattern.nnz, dtype=torch.bool)
+            stays = torch.ones(plan.pattern.nnz, dtype=torch.bool, device="cpu")
             stays[drop] = False
             plan.taken = SparsePattern.from_flat(
                 plan.pattern.sorted_flat[plan.pattern.by_rows(stays)],
@@ -319,8 +319,9 @@ def _expanded(fill: object, rewiring: Rewiring, layer: SparseLinear) -> Tensor:
     """A tensor with one entry per grown weight, which can be broadcast."""
     values = layer.values
     checked = check_fill(fill, rewiring, values)
-    expanded = torch.empty((len(rewiring.grown), *values.shape[1:]), dtype=values.dtype)
-    expanded = expanded.to(values.device)
+    expanded = torch.empty(
+        (len(rewiring.grown), *values.shape[1:]), dtype=values.dtype, device=values.device
+    )
     if isinstance(checked, Tensor):
         return expanded.copy_(checked)
     return expanded.fill_(checked)

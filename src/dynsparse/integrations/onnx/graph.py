@@ -166,7 +166,7 @@ def densify_initializers(model: Any) -> SparseWeights:
         if flat.ndim == 2:
             flat = torch.from_numpy(np.ravel_multi_index(tuple(flat.T.numpy()), shape))
         values = to_tensor(entry.values)
-        dense = torch.zeros(int(np.prod(shape)), dtype=values.dtype)
+        dense = torch.zeros(int(np.prod(shape)), dtype=values.dtype, device="cpu")
         dense[flat] = values
         initializer = graph.initializer.add(name=name, data_type=entry.values.data_type, dims=shape)
         initializer.raw_data = _bytes(dense)
@@ -206,7 +206,7 @@ def _positions(pattern: SparsePattern) -> Tensor:
     """Row-major positions of all elements of the blocks, ascending, int64."""
     b, width = pattern.block_size, pattern.shape[1]
     first = pattern.rows.long() * b * width + pattern.cols.long() * b
-    inside = torch.arange(b)[:, None] * width + torch.arange(b)
+    inside = torch.arange(b, device="cpu")[:, None] * width + torch.arange(b, device="cpu")
     return (first[:, None] + inside.flatten()).flatten().sort().values
 
 

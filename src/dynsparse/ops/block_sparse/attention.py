@@ -297,7 +297,7 @@ def scaled_dot_product_attention(
     # Not `pattern.index`, which a compiler could not trace.
     index = pattern if query.is_cpu else pattern._shared_on(query.device)
     # On the CPU, where the operator reads it without synchronising.
-    seed = torch.randint(2**63 - 1, ()) if dropout_p else None
+    seed = torch.randint(2**63 - 1, (), device="cpu") if dropout_p else None
     out, _ = torch.ops.dynsparse.block_attention(
         query,
         key,

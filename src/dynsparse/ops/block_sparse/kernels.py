@@ -54,7 +54,7 @@ def _options(s: Settings) -> tuple[float, int, int, float, int]:
 def _by_token(shape: Sequence[int]) -> Tensor:
     """Uninitialised [batch, heads, tokens, features], the heads of a token adjacent in memory."""
     n, heads, tokens, features = shape
-    return torch.empty(n, tokens, heads, features).transpose(1, 2)
+    return torch.empty(n, tokens, heads, features, device="cpu").transpose(1, 2)
 
 
 def forward(
@@ -68,7 +68,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """[batch, heads, queries, value features], and [batch, heads, queries] for `backward`."""
     out = _by_token((*q.shape[:3], v.shape[3]))
-    sums = torch.empty(q.shape[:3])
+    sums = torch.empty(q.shape[:3], device="cpu")
     status = native.call(
         "dynsparse_attention_forward",
         *_with_strides((q, k, v)),

@@ -56,7 +56,7 @@ def _sparse_forward(
     g: Geometry,
 ) -> Tensor:
     size = g.output_size(x.shape[2], x.shape[3])
-    y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout_of(x))
+    y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout_of(x), device="cpu")
     values, bias = p.by_rows(values).contiguous(), None if bias is None else bias.contiguous()
     status = native.call(
         "dynsparse_conv_forward",
@@ -78,8 +78,8 @@ def _sparse_backward(
     need_input: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     shape = (dy.shape[0], p.in_features // g.taps * g.groups, *size)
-    dx = torch.empty(shape, memory_format=layout_of(dy)) if need_input else None
-    dw = None if x is None else torch.empty(p.values_shape)
+    dx = torch.empty(shape, memory_format=layout_of(dy), device="cpu") if need_input else None
+    dw = None if x is None else torch.empty(p.values_shape, device="cpu")
     values = values.contiguous()
     status = native.call(
         "dynsparse_conv_backward",

@@ -20,7 +20,7 @@ def check_free_positions(
         ValueError: positions that are out of range or not sorted and distinct; fewer than `k` free
             positions.
     """
-    exclude = torch.zeros(0, dtype=torch.int64) if exclude is None else exclude
+    exclude = torch.zeros(0, dtype=torch.int64, device="cpu") if exclude is None else exclude
     if exclude.dtype != torch.int64 or exclude.dim() != 1:
         raise TypeError(
             f"exclude must be flat block positions, int64 [any], got {exclude.dtype} "
@@ -58,7 +58,7 @@ def positions_between(flat: Tensor, begin: int, end: int) -> Tensor:
     """The positions of `flat` (sorted) that lie in [begin, end), counted from `begin`."""
     if not len(flat):
         return flat
-    low, high = torch.searchsorted(flat, torch.tensor([begin, end])).tolist()
+    low, high = torch.searchsorted(flat, torch.tensor([begin, end], device="cpu")).tolist()
     return flat[low:high] - begin
 
 

@@ -40,7 +40,7 @@ class Scorer:
     def sample(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Scores of the submatrix of these block rows and columns: [rows, cols]. Not for
         convolutions."""
-        inside = torch.arange(self.b)
+        inside = torch.arange(self.b, device="cpu")
         out = (rows[:, None] * self.b + inside).view(-1).to(self.device)
         in_ = (cols[:, None] * self.b + inside).view(-1).to(self.device)
         grad = torch.zeros(len(out), len(in_), dtype=self.dtype, device=self.device)
@@ -83,7 +83,7 @@ def add_rows(
 
 def add_row_ranges(grad: Tensor, pairs: Sequence[Pair], ranges: Sequence[tuple[int, int]]) -> None:
     """`add_rows` for the rows of several ranges [begin, end), one after the other in grad."""
-    rows = torch.cat([torch.arange(*bounds) for bounds in ranges]).to(grad.device)
+    rows = torch.cat([torch.arange(*bounds, device="cpu") for bounds in ranges]).to(grad.device)
     for x, dy in pairs:
         if x.dim() == 2:
             grad.addmm_(dy.index_select(1, rows).t().to(grad.dtype), x.to(grad.dtype))

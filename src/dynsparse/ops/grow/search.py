@@ -286,7 +286,7 @@ def guess_thresholds(
     generator = torch.Generator().manual_seed(0)
     sides = [min(size, max(1, _SIDE // b)) for size in (height, width)]
     rows, cols = (
-        torch.randperm(size, generator=generator)[:side].sort().values
+        torch.randperm(size, generator=generator, device="cpu")[:side].sort().values
         for size, side in zip((height, width), sides, strict=True)
     )
     scores = scores_at(rows, cols)
@@ -325,18 +325,18 @@ def _taken_in_sample(
     begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
     lengths = end - begin
     # int32: allocating fresh memory takes the longest.
-    row_of = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(lengths)
+    row_of = torch.arange(len(rows), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
     before = lengths.cumsum(0, dtype=torch.int32) - lengths
     slots = (begin - before).index_select(0, row_of)
-    slots += torch.arange(len(row_of), dtype=torch.int32)
-    index_of_col = torch.full((width,), -1, dtype=torch.int32)
-    index_of_col[cols] = torch.arange(len(cols), dtype=torch.int32)
+    slots += torch.arange(len(row_of), dtype=torch.int32, device="cpu")
+    index_of_col = torch.full((width,), -1, dtype=torch.int32, device="cpu")
+    index_of_col[cols] = torch.arange(len(cols), dtype=torch.int32, device="cpu")
     col_of = index_of_col.index_select(0, pattern.sorted_cols.index_select(0, slots))
     sampled = (col_of >= 0).nonzero().flatten()
     row_of, col_of = row_of[sampled].long(), col_of[sampled].long()
     if len(exclude):
-        index_of_row = torch.full((height,), -1)
-        index_of_row[rows] = torch.arange(len(rows))
+        index_of_row = torch.full((height,), -1, device="cpu")
+        index_of_row[rows] = torch.arange(len(rows), device="cpu")
         also_rows, also_cols = index_of_row[exclude // width], index_of_col[exclude % width]
         sampled = (also_rows >= 0) & (also_cols >= 0)
         row_of = torch.cat([row_of, also_rows[sampled]])
@@ -408,10 +408,10 @@ def screen_positions(
     height, width = dy.shape[1], pattern.shape[1]
     excluded = positions_between(exclude, offset * width, (offset + height) * width)
     room = min(2 * k + (1 << 12), int(_MOST * height * width))
-    counts = torch.zeros(height + 1, dtype=torch.int32)
+    counts = torch.zeros(height + 1, dtype=torch.int32, device="cpu")
     cols = empty(room, dtype=torch.int32, brief=True)
     sure = empty(0 if high == torch.inf else min(k, height * width), dtype=torch.int64, brief=True)
-    numbers = torch.zeros(2, dtype=torch.int64)
+    numbers = torch.zeros(2, dtype=torch.int64, device="cpu")
     status = library.dynsparse_grow_screen(
         x.data_ptr(),
         *x.stride(),
@@ -442,6 +442,6 @@ def screen_positions(
     cols, sure = cols[:opened], sure[:certain].add_(offset * width)
     row_ptr = counts.cumsum(0, dtype=torch.int32)
     scores = dot_products(dy, x, row_ptr, cols).abs_()
-    starts = torch.arange(offset, offset + height) * width
+    starts = torch.arange(offset, offset + height, device="cpu") * width
     flat = starts.repeat_interleave(counts[1:], output_size=opened).add_(cols)
     return scores, flat, sure

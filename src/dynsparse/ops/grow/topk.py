@@ -74,7 +74,10 @@ def topk_outside(
     k, exclude = check_free_positions(pattern, k, exclude)
     dtype = check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
-        return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
+        return GrowCandidates(
+            torch.zeros(0, dtype=torch.int64, device="cpu"),
+            torch.zeros(0, dtype=dtype, device="cpu"),
+        )
     if not pairs[0][0].is_cpu:
         return _order(*topk_on_device(pairs, pattern, k, pooling, exclude, dtype), sort)
 

@@ -310,7 +310,7 @@ def _check_entries(index: PatternIndex) -> None:
     _check_range("csc_perm", index.csc_perm, len(index.cols))
     by_slot = by_slots(index.cols, index.slots)
     order = index.csc_perm.long()
-    seen = torch.zeros(len(order), dtype=torch.bool)
+    seen = torch.zeros(len(order), dtype=torch.bool, device="cpu")
     seen[order] = True
     matches = torch.equal(by_slot[order], cols) and torch.equal(rows[order], index.csc_rows)
     if not (matches and bool(seen.all())):
@@ -328,7 +328,9 @@ def _expand_pointers(name: str, ptr: Tensor, nnz: int) -> Tensor:
             f"{name} must ascend from 0 to the number of blocks, {nnz}: "
             "take index tensors from SparsePattern.index"
         )
-    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
+    return torch.repeat_interleave(
+        torch.arange(len(counts), dtype=torch.int32, device="cpu"), counts
+    )
 
 
 def _check_range(name: str, entries: Tensor, end: int) -> None:

@@ -127,7 +127,9 @@ def masks_of(p: LayerIndex) -> Tensor | None:
     """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
     masks = p.masks
     if masks is None and p.block_size == 1:
-        masks = torch.empty(p.out_features, -(-p.in_features // 16), dtype=torch.int16)
+        masks = torch.empty(
+            p.out_features, -(-p.in_features // 16), dtype=torch.int16, device="cpu"
+        )
         native.call(
             "dynsparse_small_masks",
             *(p.row_ptr, p.cols, masks, p.out_features, p.in_features, torch.get_num_threads()),

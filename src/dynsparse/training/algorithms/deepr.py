@@ -99,7 +99,9 @@ class DeepR(SparseTrainer):
     ) -> Tensor:
         """Signs of `slots` among `total` blocks."""
         generator = self.growth.generator_for(name, self.steps, "signs")
-        coins = torch.randint(2, (total, *block), generator=generator, dtype=torch.int8)
+        coins = torch.randint(
+            2, (total, *block), generator=generator, dtype=torch.int8, device="cpu"
+        )
         return coins[slots].mul_(2).sub_(1)
 
     def _before_step(self) -> None:
@@ -121,7 +123,9 @@ class DeepR(SparseTrainer):
                 generator = self.growth.generator_for(name, self.steps, "noise")
                 slots, total = self._slots.of(name, layer)
                 shape = total, *values.shape[1:]
-                noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots]
+                noise = torch.randn(shape, generator=generator, dtype=values.dtype, device="cpu")[
+                    slots
+                ]
                 # Drawn in row-major order, in whatever order the slots are.
                 order = layer.pattern._slots_on(values.device)
                 noise = by_slots(to_device(noise, values.device), order)

@@ -514,7 +514,7 @@ class StoredTensor:
                 rows = file.read(self.name, max(first, begin) - begin, min(last, end) - begin)
                 chunks.append(rows)
         if not chunks:
-            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device="cpu")
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def full_tensor(self) -> Tensor:

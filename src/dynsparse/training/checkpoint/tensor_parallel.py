@@ -275,7 +275,9 @@ def rebalance(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tensor]
     """
     slots = slots.cpu()
     first, last = chunk_of(ranks, total)
-    bounds = torch.tensor([*(chunk(total, ranks.size, r)[0] for r in range(ranks.size)), total])
+    bounds = torch.tensor(
+        [*(chunk(total, ranks.size, r)[0] for r in range(ranks.size)), total], device="cpu"
+    )
     leaving = torch.searchsorted(slots, bounds).diff()
     coming = ranks.all_to_all(leaving.to(ranks.device)).tolist()
     if sum(coming) != last - first:
@@ -315,7 +317,7 @@ def _read_slots(value: Any, slots: Tensor) -> Tensor:
     rows = []
     for first in range(0, value.shape[0], step):
         last = min(first + step, value.shape[0])
-        begin, end = torch.searchsorted(slots, torch.tensor([first, last])).tolist()
+        begin, end = torch.searchsorted(slots, torch.tensor([first, last], device="cpu")).tolist()
         if begin < end:
             rows.append(value.rows(first, last)[slots[begin:end] - first])
     return torch.cat(rows) if rows else value.rows(0, 0)
