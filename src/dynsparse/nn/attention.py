@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind, shortened, typed
@@ -29,6 +30,7 @@ from dynsparse.nn.attend import (
 )
 from dynsparse.nn.init import align_columns, align_rows, even_pattern
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops.dropout import dropout
 from dynsparse.pattern import SparsePattern
 
@@ -45,6 +47,8 @@ class Dropout(nn.Dropout):
         super().__init__(check_fraction("p", p, zero=True), inplace)
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return trace_call(self, x)
         if self.inplace:
             return super().forward(x)
         return dropout(x, self.p, self.training)
@@ -292,6 +296,11 @@ class SparseMultiheadAttention(nn.Module):
         Returns:
             (output, shaped as the query; weights [N, L, S] or [N, heads, L, S], or None).
         """
+        if isinstance(query, Proxy):
+            return trace_call(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal, score_mod=score_mod, block_mask=block_mask,
+            )  # fmt: skip
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_kind(name, tensor, Tensor, "a tensor")
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):

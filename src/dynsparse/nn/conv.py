@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional
 
 from dynsparse.checks import check_choice, check_integer, check_kind, typed
 from dynsparse.nn.init import block_count, largest_blocks
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops import conv as ops
 from dynsparse.ops.conv.choice import route
 from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
@@ -184,6 +186,8 @@ class _SparseConv(SparseLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, in, *size] or [in, *size] -> [batch, out, ...], as `nn.Conv2d`."""
+        if isinstance(x, Proxy):
+            return trace_call(self, x)
         check_kind("x", x, Tensor, "a tensor")
         single = x.dim() == self.dimensions + 1
         if x.dim() != self.dimensions + 2 and not single:

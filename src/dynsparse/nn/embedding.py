@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse.checks import check_integer, typed
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops.embedding import embedding
 
 
@@ -98,6 +100,8 @@ class SparseEmbedding(SparseLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., embedding_dim]."""
+        if isinstance(ids, Proxy):
+            return trace_call(self, ids)
         if self.executor is not None and self.target is not None:
             executor: Any = self.executor
             rows: Tensor = executor.embed(self, ids)

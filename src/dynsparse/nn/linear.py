@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx import Proxy
 from torch.nn import Parameter, functional
 
 from dynsparse.checks import check_integer, typed
@@ -17,7 +18,7 @@ from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import executor_for
 from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform
 from dynsparse.nn.sharded import require_unsharded
-from dynsparse.nn.sparse_module import SparseModule
+from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -346,7 +347,12 @@ class SparseLinear(SparseModule):
             bias = parameters["bias"]
         except KeyError:
             bias = self.bias
-        return layer_linear(x, values, bias, state.read)
+        try:
+            return layer_linear(x, values, bias, state.read)
+        except TypeError:
+            if isinstance(x, Proxy):
+                return trace_call(self, x)
+            raise
 
     def samples_of(self, shape: Sequence[int]) -> int:
         """Number of rows that an input of this shape has as a matrix [samples, in_features]."""

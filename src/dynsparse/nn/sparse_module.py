@@ -28,6 +28,13 @@ from dynsparse.ranks import DimShard, ShardSpec
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def trace_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call of a module with a `torch.fx.Proxy` as one node of the traced graph, as of layers of
+    torch.nn: the graph follows the module's pattern."""
+    tracer = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+
+
 def drop_references(values: Tensor) -> None:
     """Drop the weak references to a layer's Parameter: torch swaps no tensor that has one."""
     _owners.pop(values, None)

@@ -1,0 +1,34 @@
+"""torch.fx.symbolic_trace: a sparse layer is one node, which follows updates."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import symbolic_trace
+
+import dynsparse as ds
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (lambda: ds.nn.SparseLinear(16, 8, 0.3), torch.randn(2, 16)),
+        (lambda: ds.nn.SparseConv2d(3, 8, 3, density=0.3), torch.randn(2, 3, 8, 8)),
+        (lambda: ds.nn.SparseConv1d(3, 8, 3, density=0.3), torch.randn(2, 3, 8)),
+        (lambda: ds.nn.SparseEmbedding(10, 8, 0.5), torch.tensor([1, 2])),
+        (lambda: ds.nn.SparseTransformerLayer(16, 2, 32, density=0.5), torch.randn(2, 5, 16)),
+    ],
+)
+def test_traced_programs_compute_what_the_model_does(layer, x):
+    model = nn.Sequential(layer(), nn.ReLU()).eval()
+    traced = symbolic_trace(model)
+    assert torch.equal(traced(x), model(x))
+
+
+def test_traced_programs_follow_the_pattern():
+    model = nn.Sequential(ds.nn.SparseLinear(16, 8, 0.3))
+    traced = symbolic_trace(model)
+    x = torch.randn(4, 16)
+    pattern = ds.SparsePattern.random((8, 16), 0.3)
+    model[0].set_pattern(pattern, torch.ones(pattern.nnz))
+    assert torch.equal(traced(x), model(x))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
