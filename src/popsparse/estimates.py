@@ -155,16 +155,13 @@ class ModelEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        layers = [asdict(layer) for layer in self.layers]
-        for layer in layers:
-            layer["bucket_fill"] = list(layer["bucket_fill"])
         return {
             "target": self.target.to_dict(),
             "dtype": self.dtype,
             "cycles": self.cycles,
             "seconds": self.seconds,
             "update_cycles": self.update_cycles,
-            "layers": layers,
+            "layers": [asdict(layer) for layer in self.layers],
         }
 
     def summary(self) -> str:

@@ -127,12 +127,7 @@ def _dynamic_report(plan: Plan) -> dict[str, Any]:
             "bounds_tried": list(plan.search.bounds),
             "bound": plan.memory_bound,
         },
-        "search": {
-            "partitions": plan.search.partitions,
-            "candidates": plan.search.candidates,
-            "allowed": plan.search.allowed,
-            "fitting": plan.search.fitting,
-        },
+        "search": plan.search.counts,
         "runners_up": [
             _runner_up(row, plan.cycles, plan.cycles_by_term) for row in plan.search.runners_up
         ],
@@ -163,8 +158,8 @@ def _static_report(plan: StaticPlan) -> dict[str, Any]:
         "terms": dict(plan.terms),
         "cycles": plan.cycles,
         "temporary_bytes": plan.temporary_bytes,
-        "memory": {**tile_memory(plan).to_dict(), "bound": plan.search.bound},
-        "search": {"partitions": plan.search.priced, "possible": plan.search.possible},
+        "memory": {**tile_memory(plan).to_dict(), "bound": plan.search.bounds[-1]},
+        "search": plan.search.counts,
         "runners_up": [_runner_up(row, plan.cycles, plan.terms) for row in plan.search.runners_up],
         "predicted": predict(plan).to_dict(),
     }

@@ -434,14 +434,6 @@ def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: boo
             yield Cut(kind, swapped, fields, outs, k, *splits_of)
 
 
-def _hmac_cuts(
-    m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any
-) -> Iterator[Cut]:
-    for swapped in (True, False):
-        for kind in _hmac_kinds(k, dtype, partials):
-            yield from _cuts(m, k, n, kind, target, swapped=swapped)
-
-
 def _search(
     m: int,
     k: int,
@@ -463,9 +455,15 @@ def _search(
         for cut in _cuts(m, k, n, kind, target, swapped=swapped)
     ]
     cuts.sort(key=lambda cut: (not cut.swapped, cut.serial))
+    hmac_kinds = _hmac_kinds(k, dtype, partials)
     for bound in (first, 2 * first, 4 * first, None):
         best: tuple[tuple[int, int], Cut, Terms, int] | None = None
-        for cut in chain(cuts, _hmac_cuts(m, k, n, dtype, partials, target)):
+        hmac_cuts = (
+            cut
+            for swapped, kind in product((True, False), hmac_kinds)
+            for cut in _cuts(m, k, n, kind, target, swapped=swapped)
+        )
+        for cut in chain(cuts, hmac_cuts):
             fastest = math.inf if best is None else best[0][0]
             if isinstance(cut.kind, HMAC) and least > fastest:
                 break

@@ -83,25 +83,18 @@ class PassCost:
         return sum(term.cycles for term in self.terms)
 
 
-@dataclass(frozen=True)
-class Search:
-    """What the search saw, for the report.
+class Search(NamedTuple):
+    """What a search saw, for the report.
 
     Attributes:
-        partitions: partitions priced for each candidate (method and exchange).
-        candidates: how many of those there were.
-        allowed: partitions that break no rule, over all candidates.
-        fitting: those of them within the memory bound.
+        counts: how many partitions were priced and how many of them are possible, by name.
         bounds: the memory bounds tried, bytes; None: without bound.
         runners_up: the next best plans as plain dictionaries.
     """
 
-    partitions: int
-    candidates: int
-    allowed: int
-    fitting: int
+    counts: dict[str, int]
     bounds: tuple[int | None, ...]
-    runners_up: tuple[dict[str, Any], ...] = field(repr=False)
+    runners_up: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)

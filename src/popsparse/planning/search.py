@@ -181,10 +181,12 @@ def _search(target: Any, dtype: DataType, params: FullyConnectedParams, options:
     order = indices[np.lexsort(keys)]
     width = len(candidates[0].cycles)
     search = Search(
-        partitions=width,
-        candidates=len(candidates),
-        allowed=int(allowed.sum()),
-        fitting=len(indices),
+        {
+            "partitions": width,
+            "candidates": len(candidates),  # methods and exchanges
+            "allowed": int(allowed.sum()),
+            "fitting": len(indices),
+        },
         bounds=tuple(tried),
         runners_up=tuple(
             _summary(candidates[i // width], i % width) for i in order[1 : 1 + _KEPT].tolist()

@@ -30,12 +30,11 @@ from popsparse.formats import SparseMatrix
 from popsparse.planning.cycles import clear_memory
 from popsparse.planning.options import Options
 from popsparse.planning.params import WORD_LIMIT, DataType, MatmulParams, ceil_div, data_type
-from popsparse.planning.plan import PlanningCache
+from popsparse.planning.plan import PlanningCache, Search
 from popsparse.planning.static_layout import (
     Bands,
     Interval,
     StaticPlan,
-    StaticSearch,
     column_bands,
     sort_kept_first,
     split_n,
@@ -295,7 +294,7 @@ class _Chosen(NamedTuple):
     bands: int
     terms: dict[str, int]
     temporary_bytes: int
-    search: StaticSearch
+    search: Search
 
 
 def _digest(pattern: SparsePattern) -> str:
@@ -434,7 +433,8 @@ def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
         )
     # Equal cycles: fewer parts of n, then fewer bands.
     possible.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
-    search = StaticSearch(count, len(possible), bound, tuple(possible[1 : 1 + _RUNNERS_UP]))
+    counts = {"partitions": count, "possible": len(possible)}
+    search = Search(counts, (bound,), tuple(possible[1 : 1 + _RUNNERS_UP]))
     best = {name: one for name, one in possible[0].items() if name != "cycles"}
     return _Chosen(**best, search=search)
 
@@ -458,7 +458,9 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         best = _best(estimate, cuts(options), bound)
     else:  # Nothing to multiply: the output is zeros.
         moved = ceil_div(params.m * estimate.n * dtype.size, target.tiles)
-        best = _Chosen(1, 1, {"move output": moved}, 0, StaticSearch(1, 1, 1, ()))
+        best = _Chosen(
+            1, 1, {"move output": moved}, 0, Search({"partitions": 1, "possible": 1}, (1,), ())
+        )
     _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
     cut = cuts(replace(options, n_split=best.n_split, num_bands=best.bands))
     n_parts, tile_parts = cut.parts(best.n_split)

@@ -19,6 +19,7 @@ from dynsparse.pattern import SparsePattern
 from popsparse.machine.target import SYNC
 from popsparse.planning.options import Options
 from popsparse.planning.params import DataType, MatmulParams, ceil_div
+from popsparse.planning.plan import Search
 
 _LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set apart.
 
@@ -272,15 +273,6 @@ def _elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
     return np.asarray((home >= away) & (depth > 1))
 
 
-class StaticSearch(NamedTuple):
-    """What the search saw: partitions priced, those possible, the memory bound, runners-up."""
-
-    priced: int
-    possible: int
-    bound: int
-    runners_up: tuple[dict[str, Any], ...]
-
-
 def work_list_words(rows: Any, blocks: Any, block: int, workers: int) -> Any:
     """16-bit words of a tile's work list: per worker, per row, per block."""
     if block == 1:
@@ -400,7 +392,7 @@ class StaticPlan:
     band_tiles: tuple[tuple[int, ...], ...] = field(repr=False)
     terms: dict[str, int]
     temporary_bytes: int
-    search: StaticSearch = field(repr=False)
+    search: Search = field(repr=False)
 
     @property
     def n_split(self) -> int:
