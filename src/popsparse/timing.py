@@ -1,23 +1,19 @@
 """The execution model: what a planned product takes on a pattern.
 
-The estimator's formulas (`planning.cycles`) choose the plan; these say what it takes.
-They differ where the estimator is known to be off: the general kernels of unstructured sparsity
-set up and store for every block of the batch, not once a row; every matched sub-group launches the
-workers anew; zeroing runs at the full width of the data path; 16x16 blocks of float16 with float32
-partials always load their coefficients in two halves.
+The estimator's formulas (`planning.cycles`) choose the plan, these say what it takes. Each is a
+count of the instructions of the kernel's loops; a worker issues one instruction every `workers`
+cycles, so a tile pays `workers` times the slowest worker. They differ where the estimator is known
+to be off: the general kernels of unstructured sparsity set up and store for every block of the
+batch, not once a row; every matched sub-group launches the workers anew; zeroing runs at the full
+width of the data path; 16x16 blocks of float16 with float32 partials always load their coefficients
+in two halves.
 
-See section 3.6 of docs/popsparse-formulas.md. Each formula is a count of the instructions of the
-kernel's loops. A worker issues one instruction every `workers` cycles, so a tile pays `workers`
-times the slowest worker.
+The planner assumes that every tile gets its even share and that nothing spills. Here the buckets of
+a pattern are made: the fullest tile, the rows of each worker, the steps of the propagation phase.
+The exchange moves what a tile lacks at the target's rate, and every superstep that exchanges
+anything costs the target's `sync_cycles`. No constant is fitted and nothing is simulated.
 
-Where the planner assumes that every tile gets its even share and that nothing spills, this looks
-at the buckets a pattern really makes: the fullest tile, the rows each worker gets, the steps of
-the propagation phase. It needs no simulation, so it serves for predictions; the device program,
-run on the simulated machine, gives the same kind of figures step by step.
-
-No constant is fitted. Kernels are instruction counts (`timing`), the exchange moves what
-a tile lacks at the target's rate, and every superstep that exchanges anything costs the target's
-`sync_cycles`.
+See section 3.6 of docs/popsparse-formulas.md.
 """
 
 from __future__ import annotations

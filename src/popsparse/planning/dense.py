@@ -1,11 +1,9 @@
 """The planner of dense products.
 
-See section 7.3 of docs/popsparse-formulas.md.
-
 `plan(m, k, n, dtype, target)` finds, for C[m, n] = A[m, k] B[k, n], the cut that poplibs' planner
 would choose: a 1x1 convolution in the matrix units (AMP) or by vector multiply-accumulate (HMAC),
 split over the tiles in the streamed field, the out-channels and the in-channels, and in time
-(serial splits). See section 7 of docs/popsparse-formulas.md; no constant is fitted.
+(serial splits). See section 7 of docs/popsparse-formulas.md.
 
 PopSparse only reports the serial splits that the planner of dense products would choose for it
 (`fully_connected_dense_grad_w_serial_splits`); Graphcore's application had a product cut that way.
@@ -591,19 +589,15 @@ def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
 
 
 def _planned(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
-    """One group's product, on its share of the tiles."""
-    target = layer.target
-    share = target.with_(tiles=max(1, target.tiles // layer.sizes.groups))
-    partials = (
-        update.partials_type if update.partials_type.size >= layer.dtype.size else layer.dtype
-    )
-    return plan(
-        y,
-        layer.sizes.z,
-        x,
+    """The product of one group's piece of x by y channels."""
+    params = replace(layer.params, output_channels_per_group=x, input_channels_per_group=y)
+    partials = update.partials_type
+    return dense_pass(
+        "grad_weight",
+        layer.target,
         layer.dtype,
-        share,
-        partials=partials,
+        params,
+        partials=partials if partials.size >= layer.dtype.size else layer.dtype,
         available_memory_proportion=update.available_memory_proportion,
     )
 

@@ -5,10 +5,8 @@ tiles in proportion to them; a tile gets an equal number of the band's blocks, i
 estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
 docs/popsparse-formulas.md); `static_timing` then times what really comes out.
 
-Instruction counts of the static kernels (section 6.3 of docs/popsparse-formulas.md).
-
-All results are cycles of a tile; a worker's instruction takes `workers` of them. Arguments may be
-arrays. Partial sums have the type of the data.
+The cycles of the kernels (section 6.3 there) are of a tile; a worker's instruction takes `workers`
+of them. Arguments may be arrays. Partial sums have the type of the data.
 """
 
 from __future__ import annotations
