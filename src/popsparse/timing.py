@@ -209,18 +209,6 @@ class BucketLoad:
         overflow = OverflowInfo.of(groups, layout)
         return cls(groups, layout.partition, plan.target.workers, overflow)
 
-    @property
-    def blocks(self) -> int:
-        return int(self.groups.nz.sum())
-
-    @property
-    def rows(self) -> np.ndarray:
-        return self.groups.rows
-
-    @property
-    def nz(self) -> np.ndarray:
-        return self.groups.nz
-
     @cached_property
     def home(self) -> np.ndarray:
         """The rectangle whose tiles hold each sub-group's bucket."""
@@ -344,7 +332,7 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     """The time of each pass of a dynamic plan: see `plans.predict`."""
     patterns = list(pattern) if plan.partition.groups > 1 else [pattern]
     loads = [BucketLoad.of(plan, one) for one in patterns]
-    blocks = sum(load.blocks for load in loads)
+    blocks = sum(int(load.groups.nz.sum()) for load in loads)
     area = plan.block_dimensions[0] * plan.block_dimensions[1]
     products = 2.0 * blocks * area * plan.params.batch_size
     times = {}
@@ -458,12 +446,16 @@ class _Product(_Pass):
             by_share = []
             for share in shares:
                 kernel = self.kernel(share * grain)
-                by_share.append(self.workers * kernel.worker(0, load.nz))
-            own = kernel.supervisor + load.rows * kernel.by_row + load.nz * kernel.by_each
+                by_share.append(self.workers * kernel.worker(0, load.groups.nz))
+            own = (
+                kernel.supervisor
+                + load.groups.rows * kernel.by_row
+                + load.groups.nz * kernel.by_each
+            )
             return np.maximum.reduce(by_share) + own
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
-            work = kernel.worker(load.rows, load.shared_turns(self.workers))
+            work = kernel.worker(load.groups.rows, load.shared_turns(self.workers))
             return self.workers * work + kernel.supervisor
         pieces, nz = load.work_pieces(
             plan.groups_per_tile.z, self.workers, transposed=self.grad_input
@@ -511,9 +503,11 @@ class _GradWeight(_Pass):
         plan = self.plan
         amp = plan.method is Method.BLOCK_AMP
         kernel = grad_weight_kernel(plan, self.z)
-        share = load.nz if amp else -(-load.nz // self.workers)
-        rows = load.rows if amp else np.minimum(-(-load.rows // self.workers) + 1, share)
-        own = kernel.supervisor + load.rows * kernel.by_row + load.nz * kernel.by_each
+        share = load.groups.nz if amp else -(-load.groups.nz // self.workers)
+        rows = (
+            load.groups.rows if amp else np.minimum(-(-load.groups.rows // self.workers) + 1, share)
+        )
+        own = kernel.supervisor + load.groups.rows * kernel.by_row + load.groups.nz * kernel.by_each
         return self.workers * kernel.worker(rows, share) + own
 
     def steps(self) -> Iterable[Step]:
