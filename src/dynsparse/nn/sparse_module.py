@@ -6,6 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
 from types import FrameType
 from typing import Any
 
@@ -255,8 +256,12 @@ class SparseModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         with changing:
+            state = self._state_to_copy()
             # Pickle reads the Parameter later, after other threads may have changed the pattern.
-            return {**self._state_to_copy(), "_saved": (self._pattern, self.values.detach())}
+            # To a process that is being spawned torch sends each memory once.
+            if get_spawning_popen() is None:
+                state["_saved"] = self._pattern, self.values.detach()
+            return state
 
     def _state_to_copy(self) -> dict[str, Any]:
         # What is derived from the pattern is not copied: copies have their own memory.

@@ -529,11 +529,15 @@ class SparsePattern:
         return html_table(rows, head=("SparsePattern", ""))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: getattr(self, k) for k in ("rows", "cols", "shape", "block_size")}
+        # Arrays: tensors that live no longer than this dictionary cannot be sent to a process that
+        # is being spawned.
+        arrays = {"rows": self.rows.numpy(), "cols": self.cols.numpy()}
+        return {**arrays, "shape": self.shape, "block_size": self.block_size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.shape, self.block_size = state["shape"], state["block_size"]
-        self._set_by_slots(state["rows"].long() * self.grid[1] + state["cols"])
+        rows, cols = (torch.from_numpy(state[key]) for key in ("rows", "cols"))
+        self._set_by_slots(rows.long() * self.grid[1] + cols)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable
