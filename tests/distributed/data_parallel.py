@@ -19,7 +19,7 @@ from rank_trainings import (
     weights,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
@@ -342,6 +342,24 @@ def _sent(rank, samples):
         moved.append(trainer.ranks.sent - before)
     assert trainer.updates == 1
     return moved
+
+
+def with_power_sgd(rank, size):
+    """The numbers of blocks after a training whose gradients PowerSGD compresses."""
+    torch.manual_seed(0)
+    net = ds.nn.SparseLinear(256, 256, 0.5)
+    ddp = DistributedDataParallel(net)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = ds.GMP(net, optimizer, total_steps=12, update_interval=3, final_density=0.1)
+    seen = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        ddp(torch.randn(16, 256)).square().mean().backward()
+        trainer.step()
+        seen.append(net.pattern.nnz)
+    return seen, bool(net.values.isfinite().all())
 
 
 def step_traffic(rank, size):

@@ -128,6 +128,12 @@ def test_traffic():
             assert 0 < update <= most * dense, (name, update / dense)
 
 
+def test_compressed_gradients_of_values_that_change_their_number():
+    for seen, finite in on_ranks(2, work.with_power_sgd):
+        assert len(set(seen)) > 3
+        assert finite
+
+
 def test_traffic_of_a_step():
     """What DistributedDataParallel sums up is the gradients of the values, and nothing else."""
     for sent, values, dense, buffers in on_ranks(2, work.step_traffic):

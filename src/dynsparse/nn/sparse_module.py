@@ -249,6 +249,12 @@ class SparseModule(nn.Module):
 
         return switch
 
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            f"torch.jit.script does not compile sparse layers such as {type(self).__name__}: use "
+            "torch.compile, torch.jit.trace, or dynsparse.densify first"
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModule:
         super()._apply(fn, recurse)
         self._refresh()

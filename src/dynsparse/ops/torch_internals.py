@@ -38,6 +38,9 @@ _count_modes = _find("_C._len_torch_dispatch_stack", lambda: 1)
 _transforms = _find("_C._functorch.peek_interpreter_stack", lambda: None)
 _is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _tracing_state = _find("_C._get_tracing_state", lambda: None)
+is_batched = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
+"""Whether a gradient stands for several, with `is_grads_batched=True`."""
+
 _find("autograd.forward_ad._current_level", -1)  # changes, so it is read where it is used
 if _missing:
 

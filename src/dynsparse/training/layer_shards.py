@@ -241,7 +241,7 @@ def follow_sizes(values: Iterable[Tensor]) -> None:
     present sizes.
 
     The gradients of the present step must be complete. A wrapper's reducer has buckets of the old
-    sizes, so it is made anew; its communication hooks stay.
+    sizes, so it is made anew; its communication hooks stay, that of PowerSGD starts anew.
     """
     values = list(values)
     for ddp in _wrappers_of(values) if values else []:
@@ -253,6 +253,9 @@ def follow_sizes(values: Iterable[Tensor]) -> None:
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
         for hook, state in ddp._comm_hooks:
+            # What PowerSGD keeps between steps has the sizes of the buckets before.
+            for kept in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(state, kept, {}).clear()
             torch.distributed._register_comm_hook(ddp.reducer, state, hook)
 
 

@@ -30,6 +30,7 @@ from dynsparse.ops.torch_internals import (
     dispatch_modes,
     fast_apply,
     is_autocast,
+    is_batched,
     is_gradient_needed,
     is_transformed,
     raw_apply,
@@ -163,7 +164,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     dx = dw = None
     sums: list[Tensor] = []
     if need_input or x is not None:
-        if p is not None and not _is_grad_enabled() and not is_autocast(dy):
+        if not (p is None or _is_grad_enabled() or is_autocast(dy) or is_batched(dy)):
             if checked and x is not None:
                 products.record(p.row_ptr, x, dy)
             bias_sums = None if ctx.bias_dtype is None else sums

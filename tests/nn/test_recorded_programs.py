@@ -1,4 +1,6 @@
-"""torch.fx.symbolic_trace: a sparse layer is one node, which follows updates."""
+"""Programs recorded by torch.fx and torch.jit: what works, and what is refused or left alone."""
+
+import warnings
 
 import pytest
 import torch
@@ -32,3 +34,21 @@ def test_traced_programs_follow_the_pattern():
     model[0].set_pattern(pattern, torch.ones(pattern.nnz))
     assert torch.equal(traced(x), model(x))
     assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+
+
+def test_torch_jit():
+    model, x = nn.Sequential(ds.nn.SparseLinear(16, 8, 0.3)), torch.randn(2, 16)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script does not compile .*: use"):
+        torch.jit.script(model)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+    assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), model(x))
+
+
+def test_quantize_dynamic_passes_sparse_layers_over():
+    model = nn.Sequential(ds.nn.SparseLinear(16, 8, 0.3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    assert quantized[0].values.dtype == torch.float32
