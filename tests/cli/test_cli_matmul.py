@@ -233,6 +233,16 @@ def test_text(capsys, method):
         ("--method static --plan-constraints {}", "--plan-constraints: applies to --method dyn"),
         ("--method dense --options {}", "--options: applies to --method dynamic and static, got"),
         ("--report-plan", "--report-plan is text"),
+        ("--cols 0", "--cols: expected an integer of at least 1, got 0"),
+        ("--density nan", "--density: expected a number in [0, 1], got nan"),
+        ("--density much", "expected a number, got 'much'"),
+        ("--block-size 0", "--block-size: expected an integer of at least 1"),
+        ("--target gpu", "--target: expected one of mk2, bow, got 'gpu'"),
+        ("--tiles 0", "--tiles: expected an integer of at least 1"),
+        ("--seeds 0", "--seeds: expected an integer of at least 1"),
+        ("--options [1]", "--options: expected a JSON object"),
+        ("--oversize -1", "--oversize: expected a number in [0, 1e+06], got -1"),
+        ("--partials-type int8", "--partials-type: expected one of float16, float32"),
     ],
 )
 def test_wrong_calls_end_in_one_line(capsys, more, words):
