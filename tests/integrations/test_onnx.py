@@ -421,3 +421,18 @@ def test_nodes_that_take_one_matrix_in_their_own_ways(nodes, square, sparse, tmp
     assert len(sparse_layers(model)) == (len(nodes) if sparse else 0)
     for layer in sparse_layers(model).values():
         assert layer.pattern.nnz == len(layer.values) == int((layer.values != 0).sum())
+
+
+def test_a_small_file_that_stands_for_a_large_matrix_is_refused(tmp_path):
+    make = onnx.helper
+    floats = onnx.TensorProto.FLOAT
+    values = make.make_tensor("w", floats, [1], [1.0])
+    indices = make.make_tensor("positions", onnx.TensorProto.INT64, [1], [5])
+    inside, outside = (
+        make.make_tensor_value_info(name, floats, [1, 200_000]) for name in ("x", "y")
+    )
+    graph = make.make_graph([make.make_node("MatMul", ["x", "w"], ["y"])], "g", [inside], [outside])
+    graph.sparse_initializer.append(make.make_sparse_tensor(values, indices, [200_000] * 2))
+    onnx.save(make.make_model(graph), tmp_path / "large.onnx")
+    with pytest.raises(ValueError, match="at most 268,435,456 bytes when they are dense, got 160,"):
+        import_(tmp_path / "large.onnx")

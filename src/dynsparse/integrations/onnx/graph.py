@@ -14,6 +14,7 @@ is zero.
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections import Counter
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from dynsparse.checks import shortened
 from dynsparse.files.atomic_write import atomic_write
-from dynsparse.files.limits import parse_json
+from dynsparse.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 
@@ -154,10 +155,12 @@ def densify_initializers(model: Any) -> SparseWeights:
         The patterns of the sparse initializers.
 
     Raises:
-        ValueError: positions outside of the matrix, or that do not form blocks of the given size.
+        ValueError: positions outside of the matrix, or that do not form blocks of the given size;
+            matrices that would take more memory than a file of this size may.
     """
     sizes = _block_sizes(model)
     graph = model.graph
+    _check_dense_bytes(model)
     patterns: SparseWeights = {}
     for entry in graph.sparse_initializer:
         name = entry.values.name
@@ -174,6 +177,19 @@ def densify_initializers(model: Any) -> SparseWeights:
             patterns[name] = _pattern(name, flat, shape, sizes.get(name, 1))
     del graph.sparse_initializer[:]
     return patterns
+
+
+def _check_dense_bytes(model: Any) -> None:
+    entries = model.graph.sparse_initializer
+    if any(side < 0 for entry in entries for side in entry.dims):
+        raise ValueError("expected sparse initializers with sides of at least 0")
+    numbers = sum(math.prod(entry.dims) for entry in entries)
+    # No type has more than eight bytes; most have four.
+    if 4 * numbers > (most := read_limit(model.ByteSize())):
+        raise LimitError(
+            f"expected sparse initializers of at most {most:,} bytes when they are dense, got "
+            f"{4 * numbers:,}: {HOW_TO_RAISE}"
+        )
 
 
 def to_tensor(proto: Any) -> Tensor:

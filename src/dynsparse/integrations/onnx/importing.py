@@ -103,7 +103,10 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
                 pattern = transpose_pattern(pattern)
             layer = _copy_layer(linear, pattern)
             users.append((node.transposed, linear, layer))
-        _replace_module(module, _converted_name(name), name, layer)
+        try:
+            _replace_module(module, _converted_name(name), name, layer)
+        except (AttributeError, KeyError) as error:
+            raise ValueError(f"{file}: {name!r} cannot be the name of a module") from error
     copied = [weight for weight, users in layers.items() if len(users) > 1]
     if copied:
         warnings.warn(
