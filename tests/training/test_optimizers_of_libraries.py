@@ -10,11 +10,15 @@ from dynsparse.training.optimizer_state import states_of
 
 N = 128
 
+LIBRARIES = {
+    "bitsandbytes": lambda: pytest.importorskip("bitsandbytes").optim,
+    "pytorch_optimizer": lambda: pytest.importorskip("pytorch_optimizer"),
+    "schedulefree": lambda: pytest.importorskip("schedulefree"),
+    "torchao": lambda: pytest.importorskip("torchao.optim"),
+}
 # By library: class name -> arguments. torchao quantizes state of at least 4,096 entries.
 OPTIMIZERS = {
-    "schedulefree": {"AdamWScheduleFree": {}, "SGDScheduleFree": {}, "RAdamScheduleFree": {}},
-    "torchao.optim": {"AdamW8bit": {"block_size": 32}, "AdamWFp8": {"block_size": 32}},
-    "bitsandbytes.optim": {
+    "bitsandbytes": {
         "Adam8bit": {"min_8bit_size": 16},
         "Lion8bit": {"min_8bit_size": 16},
         "AdamW": {},
@@ -22,6 +26,8 @@ OPTIMIZERS = {
     "pytorch_optimizer": {
         name: {} for name in ("Lion", "AdaBelief", "Adan", "Prodigy", "ScheduleFreeAdamW")
     },
+    "schedulefree": {"AdamWScheduleFree": {}, "SGDScheduleFree": {}, "RAdamScheduleFree": {}},
+    "torchao": {"AdamW8bit": {"block_size": 32}, "AdamWFp8": {"block_size": 32}},
 }
 
 
@@ -30,7 +36,7 @@ OPTIMIZERS = {
 )
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_state_follows_updates(library, name, block_size):
-    module = pytest.importorskip(library)
+    module = LIBRARIES[library]()
     layer = SparseLinear(N, N, 0.5, block_size, bias=False)
     options = {"lr": 0.01} | OPTIMIZERS[library][name]
     optimizer = getattr(module, name)(layer.parameters(), **options)
