@@ -186,12 +186,14 @@ def _initial_entry(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -
     fresh = getattr(optimizer, "fresh", {})  # of adapters of other libraries' optimizers
     if key in fresh:
         return float(fresh[key])
-    group = next(g for g in optimizer.param_groups if any(p is values for p in g["params"]))
     if isinstance(optimizer, torch.optim.Adagrad) and key == "sum":
-        return float(group["initial_accumulator_value"])
-    if isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
-        return float(group["lr"])
-    return 0.0
+        option = "initial_accumulator_value"
+    elif isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
+        option = "lr"
+    else:
+        return 0.0
+    group = next(g for g in optimizer.param_groups if any(p is values for p in g["params"]))
+    return float(group[option])
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor]) -> None:
