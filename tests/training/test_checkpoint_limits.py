@@ -78,12 +78,12 @@ def test_parts_of_the_wrong_type(refused, parts):
 
 def test_what_is_inside_the_parts_changes_nothing_either(refused, parts):
     for key in ("torch", "numpy", "python"):
-        refused({**parts, "random": {**parts["random"], key: 1}}, "the state of the random gen")
+        refused({**parts, "random": {**parts["random"], key: 1}}, "the random state is dam")
         rest = {name: value for name, value in parts["random"].items() if name != key}
-        refused({**parts, "random": rest}, "the state of the random gen")
+        refused({**parts, "random": rest}, "the random state is damaged")
     state = copy.deepcopy(parts["optimizer"])
     state["state"]["state"] = [1]
-    refused({**parts, "optimizer": state}, "the state of the optimizer: ")
+    refused({**parts, "optimizer": state}, "the state of the optimizer is damaged")
     rows = parts["model"]["rows"]
     for wrong in (rows.flip(0), rows + 100, rows - 100, rows[:-1], rows.double()):
         refused({**parts, "model": {**parts["model"], "rows": wrong}}, "damaged|was saved as")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,13 @@ def state_of(generator: Generator) -> dict[str, Any]:
     )
 
 
-def check_kind(generator: Generator, state: dict[str, Any], name: str) -> None:
-    """Raise ValueError if `state` is not of this kind of generator."""
+def check(generator: Generator, state: dict[str, Any], name: str) -> None:
+    """Raise if `state` is not of this kind of generator."""
     own = state_of(generator)
-    if own["kind"] != state["kind"] or _bits(own) != _bits(state):
+    bits = [_bits(one) for one in (own, state)]
+    if own["kind"] != state["kind"] or bits[0] != bits[1]:
         raise ValueError(f"the generator {name!r} was of another kind when it was saved")
+    _try(lambda: restore(_beside(generator), state), f"the state of the generator {name!r}")
 
 
 def restore(generator: Generator, state: dict[str, Any]) -> None:
@@ -52,6 +55,19 @@ def global_states() -> dict[str, Any]:
     }
 
 
+def check_global_states(states: dict[str, Any]) -> None:
+    """Raise ValueError unless `restore_global_states` takes `states`."""
+
+    def restore_beside() -> None:
+        torch.Generator().set_state(states["torch"])
+        np.random.RandomState().set_state(_arrays(states["numpy"]))
+        random.Random().setstate(states["python"])
+        if not all(isinstance(state, torch.Tensor) for state in states["cuda"]):
+            raise TypeError("expected tensors of CUDA's generators")
+
+    _try(restore_beside, "the random state")
+
+
 def restore_global_states(states: dict[str, Any]) -> None:
     """Put the global generators back; CUDA's only on a machine with as many devices."""
     torch.set_rng_state(states["torch"])
@@ -65,6 +81,23 @@ def _bits(state: dict[str, Any]) -> Any:
     if state["kind"] != "numpy" or not isinstance(state["state"], dict):
         return None
     return state["state"].get("bit_generator")
+
+
+def _beside(generator: Generator) -> Generator:
+    """Another generator of the same kind, whose state does not matter."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    if isinstance(generator, np.random.Generator):
+        return np.random.Generator(type(generator.bit_generator)())
+    return random.Random()
+
+
+def _try(restore: Callable[[], None], what: str) -> None:
+    try:
+        restore()
+    except Exception as error:  # of any kind: the values are untrusted
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise ValueError(f"{what} is damaged ({reason})") from None
 
 
 def _plain(state: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,16 @@ from torch import Tensor, nn
 
 from dynsparse.checks import shortened
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import is_sharded, local_part, sharded_like
+from dynsparse.nn.sharded import is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, ShardSpec, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
+from dynsparse.training.checkpoint.optimizer_state import (
+    check_finite,
+    check_scheduler,
+    load_optimizer_state,
+)
 from dynsparse.training.checkpoint.rank_state import gather_coordinates, gather_history
 from dynsparse.training.checkpoint.tensor_parallel import KeyPath, TensorParallelState
 from dynsparse.training.layer_shards import follow_sizes, resize_shards
@@ -33,10 +38,6 @@ _OTHERS = (
     "ranks that save together must hold the same model, as replicas or in shards: "
     "save each stage of a pipeline with ranks=group"
 )
-
-
-# What they keep of a parameter is not of its shape.
-_OTHER_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
 
 
 @dataclass
@@ -87,7 +88,7 @@ class TrainingState:
         keeps NaN or infinity, or the ranks hold different layers or patterns."""
         with collective_errors(ranks):
             if self.optimizer is not None:
-                _check_finite(self.optimizer.state, _parameter_names(self.model))
+                check_finite(self.optimizer.state, _parameter_names(self.model))
         layers = {
             name: module
             for name, module in self.model.named_modules()
@@ -168,100 +169,54 @@ class TrainingState:
         return sharded
 
     def restore(self, parts: dict[str, Any], where: str, ranks: Ranks) -> None:
-        """Load `parts`, on all ranks or on none.
+        """Load `parts` after everything has been checked, on all ranks or on none.
 
         Args:
             parts: with "random" and "generators" of this rank, None where it has none.
 
         Raises:
-            CheckpointError: something does not fit; everything is as it was before.
+            CheckpointError: something does not fit; nothing is changed.
         """
+        optimizer, trainer = self.optimizer, self.trainer
+        attributes: dict[str, Any] = {}
         with shared_errors(ranks):
             try:
-                self._check(parts)
-            except Exception as error:  # of any kind: the values are untrusted
+                attributes = self._check(parts)
+            except Exception as error:  # of any kind: untrusted values are compared
                 raise mismatch(where, error) from None
+
+        # What only shows while it is loaded is undone.
+        before = None
+        if trainer is not None:
+            before = copy.deepcopy((self.model.state_dict(), trainer.state_dict()))
+        own = {} if optimizer is None else dict(optimizer.__dict__)
         sizes = {p: p.shape for p in self.model.parameters()}
-        undo = self._undo()
         try:
-            with shared_errors(ranks):
-                try:
-                    self._load(parts)
-                except Exception as error:  # of any kind: the values are untrusted
-                    raise mismatch(where, error) from None
-        except BaseException:
-            undo()
-            raise
+            self._resize_shards(parts["model"])
+            self.model.load_state_dict(parts["model"])
+            if optimizer is not None:
+                optimizer.__dict__.update(attributes)
+            if trainer is not None:
+                trainer.load_state_dict(parts["trainer"])
+        except Exception as error:  # of any kind: the values are untrusted
+            if before is None or trainer is None:
+                raise
+            self._resize_shards(before[0])
+            self.model.load_state_dict(before[0])
+            if optimizer is not None:
+                optimizer.__dict__.update(own)
+            trainer.load_state_dict(before[1])
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CheckpointError(f"{where} does not fit: its trainer's state: {reason}") from None
         if not ranks.alone:
             follow_sizes([p for p, shape in sizes.items() if p.shape != shape])
-
-    def _check(self, parts: dict[str, Any]) -> None:
-        """Raise ValueError for what loading would not notice."""
-        _check_model(parts, self.model)
-        if self.optimizer is not None:
-            _check_optimizer(parts["optimizer"], self.optimizer)
-        if self.trainer is not None:
-            _require(parts, "trainer")
         if self.lr_scheduler is not None:
-            _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
-        for name, generator in self.generators.items():
-            if parts["generators"] is not None:
-                if name not in parts["generators"]:
-                    raise ValueError(f"it holds no generator {name!r}")
-                rng.check_kind(generator, parts["generators"][name], name)
-
-    def _load(self, parts: dict[str, Any]) -> None:
-        """Raises ValueError, which names the part."""
-        self._resize_shards(parts["model"])
-        loads: dict[str, Callable[[], Any]] = {
-            "model": lambda: self.model.load_state_dict(parts["model"])
-        }
-        if self.optimizer is not None:
-            loads["optimizer"] = lambda: self._load_optimizer(parts["optimizer"]["state"])
-        if self.trainer is not None:
-            loads["trainer"] = partial(self.trainer.load_state_dict, parts["trainer"])
-        if self.lr_scheduler is not None:
-            state = parts["lr_scheduler"]["state"]
-            loads["scheduler"] = partial(self.lr_scheduler.load_state_dict, state)
+            self.lr_scheduler.load_state_dict(parts["lr_scheduler"]["state"])
         if parts["generators"] is not None:
             for name, generator in self.generators.items():
-                state = parts["generators"][name]
-                loads[f"generator {name!r}"] = partial(rng.restore, generator, state)
+                rng.restore(generator, parts["generators"][name])
         if parts["random"] is not None:
-            loads["random generators"] = lambda: rng.restore_global_states(parts["random"])
-        for what, load in loads.items():
-            try:
-                load()
-            except Exception as error:  # of any kind: the values are untrusted
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                raise ValueError(f"the state of the {what}: {kind}{error}") from error
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        assert self.optimizer is not None
-        self.optimizer.load_state_dict(state)
-        _check_shapes(self.optimizer)
-        _check_finite(self.optimizer.state, _parameter_names(self.model))
-
-    def _undo(self) -> Callable[[], None]:
-        """A function that restores the present state, of which it holds a copy."""
-        stateful = [x for x in (self.model, self.trainer, self.lr_scheduler) if x is not None]
-        states = copy.deepcopy([x.state_dict() for x in stateful])
-        # Loading gives an optimizer other groups and another state.
-        optimizer = {} if self.optimizer is None else dict(vars(self.optimizer))
-        generators = [rng.state_of(generator) for generator in self.generators.values()]
-        random = rng.global_states()
-
-        def undo() -> None:
-            self._resize_shards(states[0])
-            if self.optimizer is not None:
-                vars(self.optimizer).update(optimizer)
-            for x, state in zip(stateful, states, strict=True):
-                x.load_state_dict(state)
-            for generator, state in zip(self.generators.values(), generators, strict=True):
-                rng.restore(generator, state)
-            rng.restore_global_states(random)
-
-        return undo
+            rng.restore_global_states(parts["random"])
 
     def _resize_shards(self, state: Mapping[str, Any]) -> None:
         """Give the values of tensor-parallel layers the sizes that they have in a state."""
@@ -270,6 +225,32 @@ class TrainingState:
                 if self.trainer is not None:
                     self.trainer._forget_captures()  # until it loads its state
                 resize_shards(module, len(state[f"{name}.values" if name else "values"]))
+
+    def _check(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's attributes with its state loaded."""
+        attributes: dict[str, Any] = {}
+        _check_model(parts, self.model)
+        if self.optimizer is not None:
+            _check_optimizer(parts["optimizer"], self.optimizer)
+            attributes = load_optimizer_state(
+                self.optimizer, parts["optimizer"]["state"], _parameter_shapes(parts, self.model)
+            )
+            check_finite(attributes["state"], _parameter_names(self.model))
+        if parts["random"] is not None:
+            rng.check_global_states(parts["random"])
+        if self.trainer is not None:
+            _require(parts, "trainer")
+            patterns = _saved_patterns(parts, self.model, self.trainer)
+            self.trainer.check_state(parts["trainer"], patterns)
+        if self.lr_scheduler is not None:
+            _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
+            check_scheduler(parts["lr_scheduler"]["state"], self.lr_scheduler)
+        if parts["generators"] is not None:
+            for name, generator in self.generators.items():
+                if name not in parts["generators"]:
+                    raise ValueError(f"it holds no generator {name!r}")
+                rng.check(generator, parts["generators"][name], name)
+        return attributes
 
 
 def mismatch(where: str, error: Exception) -> CheckpointError:
@@ -297,6 +278,32 @@ def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
     return tensor[first:last].clone() if tensor.dim() else tensor
 
 
+def _saved_patterns(
+    parts: dict[str, Any], model: nn.Module, trainer: SparseTrainer
+) -> dict[str, SparsePattern] | None:
+    """The patterns that the trainer's layers are going to have, after `_check_model`."""
+    saved, found = parts["model"], {}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    for name, layer in trainer.layers.items():
+        prefix = prefixes.get(id(layer))
+        if prefix is None or prefix + "rows" not in saved:
+            return None  # a trainer of another model, or layers without a state
+        rows, cols = saved[prefix + "rows"], saved[prefix + "cols"]
+        found[name] = SparsePattern(
+            rows, cols, shape=layer.pattern.shape, block_size=layer.block_size
+        )
+    return found
+
+
+def _parameter_shapes(parts: dict[str, Any], model: nn.Module) -> dict[int, torch.Size]:
+    """The shape of each parameter of the model, by its `id`, once the parts are loaded."""
+    return {
+        id(parameter): parts["model"][name].shape
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parts["model"].get(name), Tensor)
+    }
+
+
 def _parameter_names(model: nn.Module) -> dict[int, str]:
     """The name of each parameter, by its `id`."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
@@ -308,41 +315,6 @@ def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise ValueError(f"the optimizer was saved with groups of {sizes} tensors, here {own}")
-
-
-def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError where one of torch's optimizers keeps a tensor of another shape than the
-    parameter's, which its next step would not notice or not survive."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    for parameter, entries in optimizer.state.items():
-        for key, value in entries.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                continue
-            if value.shape != parameter.shape and not isinstance(optimizer, _OTHER_SHAPES):
-                raise ValueError(
-                    f"expected {key} of {list(parameter.shape)}, got {list(value.shape)}"
-                )
-
-
-def _check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:
-    """Raise ValueError where what an optimizer keeps of a parameter holds NaN or infinity.
-
-    Args:
-        state: of an optimizer, by parameter.
-        names: of the parameters, by their `id`.
-    """
-    for parameter, entries in state.items():
-        for key, value in entries.items():
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                continue
-            value = local_part(value)
-            if not bool((value.float() if value.itemsize < 2 else value).isfinite().all()):
-                name = names.get(id(parameter), "a parameter that is not the model's")
-                raise ValueError(
-                    f"the optimizer's {key} of {name!r} holds NaN or infinity: the training has "
-                    "diverged"
-                )
 
 
 def _check_kind(saved: dict[str, Any], thing: Any) -> None:
