@@ -84,6 +84,7 @@ def test_static(capsys, dtype):
     )
     assert set(found) == KEYS
     assert found["plan"]["method"] == "static"
+    assert {"x", "y", "z"} <= set(found["plan"])
     assert set(found["cycles"]) == set(found["tflops"]) == {"forward", "grad_input"}
     assert (found["spilled"], found["propagation_steps"]) == (0, 0)
     assert found["max_relative_error"] < 0.01
@@ -200,7 +201,7 @@ def test_text(capsys, method):
         ('--options {"shared_bucket":true}', "did you mean 'shared_buckets'?"),
         ('--options {"shared_buckets":3}', "shared_buckets must be True or False"),
         ('--plan-constraints {"partition":{"w":3}}', "partition constraint 'w'"),
-        ('--plan-constraints {"partition":{"x":99}}', "x is constrained to 99"),
+        ('--plan-constraints {"partition":{"x":99}}', "99 tiles a group"),
         ('--plan-constraints {"use_dense":true}', "use --method dense"),
         ("--weighted-area-begin 0 0", "--weighted-area-end: expected a row and a column"),
         ("--weighted-area-weighting 2", "needs --weighted-area-begin"),
@@ -216,6 +217,8 @@ def test_text(capsys, method):
         ("--method static --update sum", "--update: applies to --method dynamic, got"),
         ("--method static --passes grad_weight", "forward and grad_input, got 'grad_weight'"),
         ("--method static --partials-type float32", "in the type of the data, float16"),
+        ("--method static --block-size 32", "got 32"),
+        ("--method static --rows 100", "multiple of --block-size 8, got 100"),
         ('--method static --options {"bands":1}', "unknown option 'bands'"),
         ('--method static --options {"n_split":"a"}', "n_split must be an integer"),
         ("--method dense --density 0.1", "--density: applies to --method dynamic and static"),

@@ -1,6 +1,7 @@
 """No option of `dynsparse matmul` is accepted and ignored."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -84,3 +85,27 @@ def test_every_option_with_every_method(method, how, capsys, tmp_path, monkeypat
             assert "leave" in told
             # An area is refused by the first of its flags.
             assert any(flag in told for flag in line.split() if flag.startswith("--")), told
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--partials-type float16", "products of elements add in float32, got float16"),
+        ('--options {"partials_type":"float16"}', "elements add in float32, got float16"),
+        ("--block-size 4 --dtype float32 --partials-type float16", "of float32 add in float32"),
+        ('--block-size 4 --options {"shared_buckets":false}', "shared_buckets is for elements"),
+        ("--method dense --density 0.1", "--density: applies to --method dynamic and static"),
+        ("--method dense --block-size 1", "--block-size: applies to --method dynamic and static"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(capsys, more, words):
+    assert run([*SIZES.split(), "--plan-only", *more.split()]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "leave it out" in told
+
+
+def test_partials_that_hold_are_taken(capsys):
+    for more in ("--partials-type float32", "--block-size 4 --partials-type float16"):
+        assert run([*SIZES.split(), "--plan-only", "--json", *more.split()]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]

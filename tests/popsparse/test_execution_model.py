@@ -139,6 +139,13 @@ def test_sync_is_a_cost_of_the_target():
     assert (a.compute_cycles, a.exchange_cycles) == (b.compute_cycles, b.exchange_cycles)
 
 
+def test_a_wrong_pattern():
+    with pytest.raises(ValueError, match=r"expected a pattern of the shape \(512, 512\)"):
+        predict(plan_for(), pattern(256, 0.1))
+    with pytest.raises(ValueError, match=r"with blocks of \(1, 1\), got"):
+        predict(plan_for(), pattern(512, 0.1, 4))
+
+
 @pytest.mark.parametrize(("dtype", "batch"), [("float16", 64), ("float16", 256), ("float32", 256)])
 def test_priced_propagation_does_better_on_patterns_that_overflow(dtype, batch):
     params = MatmulParams(SparsityParams(16), 1 / 16, 1, 4096, 4096, batch)

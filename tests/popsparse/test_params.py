@@ -58,12 +58,19 @@ def test_planned_block_keeps_oblong_blocks():
     assert block_for_plan((8, 16), FLOAT16) == (8, 16)
 
 
-@pytest.mark.parametrize("ratio", ["half", None, True])
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half", None, True])
 def test_bad_ratio(ratio):
     with pytest.raises((ValueError, TypeError), match="nz_ratio"):
         FullyConnectedParams(ELEMENT, ratio, 4, 1, 8, 8)
     with pytest.raises((ValueError, TypeError), match="nz_ratio"):
         MatmulParams(ELEMENT, ratio, 1, 8, 8, 4)
+
+
+def test_too_many_non_zeros():
+    with pytest.raises(ValueError, match="at most 64, got 65"):
+        FullyConnectedParams.create_with_num_non_zero_values(ELEMENT, 65, 4, 1, 8, 8)
+    with pytest.raises(ValueError, match="at most 64, got 65"):
+        MatmulParams.create_with_num_non_zero_values(ELEMENT, 65, 1, 8, 8, 4)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])
@@ -102,8 +109,15 @@ def test_unknown_data_type():
         Options(partials_type="int8")
 
 
-def test_options_are_parsed_once():
+def test_option_defaults():
     options = Options()
+    assert options.available_memory_proportion == 0.6
+    assert options.meta_info_bucket_oversize_proportion == 0.3
+    assert options.partials_type is FLOAT32
+    assert options.shared_buckets
+    assert options.optimise_for_speed
+    assert not options.do_grad_a_pass
+    assert not options.force_bucket_spills
     assert Options.parse(None) == options
     assert Options.parse(options) is options
 

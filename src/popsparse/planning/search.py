@@ -33,6 +33,7 @@ from popsparse.planning.params import (
     MatmulParams,
     SparsityParams,
     data_type,
+    even_parts,
     overflow_words,
 )
 from popsparse.planning.plan import (
@@ -155,15 +156,7 @@ def _bounds(target: Any, options: Options) -> list[int | None]:
 def _search(target: Any, dtype: DataType, params: FullyConnectedParams, options: Options) -> Plan:
     candidates = _candidates(target, dtype, params, options)
     if not any(c.allowed.any() for c in candidates):
-        space = candidates[0].space
-        rules = {name: int(rule.sum()) for name, rule in space.broken_rules().items()}
-        broken = ", ".join(f"{name} ({count})" for name, count in rules.items() if count)
-        beyond = "16 bits" in max(rules, key=lambda name: rules[name])
-        mend = "use a smaller batch or more tiles" if beyond else "loosen plan_constraints"
-        raise ValueError(
-            f"none of {space.tiles.size} partitions over {target.tiles} tiles is allowed: "
-            f"{broken}; {mend}"
-        )
+        raise ValueError(_why_none(candidates[0].space))
     cycles = np.concatenate([c.cycles for c in candidates])
     bytes_ = np.concatenate([c.temporary_bytes for c in candidates])
     allowed = np.concatenate([c.allowed for c in candidates])
@@ -256,6 +249,36 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
         memory_bound=bound,
         search=search,
     )
+
+
+def _why_none(space: SearchSpace) -> str:
+    """One line on why no partition is allowed, with the nearest that would be."""
+    constraints = space.options.plan_constraints
+    _, nx, ny, nz = space.groups
+    tiles = space.target.tiles // space.params.num_groups
+    product = (constraints.x or 1) * (constraints.y or 1) * (constraints.z or 1)
+    if product > tiles:
+        return (
+            f"plan_constraints ask for {product} tiles a group, the target has {tiles}: "
+            "use fewer partitions or a larger target"
+        )
+    for name, groups in (("x", nx), ("y", ny)):
+        value = getattr(constraints, name)
+        if value is not None and (even := int(even_parts(groups, value))) != value:
+            return (
+                f"plan_constraints.partition.{name}={value} leaves parts empty: {groups} groups "
+                f"fill {even} parts as full as {value} would have them; use {even}"
+            )
+    if constraints.z is not None and nz % constraints.z:
+        return (
+            f"plan_constraints.partition.z={constraints.z} must divide the {nz} groups of the "
+            f"batch (of {space.grouping.z} each)"
+        )
+    rules = {name: int(rule.sum()) for name, rule in space.broken_rules().items() if rule.any()}
+    worst = max(rules, key=lambda name: rules[name])
+    broken = ", ".join(f"{name} ({count})" for name, count in rules.items())
+    mend = "use a smaller batch or more tiles" if "16 bits" in worst else "loosen the constraints"
+    return f"none of {space.tiles.size} partitions over {tiles} tiles is allowed: {broken}; {mend}"
 
 
 def parse_passes(passes: str | Iterable[str]) -> tuple[str, ...]:

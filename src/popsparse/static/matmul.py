@@ -54,6 +54,14 @@ def plan(
     return make_plan(target, dtype, params, pattern, options)
 
 
+def _check_params(params: MatmulParams, *, transposed: bool) -> MatmulParams:
+    check_kind("params", params, MatmulParams, "MatmulParams")
+    if params.transposed != transposed:
+        made = "create_for_dense_sparse" if transposed else "create_for_sparse_dense"
+        raise ValueError(f"the parameters are of the other product: make them by {made}")
+    return params
+
+
 def create_sparse_dense_matmul_lhs(
     graph: Graph,
     dtype: Any,
@@ -64,17 +72,18 @@ def create_sparse_dense_matmul_lhs(
     *,
     name: str = "sparse",
 ) -> SparseTensor:
-    """The sparse operand of a product: [m, k] of sparse x dense, [k, m] of dense x sparse.
+    """The sparse operand [m, k] of sparse x dense.
 
     Args:
         graph: of the target to plan for.
         dtype: float16 or float32.
-        params: by `MatmulParams.create_for_sparse_dense` or `create_for_dense_sparse`.
+        params: by `MatmulParams.create_for_sparse_dense`.
         matrix: its pattern; values it may have are not written, see `Partitioner.encode`.
 
     Raises:
-        ValueError, TypeError: as `make_plan`.
+        ValueError, TypeError: parameters of the other product; as `make_plan`.
     """
+    params = _check_params(params, transposed=False)
     plan = make_plan(graph.target, dtype, params, matrix, options, cache)
     return SparseTensor(plan, add_values(graph, plan, name))
 
@@ -89,18 +98,45 @@ def create_sparse_dense_matmul_rhs(
     *,
     name: str = "dense",
 ) -> PlannedTensor:
-    """The dense operand, laid out by its use: [1, k, n] of sparse x dense, [1, n, k] of dense x
-    sparse. Args and errors as above.
+    """The dense operand [1, k, n] of sparse x dense, laid out by its use. Errors as above.
 
     Any other tensor of this shape serves too, at the price of a rearrangement.
     """
+    params = _check_params(params, transposed=False)
     plan = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return dense_operand(graph, plan, name, transposed=params.transposed)
+    return dense_operand(graph, plan, name)
 
 
-# The parameters say which of the two products is meant.
-create_dense_sparse_matmul_rhs = create_sparse_dense_matmul_lhs
-create_dense_sparse_matmul_lhs = create_sparse_dense_matmul_rhs
+def create_dense_sparse_matmul_rhs(
+    graph: Graph,
+    dtype: Any,
+    params: MatmulParams,
+    matrix: SparseMatrix | SparsePattern,
+    options: _Options = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "sparse",
+) -> SparseTensor:
+    """The sparse operand [k, m] of dense x sparse; parameters by `create_for_dense_sparse`."""
+    params = _check_params(params, transposed=True)
+    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
+    return SparseTensor(plan, add_values(graph, plan, name))
+
+
+def create_dense_sparse_matmul_lhs(
+    graph: Graph,
+    dtype: Any,
+    params: MatmulParams,
+    matrix: SparseMatrix | SparsePattern,
+    options: _Options = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "dense",
+) -> PlannedTensor:
+    """The dense operand [1, n, k] of dense x sparse, laid out by its use."""
+    params = _check_params(params, transposed=True)
+    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
+    return dense_operand(graph, plan, name, transposed=True)
 
 
 def sparse_dense_matmul(
@@ -159,10 +195,7 @@ def _check_operands(
         )
     check_kind("the sparse operand", sparse, SparseTensor, "a static.SparseTensor")
     plan = sparse.plan
-    params = plan.params
-    if params.transposed != (side == "left"):
-        made = "create_for_sparse_dense" if params.transposed else "create_for_dense_sparse"
-        raise ValueError(f"the parameters are of the other product: make them by {made}")
+    params = _check_params(plan.params, transposed=side == "left")
     if options is not None and (given := Options.parse(options, "static")) != plan.options:
         raise ValueError(f"the sparse operand was made with {plan.options}, not with {given}")
     check_kind("the dense operand", dense, Tensor, "a Tensor")
