@@ -105,8 +105,8 @@ def test_what_changes_over_takes_no_memory(monkeypatch):
     model, trainer = make("rigl")
     seen = []
 
-    def watched(changes, optimizer, ranks, patterns):
-        change_over = prepare_changes(changes, optimizer, ranks, patterns)
+    def watched(changes, ranks, patterns):
+        change_over = prepare_changes(changes, ranks, patterns)
 
         def counted():
             with Scarce(None) as scarce:

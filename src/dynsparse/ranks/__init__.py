@@ -25,7 +25,6 @@ from dynsparse.ranks.select import (
     chunk_of,
     gather_sorted,
     key_bits,
-    kth_over_ranks,
     masked_positions,
     select_over_ranks,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "gather_sorted",
     "gather_texts",
     "key_bits",
-    "kth_over_ranks",
     "masked_positions",
     "min_max_digest",
     "ranks_of",

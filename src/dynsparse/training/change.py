@@ -49,11 +49,13 @@ class Change:
         layer: in its state before the update.
         rewiring: from its pattern to the next.
         fill: initial values of grown blocks: a number, or [grown] or [grown, b, b].
+        entries: the optimizer's state with an entry per block.
     """
 
     layer: SparseLinear
     rewiring: Rewiring
     fill: float | Tensor
+    entries: list[StateEntry]
 
     @classmethod
     def plan(
@@ -80,21 +82,20 @@ class Change:
                 "gathered after backward, call reshard() before trainer.step()"
             )
         checked = check_fill(fill, rewiring, values)
-        state_entries(optimizer, values, rewiring)
-        return cls(layer, rewiring, checked)
+        return cls(layer, rewiring, checked, state_entries(optimizer, values, rewiring))
 
     @property
     def changes_size(self) -> bool:
         return not self.rewiring.keeps_size
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> PreparedChange:
+    def prepare(self) -> PreparedChange:
         """Allocate everything beside the present state; nothing is changed."""
         values, rewiring = self.layer.values, self.rewiring
         if is_sharded(values):
-            return self._prepare_shards(optimizer)
+            return self._prepare_shards()
         grads: dict[Any, Tensor] = {} if values.grad is None else {"grad": values.grad}
-        entries = state_entries(optimizer, values, rewiring)
-        entries += [StateEntry(grads, key, grad, 0.0) for key, grad in grads.items()]
+        of_grads = [StateEntry(grads, key, grad, 0.0) for key, grad in grads.items()]
+        entries = [*self.entries, *of_grads]
         parts = [self.layer.prepare(rewiring, self.fill), prepare_tensors(entries, rewiring)]
 
         def apply() -> None:
@@ -104,14 +105,13 @@ class Change:
 
         return PreparedChange(values, [apply])
 
-    def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> PreparedChange:
+    def _prepare_shards(self) -> PreparedChange:
         """As `prepare`, where each rank holds some slots."""
         values, rewiring = self.layer.values, self.rewiring
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
         if values.grad is not None:
             following.append((values.grad, 0.0))
-        entries = state_entries(optimizer, values, rewiring)
-        following += [(entry.tensor, entry.fill) for entry in entries]
+        following += [(entry.tensor, entry.fill) for entry in self.entries]
         if rewiring.keeps_slots:
             return self._prepare_refill(following)
         group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class Change:
             @torch.no_grad()
             def apply() -> None:
                 if not rewiring.keeps_size:
-                    self._resize_shards(shards, entries)
+                    self._resize_shards(shards)
                     return
                 for (tensor, _), shard in zip(following, shards, strict=True):
                     local_part(tensor).copy_(shard)
@@ -158,7 +158,7 @@ class Change:
 
         return PreparedChange(values, [self.layer.prepare_moved(rewiring.after), apply])
 
-    def _resize_shards(self, shards: Sequence[Tensor], entries: Sequence[StateEntry]) -> None:
+    def _resize_shards(self, shards: Sequence[Tensor]) -> None:
         """Apply shards of another length: of the values, the gradient where there is one, and the
         optimizer's state."""
         values = self.layer.values
@@ -171,7 +171,7 @@ class Change:
         ]
         if had_grad:
             values.grad = full.pop(0)
-        for entry, tensor in zip(entries, full, strict=True):
+        for entry, tensor in zip(self.entries, full, strict=True):
             entry.state[entry.key] = tensor
 
 
@@ -204,7 +204,6 @@ class PreparedChange:
 
 def prepare_changes(
     changes: Mapping[str, Change],
-    optimizer: torch.optim.Optimizer,
     ranks: Ranks = ALONE,
     comparison: PatternComparison | None = None,
 ) -> Callable[[], None]:
@@ -218,7 +217,7 @@ def prepare_changes(
     with collective_errors(ranks, None if comparison is None else comparison.numbers):
         for name, change in changes.items():
             with layer_errors(name), span("rewire", layer=name):
-                prepared.append(change.prepare(optimizer))
+                prepared.append(change.prepare())
     if comparison is not None:
         comparison.compare()
     moving = [change for change in prepared if change.move is not None]

@@ -313,7 +313,7 @@ class SparseTrainer:
             changes, planned = self._plan(has_gradient) if due else ({}, None)
             rewirings = {name: change.rewiring for name, change in changes.items()}
             comparison = PatternComparison(ranks, self.steps, rewirings) if due else None
-            apply_changes = prepare_changes(changes, self.optimizer, ranks, comparison)
+            apply_changes = prepare_changes(changes, ranks, comparison)
             if due:
                 self.history.end_update()
         except BaseException:

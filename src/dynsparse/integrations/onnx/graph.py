@@ -180,11 +180,11 @@ def densify_initializers(model: Any) -> SparseWeights:
 
 
 def _check_dense_bytes(model: Any) -> None:
+    """Raise LimitError if the sparse initializers, dense in float32, exceed `read_limit`."""
     entries = model.graph.sparse_initializer
     if any(side < 0 for entry in entries for side in entry.dims):
         raise ValueError("expected sparse initializers with sides of at least 0")
     numbers = sum(math.prod(entry.dims) for entry in entries)
-    # No type has more than eight bytes; most have four.
     if 4 * numbers > (most := read_limit(model.ByteSize())):
         raise LimitError(
             f"expected sparse initializers of at most {most:,} bytes when they are dense, got "

@@ -256,7 +256,7 @@ class TopKAST(SparseTrainer):
             try:
                 for layer in layers:
                     layer.resizable = True
-                apply_changes = prepare_changes(changes, self.optimizer)
+                apply_changes = prepare_changes(changes)
             except BaseException:
                 for layer, resizable in zip(layers, before, strict=True):
                     layer.resizable = resizable
