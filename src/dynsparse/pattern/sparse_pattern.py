@@ -154,7 +154,8 @@ class SparsePattern:
         pattern.shape, pattern.block_size = self.shape, self.block_size
         if "sorted_cols" in vars(self):
             slots = empty(self.nnz, dtype=torch.int32)
-            slots = torch.arange(self.nnz, out=slots, device="cpu")  # whatever the default device is
+            # `device` says so, since a default device would be taken in place of that of `out`.
+            slots = torch.arange(self.nnz, out=slots, device="cpu")
             pattern._set_index(self.row_ptr, self.sorted_cols, slots)
         if self._device_index is not None:
             pattern._device_index = self._read(
