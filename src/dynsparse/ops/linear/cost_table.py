@@ -169,6 +169,32 @@ _EPYC: Costs = {
         Cost(27877, 0.2079, 0.4005, 0.0501, 0, 0.6022),
     ),
 }
+_EPYC_ZEN_3: Costs = {
+    "sparse elements": (
+        Cost(12181, 0.3058, 0.0, 0.0587, 16, 0.1306),
+        Cost(24494, 0.5887, 0.2263, 0.1038, 16, 2.3811),
+    ),
+    "sparse blocks": (
+        Cost(12475, 0.4525, 0.0, 0.03, 16, 0.0369),
+        Cost(17883, 0.8356, 0.3667, 0.089, 16, 0.37),
+    ),
+    "sparse blocks of 16": (
+        Cost(13145, 0.2932, 0.3616, 0.0299, 4, 0.2134),
+        Cost(17116, 0.5512, 0.3075, 0.0566, 2, 0.1549),
+    ),
+    "small elements": (
+        Cost(11674, 0.1726, 0.0078, 0.0474, 2, 0.0477),
+        Cost(15601, 0.752, 0.219, 0.0765, 0, 0.341),
+    ),
+    "small blocks": (
+        Cost(9640, 1.5501, 0.0, 0.0465, 0, 0.0637),
+        Cost(12905, 2.1355, 0.2101, 0.096, 0, 0.0958),
+    ),
+    "dense": (
+        Cost(45549, 0.0, 0.2647, 0.0309, 0, 0.5128),
+        Cost(71425, 0.0, 0.462, 0.0614, 0, 1.0621),
+    ),
+}
 _EPYC_ZEN_5: Costs = {
     "sparse elements": (
         Cost(4444, 0.0973, 0.0834, 0.0196, 16, 0.1576),
@@ -231,9 +257,8 @@ _AVX2 = Table(
 )
 _ZEN_3 = Table(
     "AMD up to Zen 3",
-    f"estimated: as {_ZEN_4.name}, whose vectors of 512 bits take two cycles where those of 256 "
-    "take one",
-    _EPYC,
+    "measured on a two-core EPYC with AVX2 (family 25, model 1), by `dynsparse tune`",
+    _EPYC_ZEN_3,
 )
 _ZEN_5 = Table(
     "AMD from Zen 5",
