@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import dynsparse as ds
-from dynsparse import native
+from dynsparse._core import native
 
 MB = 1e6
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")

@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dynsparse import native
+from dynsparse._core import native
 
 TESTS = [
-    "tests/ops", "tests/nn", "tests/bench", "tests/csrc", "tests/selfcheck", "tests/test_native.py",
-    "tests/test_index_arrays.py", "tests/popsparse/test_poptorch.py",
+    "tests/_core/test_native.py", "tests/ops", "tests/nn", "tests/bench", "tests/csrc",
+    "tests/selfcheck", "tests/test_index_arrays.py", "tests/popsparse/test_poptorch.py",
 ]  # fmt: skip
 THREADED = [*map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_index_arrays.py"]
 

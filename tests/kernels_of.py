@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynsparse import native
+from dynsparse._core import native
 
 ISAS = native.describe()["available"]
 

@@ -35,7 +35,7 @@ CALLED_BY_OTHERS = {
     },  # Keras
     "dynsparse/integrations/lightning.py": {"on_fit_end", "on_exception"},  # Lightning
     "dynsparse/integrations/onnx/importing.py": {"_"},  # onnx2torch
-    "dynsparse/logs.py": {"stream"},  # logging.StreamHandler
+    "dynsparse/_core/logs.py": {"stream"},  # logging.StreamHandler
     "popsparse/machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
     "dynsparse/nn/attend.py": {"load_pattern"},  # torch's hooks before a state is loaded
     "dynsparse/nn/linear.py": {"__torch_dispatch__"},

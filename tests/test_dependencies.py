@@ -134,10 +134,7 @@ files = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.
 print(json.dumps(files))
 """
 
-LOADED = {
-    *("allocation", "checks", "encoding", "files", "interrupts", "native", "pattern", "html"),
-    *("version", "ops", "nn", "ranks", "tracing", "logs", "processor"),
-}
+LOADED = {"_core", "allocation", "pattern", "ops", "nn", "ranks", "tracing"}
 """What `import dynsparse` loads; the other packages are loaded when they are first used."""
 
 

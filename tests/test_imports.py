@@ -20,20 +20,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = "dynsparse"
 MACHINE = "popsparse"
 
-BASE = [
-    "logs",
-    "processor",
-    "native",
-    "checks",
-    "options",
-    "html",
-    "interrupts",
-    "version",
-    "files",
-    "tracing",
-    "pattern",
-    "allocation",
-]
+BASE = ["_core", "options", "tracing", "pattern", "allocation"]
 LAYERS = [
     BASE,
     ["ops"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynsparse.files.limits import VARIABLE
+from dynsparse._core.files.limits import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "src").rglob("*.py"))
@@ -74,7 +74,7 @@ def test_what_is_right_is_let_through():
 
 
 def test_the_page_names_the_limits_that_hold():
-    from dynsparse.files import limits
+    from dynsparse._core.files import limits
 
     page = (ROOT / "SECURITY.md").read_text()
     assert VARIABLE in page

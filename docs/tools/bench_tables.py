@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse.bench.results import load_results
-from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.report import bench as tables
 from dynsparse.report.bench import (
     NAMES,

@@ -7,7 +7,9 @@ pattern of non-zeros changes while the network trains.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dynsparse import logs, native, nn, ops
+from dynsparse import nn, ops
+from dynsparse._core import logs, native
+from dynsparse._core.version import __version__ as __version__
 from dynsparse.nn import (
     densify,
     load_pretrained,
@@ -18,7 +20,6 @@ from dynsparse.nn import (
 )
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import trace
-from dynsparse.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dynsparse import distributed, integrations, training

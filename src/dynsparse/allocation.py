@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dynsparse.checks import check_within, shortened, typed
+from dynsparse._core.checks import check_within, shortened, typed
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dynsparse.checks import is_number, shortened
-from dynsparse.files.limits import parse_json
+from dynsparse._core.checks import is_number, shortened
+from dynsparse._core.files.limits import parse_json
 
 Defines = Literal["network", "training", "apart", "run"]
 

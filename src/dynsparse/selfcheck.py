@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse import native
-from dynsparse.checks import check_integer, typed
+from dynsparse._core import native
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.ops.linear import linear, naive
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.pattern import SparsePattern

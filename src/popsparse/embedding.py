@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer, is_number, shortened, typed
+from dynsparse._core.checks import check_integer, is_number, shortened, typed
 from popsparse.encoding.partitioner import EncodedPattern, Partitioner
 from popsparse.formats import to_numpy
 from popsparse.machine import (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.nn import SparseLinear
 from popsparse.layer import Layer
 from popsparse.machine import Target

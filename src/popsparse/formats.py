@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_array, check_integer, shortened
+from dynsparse._core.checks import check_array, check_integer, shortened
 from dynsparse.pattern import SparsePattern
 
 

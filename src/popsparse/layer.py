@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from dynsparse.checks import check_kind, shortened, typed
-from dynsparse.files.atomic_write import atomic_write
-from dynsparse.files.limits import parse_json
+from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.files.atomic_write import atomic_write
+from dynsparse._core.files.limits import parse_json
 from dynsparse.nn.weights_file import read_tensors
 from popsparse.encoding.partitioner import EncodedPattern
 from popsparse.formats import COOMatrix, to_numpy

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, overload
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from popsparse import static_timing, timing
 from popsparse.planning.dense import DensePlan
 from popsparse.planning.plan import Plan, TileMemory

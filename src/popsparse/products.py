@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from popsparse.machine import Graph, Sequence, Tensor
 from popsparse.planning.dense import dense_pass
 from popsparse.planning.options import Options

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_choice, check_integer, check_kind, is_number, shortened, typed
+from dynsparse._core.checks import (
+    check_choice,
+    check_integer,
+    check_kind,
+    is_number,
+    shortened,
+    typed,
+)
 from popsparse.machine import (
     FLOAT,
     HALF,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shortened, typed
 from dynsparse.nn.backends import register_backend
 from dynsparse.ops import capture
 from dynsparse.ops.embedding import record_rows

@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import dynsparse as ds
+from dynsparse._core.processor import available_memory
 from dynsparse.bench.cells import Cell, refusal
 from dynsparse.bench.contenders import (
     MaskedLinear,
@@ -19,7 +20,6 @@ from dynsparse.bench.contenders import (
     update_parts,
 )
 from dynsparse.bench.host import medium_precision, medium_product_dtype, product_dtype
-from dynsparse.processor import available_memory
 from dynsparse.training import CosineSchedule
 
 NEEDS_MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")

@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 
 import dynsparse
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.apps.pictures.mnist import Options
 from dynsparse.cli import info
 from dynsparse.cli.app import run

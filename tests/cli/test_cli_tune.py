@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.cli.app import run as run_command
 from dynsparse.ops.linear import cost_table, tuning
 from dynsparse.ops.linear.tuning import Cell

@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 
+from dynsparse._core.files.limits import VARIABLE
 from dynsparse.data import read_idx
 from dynsparse.data.text import (
     CharTokenizer,
@@ -21,7 +22,6 @@ from dynsparse.data.text import (
     tokenizer_from_state,
     write_tokens,
 )
-from dynsparse.files.limits import VARIABLE
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
-from dynsparse import native
+from dynsparse._core import native
 
 
 def train(name, forward_of, rank, size, steps, *, kind="sgd", passes=1, ranks="auto", **model):

@@ -8,7 +8,7 @@ import torch
 from processes import on_ranks
 from rank_trainings import ALGORITHMS, apart
 
-from dynsparse import native
+from dynsparse._core import native
 
 
 def equal(found):

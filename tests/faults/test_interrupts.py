@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.training.states import ALGORITHMS, backward, make, same, state_of
 
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.interrupts import uninterrupted
 
 MOMENTS = int(os.environ.get("INTERRUPTS", "96"))
 EVERYWHERE = max(4, MOMENTS // 50)

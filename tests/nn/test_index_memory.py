@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import dynsparse as ds
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import use_kernel
 from dynsparse.ops.linear.cuda import dense

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.html import html_table
+from dynsparse._core.html import html_table
 
 
 def cells(page):

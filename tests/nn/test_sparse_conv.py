@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynsparse as ds
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.nn import SparseConv1d, SparseConv2d, fuse_conv_bn_eval
 from dynsparse.ops.conv import naive
 from dynsparse.ops.conv.geometry import to_matrix, to_weight

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels_of import needs_kernels
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import LayerIndex, grad_input, grad_weight, linear
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
@@ -229,7 +229,7 @@ def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> No
 
 LESSER_UNIT = """
 import torch
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.conv import choice
 from dynsparse.ops.conv.choice import KINDS, cheapest
 from dynsparse.ops.conv.geometry import Geometry

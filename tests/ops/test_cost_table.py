@@ -6,12 +6,12 @@ import logging
 import pytest
 from kernel_times import AMX, ARM, AVX2, AVX512, ZEN_3, ZEN_4, ZEN_5, timings
 
-from dynsparse import native
+from dynsparse._core import native
+from dynsparse._core.processor import Processor, parse
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import cost_table, tuning
 from dynsparse.ops.linear.cost_table import FAMILIES, Cost, Table, family
 from dynsparse.ops.linear.tuning import MANY
-from dynsparse.processor import Processor, parse
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built"),

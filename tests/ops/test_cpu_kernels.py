@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels_of import needs_kernels
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern

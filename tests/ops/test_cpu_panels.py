@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import LayerIndex, panels
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import PatternIndex, SparsePattern

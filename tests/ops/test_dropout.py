@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.nn import Dropout
 from dynsparse.ops.dropout import dropout
 

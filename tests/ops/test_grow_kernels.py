@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
-from dynsparse import SparsePattern, native
+from dynsparse import SparsePattern
+from dynsparse._core import native
 from dynsparse.ops.grow import POOLINGS, search, select, topk_outside
 from dynsparse.ops.grow.search import RunningBest
 

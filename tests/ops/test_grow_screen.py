@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from dynsparse import SparsePattern, native
+from dynsparse import SparsePattern
+from dynsparse._core import native
 from dynsparse.ops.grow import search, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.topk import best_positions

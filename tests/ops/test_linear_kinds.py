@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse import SparsePattern, native, ops
+from dynsparse import SparsePattern, ops
+from dynsparse._core import native
+from dynsparse._core.processor import Processor
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import LayerIndex, choice, cost_table, cpu_dense, naive
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cpu import KERNELS
-from dynsparse.processor import Processor
 
 dense, small = KERNELS["dense"], KERNELS["small"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_times import AMX, ZEN_4, timings
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import choice, tuning
 from dynsparse.ops.linear.cost_table import FAMILIES, Layer, evaluate, family
 from dynsparse.ops.linear.cpu import KERNELS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynsparse import native
+from dynsparse._core import native
 
 ROOT = Path(__file__).resolve().parents[2]
 

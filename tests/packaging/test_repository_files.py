@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynsparse.version import __version__
+from dynsparse._core.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 

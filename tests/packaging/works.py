@@ -12,7 +12,7 @@ import torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import dynsparse as ds
-    from dynsparse import native
+    from dynsparse._core import native
 
     at_import = [str(warning.message) for warning in caught]
 

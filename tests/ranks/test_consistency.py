@@ -7,7 +7,7 @@ import torch
 from fake_ranks import in_threads
 from threaded import over, raised
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ranks import (
     ALONE,
     check_consistent,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from threaded import over
 
 import dynsparse as ds
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.grow import search, topk_outside
 from dynsparse.pattern import SparsePattern

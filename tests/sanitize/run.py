@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dynsparse import native
+from dynsparse._core import native
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

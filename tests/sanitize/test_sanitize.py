@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynsparse import native
+from dynsparse._core import native
 
 RUN = Path(__file__).with_name("run.py")
 

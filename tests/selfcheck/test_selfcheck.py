@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.cli.app import run as command
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.selfcheck import (

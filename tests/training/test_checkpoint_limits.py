@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_files import edit_header, read_parts, write_parts
 
-from dynsparse.files.limits import VARIABLE
+from dynsparse._core.files.limits import VARIABLE
 from dynsparse.nn import SparseLinear
 from dynsparse.training.checkpoint import (
     CheckpointError,

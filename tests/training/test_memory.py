@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dynsparse as ds
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.training import memory
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"

@@ -10,7 +10,7 @@ from torch import nn
 
 import dynsparse as ds
 import popsparse
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import random_outside
 from dynsparse.pattern import Rewiring, SparsePattern

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynsparse import native
-from dynsparse.processor import processor
+from dynsparse._core import native
+from dynsparse._core.processor import processor
 
 # user nice system irq softirq steal: the columns of /proc/stat in which a CPU is taken. Time that
 # a hypervisor gave to others is as foreign as any.

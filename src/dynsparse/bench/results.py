@@ -38,11 +38,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.atomic_write import atomic_write_text
+from dynsparse._core.files.limits import LimitError, parse_json
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.host import describe_host
-from dynsparse.checks import shortened
-from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.files.limits import LimitError, parse_json
 
 
 class Point(NamedTuple):

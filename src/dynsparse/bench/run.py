@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynsparse._core.files.limits import parse_json
+from dynsparse._core.processor import available_memory
 from dynsparse.bench.cells import Cell, refusal
 from dynsparse.bench.contenders import forwards, network_steps, steps, update_parts
 from dynsparse.bench.models import measure_memory, measure_model
 from dynsparse.bench.spec import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.bench.training import train_side_by_side
-from dynsparse.files.limits import parse_json
 from dynsparse.nn import SparseLinear
-from dynsparse.processor import available_memory
 
 Tell = Callable[[str], None]
 

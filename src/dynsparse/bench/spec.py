@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from dynsparse._core.checks import shortened, typed
 from dynsparse.bench.cells import CLASSES, DTYPES, MODELS, PIXELS, Cell
 from dynsparse.bench.timing import Effort
-from dynsparse.checks import shortened, typed
 from dynsparse.options import Kind, choice, integer, number, option, options_of
 
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dynsparse import __version__, logs
+from dynsparse import __version__
+from dynsparse._core import logs
 from dynsparse.cli.bench import bench
 from dynsparse.cli.check import check
 from dynsparse.cli.commands import cifar, lm, mnist, mnist_transformer, report, visualise

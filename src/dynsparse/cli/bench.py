@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynsparse.checks import shortened
-from dynsparse.files.atomic_write import atomic_write_text
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse.options import (
     FILE,
     OUTPUT_FILE,

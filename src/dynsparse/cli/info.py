@@ -13,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dynsparse import __version__, native
+from dynsparse import __version__
+from dynsparse._core import native
+from dynsparse._core.processor import processor
 from dynsparse.ops.linear import choice, cost_table
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
 from dynsparse.ops.linear.cuda.costs import rates_of
-from dynsparse.processor import processor
 
 # The layer and the batches whose kernels are shown.
 _FEATURES = 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.data.pictures import (
     CIFAR_PIXELS,
     CLASSES,

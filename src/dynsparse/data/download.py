@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
+from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
 GZIP_MAGIC = b"\x1f\x8b"
 DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)

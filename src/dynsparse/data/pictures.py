@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.files.folders import cache_folder
+from dynsparse._core.files.limits import HOW_TO_RAISE, read_limit
 from dynsparse.data.download import DAMAGE, GZIP_MAGIC, fetch
-from dynsparse.files.folders import cache_folder
-from dynsparse.files.limits import HOW_TO_RAISE, read_limit
 
 SIDE = 28
 PIXELS = SIDE * SIDE
@@ -90,7 +90,7 @@ def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
     Raises:
         ValueError: not such a file: wrong magic number, another number of dimensions, fewer or
             more bytes than its header promises, a damaged gzip stream, or one that promises more
-            than `dynsparse.files.limits.read_limit` allows.
+            than `dynsparse._core.files.limits.read_limit` allows.
         OSError: the file is missing or cannot be read.
     """
     path = Path(path)

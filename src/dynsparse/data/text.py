@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.atomic_write import atomic_write
+from dynsparse._core.files.folders import cache_folder
+from dynsparse._core.files.limits import LimitError, parse_json
 from dynsparse.data.download import DAMAGE, fetch, unpack
-from dynsparse.files.atomic_write import atomic_write
-from dynsparse.files.folders import cache_folder
-from dynsparse.files.limits import LimitError, parse_json
 
 STDLIB = "stdlib"
 """The name of the text that every Python carries."""
@@ -36,7 +36,7 @@ def read_text(source: str | Path) -> str:
 
     Raises:
         ValueError: an empty file, one that is not UTF-8 text, a packed one that is damaged or
-            unpacks to more than `dynsparse.files.limits.read_limit` allows.
+            unpacks to more than `dynsparse._core.files.limits.read_limit` allows.
         OSError: a file that cannot be read.
     """
     if str(source) == STDLIB:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.distributed.distribute import check_same_layers, check_unsharded, make_shards
 from dynsparse.distributed.placement import Bundle, Chain, Placement
 from dynsparse.distributed.sharded_layer import keep_shard, split_heads

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.checks import check_flag, check_kind
+from dynsparse._core.checks import check_flag, check_kind
 from dynsparse.training import SparseTrainer, Telemetry
 
 __all__ = ["Algorithm", "Follower"]

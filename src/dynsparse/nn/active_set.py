@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.autograd import explain
 from dynsparse.ops.linear.layer_index import register_index

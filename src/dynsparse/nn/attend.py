@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from dynsparse.checks import check_kind, shortened
+from dynsparse._core.checks import check_kind, shortened
 from dynsparse.ops import block_sparse
 from dynsparse.ops.block_sparse.attention import bias_of
 from dynsparse.ops.dropout import dropout

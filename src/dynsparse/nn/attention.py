@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
-from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind, shortened, typed
+from dynsparse._core.checks import (
+    check_flag,
+    check_fraction,
+    check_integer,
+    check_kind,
+    shortened,
+    typed,
+)
 from dynsparse.nn.attend import (
     ScoreMod,
     attend_flex,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["big_bird", "longformer", "sliding_window", "strided"]

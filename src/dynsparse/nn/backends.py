@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from dynsparse.pattern import SparsePattern
 
 Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]

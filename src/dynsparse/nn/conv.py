@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional
 
-from dynsparse.checks import check_choice, check_integer, check_kind, typed
+from dynsparse._core.checks import check_choice, check_integer, check_kind, typed
 from dynsparse.nn.init import block_count, largest_blocks
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import trace_call

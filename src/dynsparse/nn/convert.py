@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse._core.checks import check_flag, check_generator, shortened
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_flag, check_generator, shortened
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.backends import executor_for

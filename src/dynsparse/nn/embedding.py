@@ -10,7 +10,7 @@ from torch.fx import Proxy
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops.embedding import embedding

@@ -7,7 +7,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_within
+from dynsparse._core.checks import check_within
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 from torch.nn import Parameter, functional
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import executor_for
 from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dynsparse.checks import check_not_negative, typed
-from dynsparse.html import html_table
+from dynsparse._core.checks import check_not_negative, typed
+from dynsparse._core.html import html_table
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.exclusions import default_exclusions
 from dynsparse.nn.linear import SparseLinear

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn.backends import Executor
 from dynsparse.nn.layer_state import LayerState, changing
 from dynsparse.nn.sharded import gathered, is_sharded, require_unsharded

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_kind, shortened, typed
-from dynsparse.files.atomic_write import replaced
-from dynsparse.files.limits import parse_json, read_limit
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.files.atomic_write import replaced
+from dynsparse._core.files.limits import parse_json, read_limit
+from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.convert import (
     check_replaceable,

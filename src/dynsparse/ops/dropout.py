@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dynsparse import native
-from dynsparse.checks import check_kind, is_number, shortened
+from dynsparse._core import native
+from dynsparse._core.checks import check_kind, is_number, shortened
 from dynsparse.ops.torch_internals import is_plain_eager
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_generator, check_integer, check_tensor, shortened
+from dynsparse._core.checks import check_generator, check_integer, check_tensor, shortened
 
 INT32_MAX = 2**31 - 1
 

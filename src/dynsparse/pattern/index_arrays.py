@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.pattern.on_device import by_columns as by_columns_on_device
 from dynsparse.pattern.on_device import column_pointers, flat_positions, move, row_pointers
 from dynsparse.tracing import spanned

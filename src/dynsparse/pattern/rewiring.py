@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_kind, check_tensor, shortened, typed
+from dynsparse._core.checks import check_kind, check_tensor, shortened, typed
 from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
     SortedEntries,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dynsparse.checks import (
+from dynsparse._core.checks import (
     check_integer,
     check_kind,
     check_tensor,
@@ -22,7 +22,7 @@ from dynsparse.checks import (
     shortened,
     typed,
 )
-from dynsparse.html import html_table
+from dynsparse._core.html import html_table
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
     block_grid,

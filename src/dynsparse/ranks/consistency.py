@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ranks.ranks import Ranks
 
 _KINDS = (ValueError, TypeError, RuntimeError, MemoryError)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.conv.patches import are_patches, samples_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.scores import Pair, add_row_ranges, pool

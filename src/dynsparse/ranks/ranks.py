@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 
 
 class Ranks:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.pattern.index_arrays import empty, nonzero_positions
 from dynsparse.ranks.ranks import Ranks
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynsparse.files.atomic_write import atomic_write
+from dynsparse._core.files.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap

@@ -18,12 +18,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dynsparse.checks import check_integer, check_kind, typed
-from dynsparse.files.atomic_write import atomic_write
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.checks import check_integer, check_kind, typed
+from dynsparse._core.files.atomic_write import atomic_write
+from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.version import __version__
 from dynsparse.tracing.models import hook_models
 from dynsparse.tracing.spans import Lane, Mark, Recorder, active_recorder, set_recorder
-from dynsparse.version import __version__
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 
 Mark = tuple[str, int, int | None, Any]
 """A span: name, begin and end in nanoseconds, and its arguments, a dict or None.

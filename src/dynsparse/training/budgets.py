@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynsparse._core.checks import check_choice, check_within, typed
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_choice, check_within, typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import fetch_scalars
 from dynsparse.ranks import ALONE, Ranks, collective_errors, sum_over_ranks

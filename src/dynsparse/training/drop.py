@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_not_negative, check_tensor, typed
+from dynsparse._core.checks import check_not_negative, check_tensor, typed
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_not_negative
+from dynsparse._core.checks import check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import best_free, check_pooling, random_outside
 from dynsparse.ops.grow.topk import best_positions, topk_outside

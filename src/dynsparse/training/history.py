@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer, check_within
+from dynsparse._core.checks import check_integer, check_within
 from dynsparse.ops.conv.patches import are_patches, copied, features_of, matrices
 from dynsparse.ops.grow.scores import Pair, add_rows
 from dynsparse.ops.linear import grad_weight

@@ -9,7 +9,7 @@ from functools import cache
 
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import cpu_dense
 
 # From glibc's malloc.h.

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.index_arrays import moves_in_place

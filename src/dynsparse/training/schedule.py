@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dynsparse.checks import check_choice, check_fraction, check_integer
+from dynsparse._core.checks import check_choice, check_fraction, check_integer
 
 
 class Schedule(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import OFF, counter, is_traced, span

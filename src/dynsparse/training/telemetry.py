@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear.naive import rows_of
 from dynsparse.pattern import Rewiring

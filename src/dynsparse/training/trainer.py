@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_flag, check_kind
-from dynsparse.html import html_table
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.checks import check_flag, check_kind
+from dynsparse._core.html import html_table
+from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops import capture

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynsparse.checks import is_number, shortened
+from dynsparse._core.checks import is_number, shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.training.grow import GradientStep
 from dynsparse.training.schedule import Schedule, is_due_within

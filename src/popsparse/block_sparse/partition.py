@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import (
+from dynsparse._core.checks import (
     check_array,
     check_choice,
     check_flag,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_kind
+from dynsparse._core.checks import check_kind
 from popsparse.block_sparse.partition import BlockSparsePlan, MatmulParams, plan
 from popsparse.machine import (
     Codelet,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_choice, check_integer, check_kind, shortened
+from dynsparse._core.checks import check_choice, check_integer, check_kind, shortened
 from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
 from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (

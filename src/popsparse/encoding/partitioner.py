@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
 from popsparse.encoding.buckets import (

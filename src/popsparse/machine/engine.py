@@ -11,8 +11,8 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
-from dynsparse.checks import check_flag, check_integer, check_kind, shortened
-from dynsparse.files.atomic_write import atomic_write_text
+from dynsparse._core.checks import check_flag, check_integer, check_kind, shortened
+from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse.tracing import spanned
 from popsparse.machine.checks import check_mapping
 from popsparse.machine.dtypes import ProgramError

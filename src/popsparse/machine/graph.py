@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_integer, check_kind, shortened, typed
+from dynsparse._core.checks import check_array, check_integer, check_kind, shortened, typed
 from popsparse.machine.dtypes import DType, MappingError, as_dtype
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target

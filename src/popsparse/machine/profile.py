@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shortened, typed
 from popsparse.machine import program as programs
 from popsparse.machine.memory import Contents, MemoryUse
 from popsparse.machine.program import Program

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from typing import Any
 
-from dynsparse.checks import check_integer, check_kind
+from dynsparse._core.checks import check_integer, check_kind
 from popsparse.machine.dtypes import ProgramError
 from popsparse.machine.graph import ComputeSet, RemoteBuffer, Stream
 from popsparse.machine.tensor import Tensor

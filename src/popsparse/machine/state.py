@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_integer, check_kind, shortened
+from dynsparse._core.checks import check_array, check_integer, check_kind, shortened
 from popsparse.machine.dtypes import DType, MachineError, ProgramError
 from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph, RemoteBuffer, Stream

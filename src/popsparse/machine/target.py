@@ -52,7 +52,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_choice, check_integer, shortened, typed
+from dynsparse._core.checks import check_choice, check_integer, shortened, typed
 from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
 
 

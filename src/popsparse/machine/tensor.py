@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dynsparse.checks import check_integer, check_kind, typed
+from dynsparse._core.checks import check_integer, check_kind, typed
 from popsparse.machine.dtypes import DType
 from popsparse.machine.intervals import Runs
 

@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_integer, check_kind, is_number, shortened, typed
+from dynsparse._core.checks import (
+    check_array,
+    check_integer,
+    check_kind,
+    is_number,
+    shortened,
+    typed,
+)
 from popsparse.machine.dtypes import DType, ProgramError, as_dtype
 from popsparse.machine.intervals import Runs, expand
 from popsparse.machine.tensor import Tensor

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from dynsparse.checks import check_choice, check_flag, check_integer
+from dynsparse._core.checks import check_choice, check_flag, check_integer
 from popsparse.planning.params import DataType, data_type, number
 
 Parsed = TypeVar("Parsed")

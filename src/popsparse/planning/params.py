@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dynsparse.checks import check_integer
+from dynsparse._core.checks import check_integer
 
 Params = TypeVar("Params")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import shortened, typed
+from dynsparse._core.checks import shortened, typed
 from popsparse.machine.target import Target
 from popsparse.planning.cost import (
     Buckets,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.pattern import SparsePattern
 from popsparse.formats import SparseMatrix
 from popsparse.planning.cycles import clear_memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from dynsparse.checks import check_integer, check_kind
+from dynsparse._core.checks import check_integer, check_kind
 from popsparse.poptorch.options import DataLoaderMode, Options
 
 _AHEAD = 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dynsparse.checks import check_kind, shortened
+from dynsparse._core.checks import check_kind, shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.backends import executor_for
 from dynsparse.training import SparseTrainer

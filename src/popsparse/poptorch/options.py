@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dynsparse.checks import check_flag, check_integer, check_kind, shortened
+from dynsparse._core.checks import check_flag, check_integer, check_kind, shortened
 
 
 class OutputMode(Enum):

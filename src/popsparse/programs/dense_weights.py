@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
 from popsparse.encoding.partitioner import Partitioner

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from popsparse.machine import (
     UNSIGNED_SHORT,
     Codelet,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_kind
+from dynsparse._core.checks import check_kind
 from popsparse.report.charts import (
     esc,
     grid_map,

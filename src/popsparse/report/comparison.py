@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynsparse.checks import check_kind, typed
+from dynsparse._core.checks import check_kind, typed
 from popsparse.report.charts import esc, number, percent, table, words
 from popsparse.report.data import PARTS, ProfileData, StoredProfile, read_profiles
 from popsparse.report.rules import Finding, findings

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer, check_kind, shortened, typed
-from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.files.limits import parse_json
+from dynsparse._core.checks import check_integer, check_kind, shortened, typed
+from dynsparse._core.files.atomic_write import atomic_write_text
+from dynsparse._core.files.limits import parse_json
 from popsparse.machine import HeldVariable, PlacedVertices, ProgramNode
 from popsparse.machine.profile import FORMAT, VERSION, build_document
 

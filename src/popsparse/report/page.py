@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_kind, typed
-from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.version import __version__
+from dynsparse._core.checks import check_kind, typed
+from dynsparse._core.files.atomic_write import atomic_write_text
+from dynsparse._core.version import __version__
 from popsparse.report.buckets import encoding_data, render_encoding
 from popsparse.report.charts import esc, number, words
 from popsparse.report.comparison import Comparison, render_comparison

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_kind
+from dynsparse._core.checks import check_kind
 from popsparse.machine import ProgramNode
 from popsparse.report.charts import (
     bar,

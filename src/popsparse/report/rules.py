@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from popsparse.machine import ProgramNode
 from popsparse.report.charts import esc, number, percent, words
 from popsparse.report.data import ProfileData, StepData

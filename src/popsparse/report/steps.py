@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from popsparse.machine import ProgramNode
 from popsparse.report.charts import bar, esc, indent, legend, number, percent, table
 from popsparse.report.data import ContentsData, ProfileData, StepData

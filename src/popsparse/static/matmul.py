@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_kind
+from dynsparse._core.checks import check_kind
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
 from popsparse.formats import CSRMatrix, SparseMatrix

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from dynsparse.checks import shortened
-from dynsparse.files.limits import LimitError, parse_json
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.limits import LimitError, parse_json
 from targets.common import refused_as
 
 SEEDS = [

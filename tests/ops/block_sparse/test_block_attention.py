@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kernels_of import needs_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynsparse import SparsePattern, native
+from dynsparse import SparsePattern
+from dynsparse._core import native
 from dynsparse.ops import block_sparse
 from dynsparse.ops.block_sparse import kernels, naive, plain, products
 from dynsparse.ops.block_sparse.kernels import Settings
@@ -168,7 +169,8 @@ def test_every_instruction_set_computes_the_same(isa):
         pytest.skip("not on this machine")
     code = """
 import torch, sys
-from dynsparse import SparsePattern, native
+from dynsparse import SparsePattern
+from dynsparse._core import native
 from dynsparse.ops.block_sparse import kernels, naive
 from dynsparse.ops.block_sparse.kernels import Settings
 assert native.describe()["isa"] == sys.argv[1]

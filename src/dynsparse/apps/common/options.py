@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dynsparse.checks import is_number
+from dynsparse._core.checks import is_number
 from dynsparse.options import (
     FILE,
     OUTPUT_FILE,

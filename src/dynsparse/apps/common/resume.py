@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynsparse._core.checks import shortened
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
-from dynsparse.checks import shortened
 from dynsparse.options import Defines, flag
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 from dynsparse.training.checkpoint.format import CheckpointReader

@@ -18,6 +18,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dynsparse._core.files.atomic_write import atomic_write_text, remove_temporary_files
+from dynsparse._core.files.folders import only_writer
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.resume import (
     KEY,
@@ -30,8 +32,6 @@ from dynsparse.apps.common.resume import (
     save,
 )
 from dynsparse.apps.common.training import Stopped, Training
-from dynsparse.files.atomic_write import atomic_write_text, remove_temporary_files
-from dynsparse.files.folders import only_writer
 from dynsparse.options import check_applies, default_of, flag, options_of
 from dynsparse.ranks import Ranks, collective_errors, ranks_of
 from dynsparse.tracing import trace

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dynsparse._core.checks import is_number
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.checks import is_number
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ranks_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dynsparse.files.limits import parse_json
+from dynsparse._core.files.limits import parse_json
 from dynsparse.report.figure import figure, need_matplotlib, save
 
 _CURVES = ("step", "loss", "valid_loss")

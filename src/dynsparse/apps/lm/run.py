@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dynsparse._core.processor import available_memory
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import (
     Display,
@@ -34,7 +35,6 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
 from dynsparse.data.text import Tokenizer, tokenizer_from_state
 from dynsparse.nn import SparseLinear
-from dynsparse.processor import available_memory
 from dynsparse.tracing import span, spanned
 
 

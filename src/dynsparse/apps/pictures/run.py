@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dynsparse import data
+from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import (
     Display,
@@ -29,7 +30,6 @@ from dynsparse.apps.common.run import (
 )
 from dynsparse.apps.common.training import NOTICE, Scores, Sums, random_ids, random_shares
 from dynsparse.apps.pictures.training import PictureOptions, Training
-from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.nn import SparseLinear
 from dynsparse.tracing import span
 

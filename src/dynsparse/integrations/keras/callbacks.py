@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import keras
 from torch import nn
 
-from dynsparse.checks import check_flag
+from dynsparse._core.checks import check_flag
 from dynsparse.integrations.follower import Algorithm, Follower
 from dynsparse.integrations.keras.convert import enable_many_steps
 from dynsparse.integrations.keras.layers import SavedState, SparseLayer

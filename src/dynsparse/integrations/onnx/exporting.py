@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.checks import shortened, typed
+from dynsparse._core.checks import shortened, typed
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     ignore_warnings,

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import shortened
-from dynsparse.files.atomic_write import atomic_write
-from dynsparse.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.atomic_write import atomic_write
+from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.integrations.onnx.graph import (
     densify_initializers,
     fuse_linears,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynsparse._core.checks import check_integer
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_integer
 from dynsparse.integrations.onnx.exporting import check_form
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,

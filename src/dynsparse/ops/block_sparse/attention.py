@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse import native
-from dynsparse.checks import check_flag, check_kind, check_within, is_number, shortened
+from dynsparse._core import native
+from dynsparse._core.checks import check_flag, check_kind, check_within, is_number, shortened
 from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.products import check_operand

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 
 
 class Settings(NamedTuple):

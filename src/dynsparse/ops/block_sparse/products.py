@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_choice, check_kind, check_tensor
+from dynsparse._core.checks import check_choice, check_kind, check_tensor
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.pattern.index_arrays import by_slots

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dynsparse.checks import check_kind
+from dynsparse._core.checks import check_kind
 from dynsparse.ops.conv import autograd as autograd
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.autograd import register_flop_formulas

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.choice import forced
 from dynsparse.ops.linear.cost_table import Layer

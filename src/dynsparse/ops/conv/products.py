@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops import capture
 from dynsparse.ops.conv.choice import route
 from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer, check_kind
+from dynsparse._core.checks import check_integer, check_kind
 from dynsparse.ops import capture
 from dynsparse.ops.embedding import products
 from dynsparse.ops.linear.layer_index import LayerIndex, check_contents

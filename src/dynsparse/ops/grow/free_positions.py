@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.pattern import SparsePattern, sample_without_replacement
 from dynsparse.pattern.on_device import flat_positions, to_device
 

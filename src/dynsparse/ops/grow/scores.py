@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.conv.patches import features_of, matrices
 from dynsparse.pattern.index_arrays import empty
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.conv.patches import are_patches
 from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
 from dynsparse.ops.grow.scores import Pair, Scorer

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse import native
-from dynsparse.checks import check_integer, typed
+from dynsparse._core import native
+from dynsparse._core.checks import check_integer, typed
 from dynsparse.pattern.index_arrays import empty
 
 _LARGEST_INDEX = 0xFFFFFFFF

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_tensor, shortened, typed
+from dynsparse._core.checks import check_tensor, shortened, typed
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.on_device import topk_on_device

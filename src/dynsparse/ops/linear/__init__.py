@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dynsparse.checks import check_kind
+from dynsparse._core.checks import check_kind
 from dynsparse.ops import capture
 from dynsparse.ops.linear import products
 from dynsparse.ops.linear.autograd import (

@@ -28,8 +28,8 @@ from contextlib import contextmanager
 
 import torch
 
-from dynsparse import native
-from dynsparse.checks import typed
+from dynsparse._core import native
+from dynsparse._core.checks import typed
 from dynsparse.ops.linear.cost_table import Costs, Layer, active, evaluate, family
 from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.cuda import costs as cuda_costs

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynsparse import native
-from dynsparse.checks import is_number, shortened
-from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.files.folders import cache_folder
-from dynsparse.files.limits import parse_json
-from dynsparse.processor import processor
-from dynsparse.version import __version__
+from dynsparse._core import native
+from dynsparse._core.checks import is_number, shortened
+from dynsparse._core.files.atomic_write import atomic_write_text
+from dynsparse._core.files.folders import cache_folder
+from dynsparse._core.files.limits import parse_json
+from dynsparse._core.processor import processor
+from dynsparse._core.version import __version__
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import cpu_dense, naive
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.panels import column_panels, masks_of, row_panels, temporary_row_panels

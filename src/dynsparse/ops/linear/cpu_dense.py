@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.panels import masks_of
 from dynsparse.pattern.index_arrays import by_slots

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dynsparse.checks import check_kind, check_tensor
+from dynsparse._core.checks import check_kind, check_tensor
 from dynsparse.pattern import PatternIndex
 from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, slots_of
 from dynsparse.pattern.on_device import by_columns as by_columns_on_device

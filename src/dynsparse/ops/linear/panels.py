@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import LayerIndex, TensorCache
 from dynsparse.pattern.index_arrays import empty
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dynsparse import native
-from dynsparse.files.folders import cache_folder
+from dynsparse._core import native
+from dynsparse._core.files.folders import cache_folder
 from dynsparse.ops.linear.choice import candidates, cheapest, is_full
 from dynsparse.ops.linear.cost_table import (
     Cost,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynsparse.checks import typed
-from dynsparse.files.atomic_write import atomic_write
+from dynsparse._core.checks import typed
+from dynsparse._core.files.atomic_write import atomic_write
 from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib, save
 from dynsparse.report.training.curves import draw_curves
 from dynsparse.training.records import RecordError, Records

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 from dynsparse.report.figure import MUTED, figure, need_matplotlib

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.checks import check_choice, check_flag
+from dynsparse._core.checks import check_choice, check_flag
 from dynsparse.training.budgets import (
     Budget,
     GlobalBudget,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_not_negative
+from dynsparse._core.checks import check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
 from dynsparse.pattern import Rewiring, SparsePattern

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_fraction, check_not_negative
-from dynsparse.interrupts import uninterrupted
+from dynsparse._core.checks import check_fraction, check_not_negative
+from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.sharded import device_of, gathered, is_sharded, local_part, local_range

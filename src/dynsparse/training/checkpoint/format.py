@@ -36,9 +36,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from dynsparse.checks import shortened
-from dynsparse.files.atomic_write import replaced
-from dynsparse.files.limits import parse_json
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.atomic_write import replaced
+from dynsparse._core.files.limits import parse_json
 from dynsparse.nn.sharded import is_sharded, local_part, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, chunk, chunk_of, collective_errors
 from dynsparse.training.checkpoint.tensor_parallel import Chunk

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from dynsparse.nn.sharded import local_part
 
 # What they keep for a parameter is not of its shape.

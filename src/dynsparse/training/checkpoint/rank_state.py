@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from dynsparse.ranks import Ranks, ShardSpec
 from dynsparse.training.layer_shards import find_shards
 from dynsparse.training.trainer import SparseTrainer

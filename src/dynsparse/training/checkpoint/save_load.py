@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_flag, typed
+from dynsparse._core.checks import check_flag, typed
 from dynsparse.nn.sharded import gathered, is_sharded, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, collective_errors
 from dynsparse.tracing import spanned

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.pattern import SparsePattern

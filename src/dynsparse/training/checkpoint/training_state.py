@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import shortened
+from dynsparse._core.checks import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern

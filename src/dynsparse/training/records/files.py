@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynsparse.checks import shortened
-from dynsparse.files.atomic_write import TEMPORARY_SUFFIX
-from dynsparse.files.folders import LOCK
-from dynsparse.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.atomic_write import TEMPORARY_SUFFIX
+from dynsparse._core.files.folders import LOCK
+from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dynsparse.checks import typed
+from dynsparse._core.checks import typed
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.records.files import (
     RecordedLayer,

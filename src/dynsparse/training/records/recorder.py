@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.checks import check_flag, check_integer, check_kind, typed
-from dynsparse.files.atomic_write import atomic_write, atomic_write_text
+from dynsparse._core.checks import check_flag, check_integer, check_kind, typed
+from dynsparse._core.files.atomic_write import atomic_write, atomic_write_text
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
     FORMAT,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dynsparse import logs, processor
+from dynsparse._core import logs, processor
 
 __all__ = [
     "bfloat16_unit",
@@ -44,7 +44,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).resolve().parent / "_native"
+_FOLDER = Path(__file__).resolve().parents[1] / "_native"
 
 # Best first.
 _X86_LEVELS = {

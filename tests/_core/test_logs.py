@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dynsparse as ds
-from dynsparse import logs
+from dynsparse._core import logs
 from dynsparse.cli.app import run as command
 from dynsparse.training.checkpoint import load_checkpoint, save_checkpoint
 from popsparse import PlanningCache, plan
@@ -139,5 +139,5 @@ def test_an_import_shows_which_kernels_are_loaded():
         timeout=300,
         check=True,
     )
-    assert "INFO dynsparse.native: no compiled kernels: DYNSPARSE_ISA=none" in ended.stderr
+    assert "INFO dynsparse._core.native: no compiled kernels: DYNSPARSE_ISA=none" in ended.stderr
     assert not ended.stdout

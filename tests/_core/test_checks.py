@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dynsparse.checks import (
+from dynsparse._core.checks import (
     check_choice,
     check_fraction,
     check_integer,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernels_of import needs_kernels
 
-from dynsparse import native, processor
+from dynsparse._core import native, processor
 from dynsparse.nn import SparseLinear
 
 built = pytest.mark.skipif(
@@ -183,7 +183,7 @@ def test_compiled_kernels_serve_float32_on_the_cpu_only() -> None:
 
 ONE_RUNTIME = """
 import torch
-from dynsparse import native
+from dynsparse._core import native
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern

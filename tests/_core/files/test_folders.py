@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from dynsparse.files.folders import LOCK, BusyError, only_writer
+from dynsparse._core.files.folders import LOCK, BusyError, only_writer
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from dynsparse.files.folders import only_writer
+from dynsparse._core.files.folders import only_writer
 with only_writer(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(600)

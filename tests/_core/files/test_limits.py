@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse.checks import shortened
-from dynsparse.files.limits import MOST_DEPTH, VARIABLE, LimitError, parse_json, read_limit
+from dynsparse._core.checks import shortened
+from dynsparse._core.files.limits import MOST_DEPTH, VARIABLE, LimitError, parse_json, read_limit
 
 
 def test_the_limit_follows_the_size_and_the_environment(monkeypatch):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dynsparse.files.atomic_write import atomic_write, atomic_write_text
+from dynsparse._core.files.atomic_write import atomic_write, atomic_write_text
 
 
 def test_a_new_file_and_one_in_the_place_of_another(tmp_path):

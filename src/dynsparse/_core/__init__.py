@@ -1,0 +1,1 @@
+"""Private helpers of the library: kernels, argument checks, files, interrupts, logging."""
