@@ -1,7 +1,6 @@
 """What is made of an option: its check, and what a checkpoint may say about it."""
 
 import dataclasses
-import secrets
 from pathlib import Path
 
 import pytest
@@ -102,7 +101,6 @@ def forge(path: Path, of: str, **entries) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     defaults = APPS[of].Options()
     extra = {"app": of, "options": defaults.defining(), "seed": 1, "data": "stdlib"}
-    extra["training_id"] = secrets.token_hex(16)
     extra["options"] |= entries.pop("options", {})
     save_checkpoint(path, model=model, optimizer=optimizer, extra=extra | entries)
     return path

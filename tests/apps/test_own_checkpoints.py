@@ -1,6 +1,5 @@
 """A training knows its own checkpoints and its own record, and never takes or deletes others'."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -8,9 +7,7 @@ import pytest
 from rich.console import Console
 
 from dynsparse.apps import lm
-from dynsparse.apps.common.resume import KEY, identity_of, read_identities
 from dynsparse.apps.pictures import mnist
-from dynsparse.training.checkpoint import read_extra
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
@@ -29,19 +26,6 @@ def refused(match: str, **changes) -> None:
     with pytest.raises(ValueError, match=match) as error:
         tiny(**changes)
     assert "\n" not in str(error.value)
-
-
-def test_the_identity_is_random_and_stays(tmp_path):
-    tiny(checkpoint_path=tmp_path / "a", stop_after=1, records_path=tmp_path / "r")
-    tiny(checkpoint_path=tmp_path / "b", stop_after=1)
-    tiny(restore=tmp_path / "a", checkpoint_path=tmp_path / "a", records_path=tmp_path / "r")
-    extras = {file.name: read_extra(file) for file in (tmp_path / "a").iterdir()}
-    assert len(extras) == 3
-    own = {extra[KEY] for extra in extras.values()}
-    assert own == {Records.load(tmp_path / "r").metadata[KEY]}
-    assert own != {read_extra(tmp_path / "b" / "epoch-0001.ckpt")[KEY]}
-    for file, identity in read_identities((tmp_path / "a").iterdir()).items():
-        assert identity == extras[file.name][KEY]
 
 
 def test_a_new_training_does_not_begin_among_anothers_checkpoints(tmp_path):
@@ -64,7 +48,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_training(tmp_path):
     assert Records.load(tmp_path / "r").metadata["seed"] == 2
     resumed = mnist.run(mnist.Options(restore=tmp_path / "c", **outputs), QUIET)
     assert resumed["seed"] == 2
-    assert len(read_identities((tmp_path / "c").iterdir())) == 3
+    assert len(list((tmp_path / "c").iterdir())) == 3
 
 
 def test_what_is_wrong_otherwise_is_said_before_anything_is_deleted(tmp_path):
@@ -79,27 +63,6 @@ def test_what_is_wrong_otherwise_is_said_before_anything_is_deleted(tmp_path):
     assert contents(tmp_path / "c") | contents(tmp_path / "r") == before
 
 
-def test_a_folder_of_two_trainings_asks_for_the_file(tmp_path):
-    tiny(checkpoint_path=tmp_path / "old")
-    tiny(checkpoint_path=tmp_path / "new", stop_after=1, seed=2)
-    shutil.copy(tmp_path / "new" / "epoch-0001.ckpt", tmp_path / "old" / "epoch-0001.ckpt")
-    refused(
-        r"with those of 2, such as epoch-0001\.ckpt and epoch", restore=tmp_path / "old", seed=2
-    )
-    # Whatever the clock said when they were written.
-    os.utime(tmp_path / "old" / "epoch-0001.ckpt", (0, 0))
-    refused("name the file to go on from", restore=tmp_path / "old", seed=2)
-    assert tiny(restore=tmp_path / "old" / "epoch-0001.ckpt", seed=2)["epochs"] == 3
-
-
-def test_a_file_that_cannot_be_read_is_not_overwritten_unasked(tmp_path):
-    tiny(checkpoint_path=tmp_path, stop_after=1)
-    (tmp_path / "epoch-0002.ckpt").write_bytes(b"dynsparse")
-    go_on = {"restore": tmp_path / "epoch-0001.ckpt", "checkpoint_path": tmp_path}
-    refused("epoch-0002.ckpt, which cannot be read: move it away, or let it be deleted", **go_on)
-    assert tiny(**go_on, overwrite=True)["epochs"] == 3
-
-
 def test_a_record_is_not_deleted_without_a_word(tmp_path):
     tiny(records_path=tmp_path / "r")
     before = contents(tmp_path / "r")
@@ -111,9 +74,9 @@ def test_a_record_is_not_deleted_without_a_word(tmp_path):
 
 def test_the_record_of_another_training_is_not_continued(tmp_path):
     tiny(records_path=tmp_path / "r", checkpoint_path=tmp_path / "a", stop_after=1)
-    tiny(checkpoint_path=tmp_path / "b", stop_after=1)
+    tiny(checkpoint_path=tmp_path / "b", stop_after=1, seed=2)
     before = contents(tmp_path / "r")
-    refused("with that of another", restore=tmp_path / "b", records_path=tmp_path / "r")
+    refused("other patterns", restore=tmp_path / "b", records_path=tmp_path / "r", seed=2)
     assert contents(tmp_path / "r") == before
 
 
@@ -145,13 +108,6 @@ def test_the_log_forgets_what_comes_after_the_checkpoint(tmp_path):
     (tmp_path / "log").write_text(expected + "99 0.")
     tiny(log=tmp_path / "log", restore=tmp_path / "c" / "epoch-0001.ckpt")
     assert (tmp_path / "log").read_text() == expected
-
-
-def test_a_forged_identity_is_refused_in_one_line(tmp_path):
-    extra = {"app": "mnist", "options": {}, "seed": 1}
-    for wrong in (3, "x", "A" * 32, "0" * 1000000, None):
-        with pytest.raises(ValueError, match="expected the identity of a training"):
-            identity_of({**extra, KEY: wrong})
 
 
 def test_the_language_model_keeps_apart_too(tmp_path):

@@ -23,9 +23,9 @@ from sizes import OPTIONS
 
 KINDS = {"mnist": Training, "lm": LmTraining}
 
-# Times and identities differ; the training draws from neither Python's nor NumPy's generator.
+# Times differ; the training draws from neither Python's nor NumPy's generator.
 NOT_COMPARED = {
-    "seconds", "update_seconds", "tokens_per_second", "python", "numpy", "training_id",
+    "seconds", "update_seconds", "tokens_per_second", "python", "numpy",
     "seconds_per_step", "update_share",
 }  # fmt: skip
 

@@ -20,7 +20,6 @@ with warnings.catch_warnings():
 
 from dynsparse.apps.lm.model import build_model
 from dynsparse.apps.lm.options import Options
-from dynsparse.cli.app import run
 from dynsparse.integrations.onnx import (
     export,
     import_,
@@ -223,22 +222,21 @@ def test_the_largest_weights_of_a_foreign_model_stay(tmp_path):
 
 
 @pytest.mark.parametrize("block_size", [1, 2])
-def test_weights_go_there_and_back_on_the_command_line(block_size, tmp_path, capsys):
+def test_weights_go_there_and_back(block_size, tmp_path):
     model = mlp(block_size).eval()
     x = KINDS["mlp"][1]()
     a, b, c, w = (str(tmp_path / name) for name in ("a.onnx", "b.onnx", "c.onnx", "w.safetensors"))
     ds.integrations.onnx.export(model, (x,), a, "sparse")
     ds.integrations.onnx.export(mlp(block_size), (x,), b, "dense")
-    assert run(["onnx", "import", a, w]) == 0
+    assert sorted(weights_from_onnx(a, w)) == ["0", "2"]
     fresh = ds.load_pretrained(ds.densify(mlp(block_size)), w)
     for name, layer in sparse_layers(model).items():
         assert fresh.get_submodule(name).pattern == layer.pattern
         assert torch.equal(fresh.get_submodule(name).values, layer.values)
     assert torch.equal(fresh[4].weight, model[4].weight)
-    assert run(["onnx", "export", w, c, "--graph", b]) == 0
-    assert "2 sparse layers" in capsys.readouterr().out
+    assert sorted(weights_to_onnx(w, b, c)) == ["0", "2"]
     assert np.array_equal(computed(c, x), computed(a, x))
-    assert run(["onnx", "sparsify", b, c, "--density", "0.1", "--weights", "dense"]) == 0
+    sparsify_onnx(b, c, 0.1, weights="dense")
     assert not onnx.load(c).graph.sparse_initializer
 
 
@@ -348,18 +346,10 @@ class TestRefused:
             weights_to_onnx(tmp_path / "w.safetensors", tmp_path / "a.onnx", tmp_path / "b.onnx")
         assert not (tmp_path / "b.onnx").exists()
 
-    def test_on_the_command_line(self, tmp_path, capsys):
+    def test_what_cannot_be_made_sparse(self, tmp_path):
         foreign(tmp_path / "m.onnx")
-        source, file = str(tmp_path / "m.onnx"), str(tmp_path / "s.onnx")
-        for more, words in (
-            (["--density", "2"], "density must be a number in (0, 1]"),
-            (["--block-size", "5"], "no linear layer whose sides block_size=5 divides"),
-            (["--block-size", "0"], "block_size must be an integer of at least 1"),
-            (["--allocation", "x"], "allocation must be one of"),
-            (["--weights", "x"], "weights must be one of"),
-        ):
-            assert run(["onnx", "sparsify", source, file, *more]) == 2
-            assert words in capsys.readouterr().err
+        with pytest.raises(ValueError, match="no linear layer whose sides block_size=5 divides"):
+            sparsify_onnx(tmp_path / "m.onnx", tmp_path / "s.onnx", 0.1, block_size=5)
 
 
 def one_matrix(path, nodes, square, sparse):

@@ -20,7 +20,6 @@ from dynsparse.cli.commands import cifar, lm, mnist, mnist_transformer, report, 
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
 from dynsparse.cli.matmul import matmul
-from dynsparse.cli.onnx import onnx
 from dynsparse.cli.tune import tune
 
 _NUMBER = re.compile(r"-[\d.]")
@@ -82,7 +81,6 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_HELP)
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=ListCommand, context_settings=_HELP)(_function)
-app.add_typer(onnx, name="onnx", context_settings=_HELP)
 
 
 @app.callback(invoke_without_command=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from dynsparse.apps.lm.compare import read_figures
 from dynsparse.bench.results import load_results
 from dynsparse.options import _read, json_object, pairs
 from targets.common import folder, refused_as
 
-_WAYS = 4
+_WAYS = 3
 _SPREAD = {"median": 1.0, "low": 0.9, "high": 1.1}
 _CELL = {
     "layer": "784x300", "features": [784, 300], "batch": 128, "density": 0.1, "block": 1,
@@ -26,17 +25,10 @@ _RESULTS = {
     },
     "popsparse_law": {"c": 1.0, "a": 1.0, "b": 1.0, "e": 1.0}, "laws": {}, "break_even": {},
 }  # fmt: skip
-_FIGURES = {
-    "history": [{"step": 1, "loss": 1.0, "valid_loss": 1.0}], "loss": 1.0, "accuracy": 0.1,
-    "valid_loss": 1.0, "steps": 1, "method": "rigl", "data": "x", "vocabulary": "char",
-    "parameters": {"held": 10},
-}  # fmt: skip
-
 SEEDS = [
     b'\0{"period": 0.5, "x": [1, 2]}',
     b"\1betas=[0.9, 0.95]",
     b"\2" + json.dumps(_RESULTS).encode(),
-    b"\3" + json.dumps(_FIGURES).encode(),
 ]
 
 
@@ -50,7 +42,5 @@ def run(data: bytes) -> None:
             assert isinstance(_read(kind, "options", content.decode()), dict)
         elif way == 1:
             _read(pairs("betas=[0.9, 0.95]"), "optimizer-arg", [content.decode()])
-        elif way == 2:
-            load_results(file)
         else:
-            read_figures(file)
+            load_results(file)

@@ -1,15 +1,14 @@
-"""Checkpoints of a training: one per saved epoch or step, how to resume, whose a folder is.
+"""Checkpoints of a training: one per saved epoch or step, and how to resume.
 
-Each training draws an identity, which its checkpoints keep in `extra` and its record in the
-metadata. Of a checkpoint's options only those that define the training are read
-(`Option.defines`): it never decides where to write, what to log or how many threads to take.
+Of a checkpoint's options only those that define the training are read (`Option.defines`): it never
+decides where to write, what to log or how many threads to take.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +18,6 @@ from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
 from dynsparse.options import Defines, flag
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
-from dynsparse.training.checkpoint.format import CheckpointReader
-from dynsparse.training.records import Recorder
-
-KEY = "training_id"
-"""The name of the identity in `extra` and in a record's metadata."""
 
 _Options = TypeVar("_Options", bound=TrainingOptions)
 
@@ -45,7 +39,6 @@ def save(training: Training, folder: Path) -> Path:
         generators={training.generator_name: training.generator},
         extra={
             "app": training.app,
-            KEY: training.identity,
             "options": training.options.defining(),
             "seed": training.seed,
             **training.drawn_state(),
@@ -61,30 +54,21 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: a folder with checkpoints of several trainings.
     """
-    if not path.is_dir():
-        if not path.exists():
+    if path.is_dir():
+        found = checkpoints_in(kind, path)
+        if not found:
             raise FileNotFoundError(
-                f"--restore: expected a checkpoint or a folder of them, got {path}, which does not "
-                "exist"
+                f"--restore: expected a folder with checkpoints named "
+                f"{kind.unit}-{'N' * kind.digits}.ckpt, got {path} without any"
             )
-        return path
-    found = checkpoints_in(kind, path)
-    if not found:
+        return found[-1]
+    if not path.exists():
         raise FileNotFoundError(
-            f"--restore: expected a folder with checkpoints named "
-            f"{kind.unit}-{'N' * kind.digits}.ckpt, got {path} without any"
+            f"--restore: expected a checkpoint or a folder of them, got {path}, which does not "
+            "exist"
         )
-    # The highest number may be of an earlier training, the latest date of a copy.
-    newest = {identity: file for file, identity in read_identities(found).items() if identity}
-    if len(newest) > 1:
-        names = " and ".join(sorted(file.name for file in newest.values())[:2])
-        raise ValueError(
-            f"--restore: expected checkpoints of one training, got {path} with those of "
-            f"{len(newest)}, such as {names}: name the file to go on from"
-        )
-    return found[-1]
+    return path
 
 
 def checkpoints_in(kind: type[Training], folder: Path) -> list[Path]:
@@ -117,10 +101,6 @@ class Checkpoint:
             raise ValueError(f"{path}: expected a checkpoint of `dynsparse {app}`, got another one")
         if not isinstance(extra.get("options"), dict) or not isinstance(extra.get("seed"), int):
             raise ValueError(f"{path}: expected the options and the seed of a training, got none")
-        try:
-            identity_of(extra)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}, got {shortened(extra.get(KEY))}") from None
         return cls(path, extra)
 
     def __getitem__(self, name: str) -> Any:
@@ -167,10 +147,11 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     )
     counters = {name: checkpoint[name] for name in training.counters}
     partial = checkpoint.extra.get("partial", {})
-    try:
-        training.check_partial(partial)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {error}") from None
+    if not isinstance(partial, dict) or set(partial) not in (set(), {*training.partial_names}):
+        raise ValueError(
+            f"{checkpoint.path}: expected {', '.join(training.partial_names)} of a training that "
+            f"stopped, got {shortened(partial)}"
+        )
     load_checkpoint(
         checkpoint.path,
         model=training.model,
@@ -179,80 +160,24 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         generators={training.generator_name: training.generator},
     )
     vars(training).update(counters, partial=partial)
-    training.identity = identity_of(checkpoint.extra)
 
 
-def identity_of(extra: Any) -> str:
-    """The identity of the training in a checkpoint's `extra`.
-
-    Raises:
-        ValueError: none, or something else.
-    """
-    identity = extra.get(KEY) if isinstance(extra, Mapping) else None
-    if not isinstance(identity, str) or not re.fullmatch(r"[0-9a-f]{32}", identity):
-        raise ValueError("expected the identity of a training, 32 hexadecimal digits")
-    return identity
-
-
-def read_identities(files: Iterable[Path]) -> dict[Path, str | None]:
-    """The training of each checkpoint; None for a file that cannot be read as one.
+def find_others(training: Training, folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the newest last, unless `training` goes on from one of them.
 
     Raises:
-        OSError: a file that may not be read.
+        ValueError: there are some, and the options do not say to overwrite them.
     """
-    return {file: _read_identity(file) for file in files}
-
-
-def _read_identity(file: Path) -> str | None:
-    try:
-        return identity_of(CheckpointReader(file).peek_extra())
-    except (TypeError, ValueError):
-        return None
-
-
-def find_others(training: Training, folder: Path, *, overwrite: bool) -> list[Path]:
-    """The checkpoints in `folder` that belong to other trainings, the newest last.
-
-    Raises:
-        ValueError: there are some, and `overwrite` is not set.
-    """
-    found = read_identities(checkpoints_in(type(training), folder))
-    others = [file for file, identity in found.items() if identity != training.identity]
-    if others and not overwrite:
-        newest = others[-1]
-        if found[newest] is None:
-            raise ValueError(
-                f"--checkpoint-path: expected checkpoints of this training, got {newest}, which "
-                "cannot be read: move it away, or let it be deleted with --overwrite"
-            )
+    options = training.options
+    if options.restore is not None:
+        restored = options.restore.resolve()
+        if folder.resolve() == (restored if restored.is_dir() else restored.parent):
+            return []
+    others = checkpoints_in(type(training), folder)
+    if others and not options.overwrite:
         raise ValueError(
             f"--checkpoint-path: expected a folder without checkpoints of another training, got "
-            f"{newest}: go on with that one by --restore {folder}, choose another folder, or let "
-            "them be deleted with --overwrite"
+            f"{others[-1]}: go on with that one by --restore {folder}, choose another folder, or "
+            "let them be deleted with --overwrite"
         )
     return others
-
-
-def check_new(recorder: Recorder, *, overwrite: bool) -> None:
-    """Raise ValueError if a new training would delete the updates that another has recorded."""
-    if recorder.holds_updates and not overwrite:
-        raise ValueError(
-            f"--records-path: expected a folder without the record of another training, got "
-            f"{recorder.path} with one: go on with that training by --restore, choose another "
-            "folder, or let the record be deleted with --overwrite"
-        )
-
-
-def check_continued(recorder: Recorder, training: Training) -> None:
-    """Raise ValueError unless the record belongs to the restored `training`."""
-    path = recorder.path
-    if not recorder.has_record:
-        raise ValueError(
-            f"--records-path: expected the record of the restored training, got {path} without "
-            "one: name its folder, or leave --records-path out"
-        )
-    if recorder.earlier.get(KEY) != training.identity:
-        raise ValueError(
-            f"--records-path: expected the record of the restored training, got {path} with that "
-            "of another: name its folder, or leave --records-path out"
-        )

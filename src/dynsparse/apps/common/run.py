@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import signal
 import threading
@@ -21,16 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from dynsparse._core.files.atomic_write import atomic_write_text, remove_temporary_files
 from dynsparse._core.files.folders import only_writer
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.apps.common.resume import (
-    KEY,
-    Checkpoint,
-    adopt,
-    check_continued,
-    check_new,
-    find_checkpoint,
-    find_others,
-    save,
-)
+from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint, find_others, save
 from dynsparse.apps.common.training import Stopped, Training
 from dynsparse.options import check_applies, default_of, flag, options_of
 from dynsparse.ranks import Ranks, collective_errors, ranks_of
@@ -234,15 +226,15 @@ class Outputs:
                 remove_temporary_files(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:
-            others = find_others(training, options.checkpoint_path, overwrite=options.overwrite)
+            others = find_others(training, options.checkpoint_path)
         if options.records_path is not None:
             self._recorder = _recorder(training, options.records_path)
         self._loggers = loggers()
+        if self._recorder is not None:
+            _go_on(self._recorder, training)
         # The newest first: what a kill leaves is what there was up to some moment.
         for file in reversed(others):
             remove_checkpoint(file)
-        if self._recorder is not None:
-            _go_on(self._recorder, training)
 
     def __enter__(self) -> Outputs:
         return self
@@ -271,16 +263,22 @@ class Outputs:
 def _recorder(training: Training, path: Path) -> Recorder:
     metadata = {
         "app": training.app,
-        KEY: training.identity,
         "method": training.options.method,
         "seed": training.seed,
         **training.metadata(),
     }
     recorder = Recorder(path, metadata)
-    if training.step:
-        check_continued(recorder, training)
-    else:
-        check_new(recorder, overwrite=training.options.overwrite)
+    if training.step and not recorder.has_record:
+        raise ValueError(
+            f"--records-path: expected the record of the restored training, got {path} without "
+            "one: name its folder, or leave --records-path out"
+        )
+    if not training.step and recorder.holds_updates and not training.options.overwrite:
+        raise ValueError(
+            f"--records-path: expected a folder without the record of another training, got {path} "
+            "with one: go on with that training by --restore, choose another folder, or let the "
+            "record be deleted with --overwrite"
+        )
     return recorder
 
 
@@ -344,7 +342,7 @@ def stop_on_interrupt(training: Training, console: Console) -> Iterator[None]:
 def _write(training: Training, console: Console) -> None:
     folder = training.options.checkpoint_path
     if folder is None:
-        folder = Path(f"{training.app}-{training.identity[:8]}")
+        folder = Path(f"{training.app}-{secrets.token_hex(4)}")
         folder.mkdir(exist_ok=True)
     path = save(training, folder)
     lines = f"stopped after step {training.step:,}; to go on:", resume_command(training, path)

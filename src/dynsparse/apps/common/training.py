@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -238,25 +237,11 @@ class Sums:
 
     @classmethod
     def from_state(cls, state: Any) -> Sums:
-        """The sums that `state` was made of.
-
-        Raises:
-            ValueError: something else.
-        """
+        """The sums that `state` was made of; ValueError for something else."""
         sums = cls()
-        expected = sums.state()
-        if not isinstance(state, dict) or state.keys() != expected.keys():
-            raise ValueError(f"expected sums, the entries {', '.join(expected)}")
-        for name, value in expected.items():
-            entry = state[name]
-            is_valid = isinstance(entry, type(value)) and not isinstance(entry, bool)
-            if isinstance(entry, Tensor):
-                is_valid &= entry.dim() == 0 and entry.is_floating_point() == (name == "loss")
-            elif is_valid:
-                is_valid = math.isfinite(entry) and entry >= 0
-            if not is_valid:
-                raise ValueError(f"the sum {name!r} is damaged")
-            setattr(sums, name, entry)
+        if not isinstance(state, dict) or state.keys() != sums.state().keys():
+            raise ValueError(f"expected sums, the entries {', '.join(sums.state())}")
+        vars(sums).update(state)
         return sums
 
     def scores(self) -> Scores:
@@ -274,11 +259,11 @@ class Training(ABC):
             their names have.
         generator_name: how checkpoints call `generator`; counters: the attributes they keep.
         rate_flag: the option to lower where a training diverges.
-        identity: unique to this training; resuming keeps it.
         device: where it computes. What is drawn is drawn on the CPU: all devices begin alike.
         stop_asked: makes the training raise `Stopped` before its next step.
-        partial: of a training that stopped, or goes on, inside an epoch or between two reports: the
-            sums so far, and what else it goes on with; plain types and tensors.
+        partial: of a training that stopped inside an epoch or between two reports: the sums so far,
+            and what else it goes on with; plain types and tensors, under the names
+            `partial_names`.
 
     Args:
         total_steps: after how many steps patterns stay.
@@ -295,6 +280,7 @@ class Training(ABC):
     digits: ClassVar[int]
     generator_name: ClassVar[str]
     counters: ClassVar[tuple[str, ...]]
+    partial_names: ClassVar[tuple[str, ...]]
     rate_flag: ClassVar[str]
 
     def __init__(
@@ -310,7 +296,6 @@ class Training(ABC):
         self.ranks = ranks_of("auto")
         self.device = torch.device(options.device)
         self.seed = seed
-        self.identity = secrets.token_hex(16)
         torch.manual_seed(seed)  # dropout draws from the global generator
         self.generator = torch.Generator().manual_seed(seed)
         initial = self.generator if initial is None else initial
@@ -354,14 +339,6 @@ class Training(ABC):
     def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
         """Raise ValueError if what a checkpoint holds as `drawn` is of another training."""
         return
-
-    def check_partial(self, partial: Any) -> None:
-        """Raise ValueError unless it is what a training like this one goes on with."""
-        if not isinstance(partial, dict):
-            raise ValueError("expected what a training goes on with, by name")
-        for name in ("window", "whole"):
-            if name in partial:
-                Sums.from_state(partial[name])
 
     def metadata(self) -> dict[str, Any]:
         """What readers of a record need to know of this application."""

@@ -107,6 +107,7 @@ class Training(common.Training):
     digits = 7
     generator_name = "batches"
     counters = ("step", "seconds", "update_seconds", "replaced", "history")
+    partial_names = ("window",)
     rate_flag = "peak-learning-rate"
     options: Options
     model: LanguageModel
@@ -148,11 +149,6 @@ class Training(common.Training):
                 f"--data: {path} was trained on {saved['train_tokens']:,} tokens, got "
                 f"{len(self.corpus.train):,} others: name the same text, and the same shares of it"
             )
-
-    def check_partial(self, partial: Any) -> None:
-        super().check_partial(partial)
-        if partial and "window" not in partial:
-            raise ValueError("expected the sums since the last report")
 
     def metadata(self) -> dict[str, Any]:
         return {"data": self.corpus.name, "steps": self.options.steps}

@@ -194,6 +194,7 @@ class Training(common.Training):
     digits = 4
     generator_name = "training"
     counters = ("epoch", "step", "seconds", "update_seconds", "replaced")
+    partial_names = ("order", "batches", "window", "whole")
     rate_flag = "learning-rate"
     options: PictureOptions
 
@@ -345,17 +346,6 @@ class Training(common.Training):
             return partial["order"], partial["batches"], sums[0], sums[1]
         order = torch.randperm(len(self._data.train), generator=self.generator)
         return order, 0, Sums(), Sums()
-
-    def check_partial(self, partial: Any) -> None:
-        super().check_partial(partial)
-        if not partial:
-            return
-        order, batches = partial.get("order"), partial.get("batches")
-        every = torch.arange(len(self._data.train))
-        right = isinstance(order, Tensor) and order.dtype == every.dtype and order.dim() == 1
-        right = right and torch.equal(order.sort().values, every) and type(batches) is int
-        if not right or not 0 < batches < self.batches or not {"window", "whole"} <= partial.keys():
-            raise ValueError("expected the order of an epoch's pictures, and how far it went")
 
     @spanned("evaluation")
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Sparsify ONNX files, and move weights between ONNX and safetensors: `dynsparse onnx`."""
+"""Sparsify ONNX files, and move weights between ONNX and safetensors."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-from dynsparse.apps.lm.compare import main
+from compare_trainings import main
 
 
 def figures(method="rigl", valid=2.0, **changes):

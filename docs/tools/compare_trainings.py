@@ -1,7 +1,7 @@
 """Several trainings side by side, from the JSON files of `dynsparse lm`: a table, and curves.
 
-python -m dynsparse.apps.lm.compare *.json
-python -m dynsparse.apps.lm.compare rigl.json static.json dense.json --output curves.png
+python docs/tools/compare_trainings.py *.json
+python docs/tools/compare_trainings.py rigl.json static.json dense.json --output curves.png
 """
 
 from __future__ import annotations
