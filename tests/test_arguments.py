@@ -21,7 +21,6 @@ CALLED_BY_OTHERS = {
     "dynsparse/apps/common/run.py": {"ask"},  # signal
     "dynsparse/bench/models.py": {"after"},  # hooks of torch
     "dynsparse/cli/app.py": {"_show_warning"},  # warnings
-    "dynsparse/data/download.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
     "dynsparse/integrations/huggingface.py": {
         "on_train_begin",
         "on_log",

@@ -39,12 +39,12 @@ BAD = {
     "floats": (b"\0\0\x0d\x03" + idx(PICTURES)[4:], "unsigned bytes"),
     "cut header": (idx(PICTURES)[:10], "truncated inside the header"),
     "cut body": (idx(PICTURES)[:-1], "expected 24 bytes for the shape (2, 3, 4), got 23"),
-    "too long": (idx(PICTURES) + b"x", "more bytes than the 24"),
+    "too long": (idx(PICTURES) + b"x", "expected 24 bytes for the shape (2, 3, 4), got 25"),
     "promises terabytes": (b"\0\0\x08\x03" + b"\xff" * 12 + b"abc", "truncated: expected"),
-    "cut gzip": (gzip.compress(idx(PICTURES))[:-9], "damaged gzip stream"),
+    "cut gzip": (gzip.compress(idx(PICTURES))[:-9], "damaged stream"),
     "wrong gzip check": (
         gzip.compress(idx(PICTURES))[:-8] + b"\1\2\3\4" + gzip.compress(idx(PICTURES))[-4:],
-        "damaged gzip stream",
+        "damaged stream",
     ),
 }
 

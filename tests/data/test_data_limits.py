@@ -7,7 +7,6 @@ import lzma
 import struct
 import time
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
@@ -68,19 +67,6 @@ def test_the_usual_limit_is_256_mib(tmp_path):
         read_text(file)
 
 
-def test_an_xz_header_that_asks_for_memory(tmp_path):
-    file = tmp_path / "text"
-    content = bytearray(lzma.compress(b"hello"))
-    assert content[14:16] == b"\x21\x01"  # the block's header: LZMA2 with one byte, its dictionary
-    for dictionary in (30, 40):  # 128 MiB, 4 GiB
-        content[16] = dictionary
-        content[20:24] = struct.pack("<I", zlib.crc32(content[12:20]))
-        file.write_bytes(content)
-        if dictionary == 30:
-            assert read_text(file) == "hello"
-    refused(lambda: read_text(file), "Memory usage limit")
-
-
 @pytest.mark.parametrize("kind", PACK)
 def test_many_short_streams_do_not_take_the_square_of_their_number(tmp_path, kind):
     one = PACK[kind](b"hello ")
@@ -100,11 +86,7 @@ def test_an_idx_file_that_promises_far_more_than_its_size(tmp_path, monkeypatch)
     file.write_bytes(gzip.compress(header + bytes(60_000 * 28 * 28)))
     assert read_idx(file, 3).shape == (60_000, 28, 28)
     monkeypatch.setenv(VARIABLE, str(8 * MIB))
-    message = refused(lambda: read_idx(file, 3), r"got the shape \(60000, 28, 28\)")
-    assert VARIABLE in message
-    monkeypatch.delenv(VARIABLE)
-    file.write_bytes(gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 20, 1 << 10, 1)))
-    refused(lambda: read_idx(file, 3), "expected at most 268,435,456 bytes")
+    refused(lambda: read_idx(file, 3), "expected it to unpack to at most 8,388,608 bytes")
 
 
 def tokens_with(head: object, ids: bytes = b"\0\0") -> bytes:

@@ -4,100 +4,56 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import logging
 import lzma
+import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
-GZIP_MAGIC = b"\x1f\x8b"
 DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 """What unpacking a damaged stream raises."""
 
 _CHUNK = 1 << 20
-_INPUT = 1 << 16
-_DICTIONARY = 256 << 20  # xz -9 asks for 65 MiB
-
-
-def unpack(content: bytes) -> bytes:
-    """`content` unpacked; as it is where it is not packed.
-
-    A file that is packed twice is unpacked twice, in the order gzip, xz, bzip2.
-
-    Raises:
-        LimitError: it unpacks to more than `read_limit` allows for its size.
-        OSError, EOFError, lzma.LZMAError, zlib.error: it is damaged.
-    """
-    limit = read_limit(len(content))
-    for magic, chunks in _PACKED.items():
-        if not content.startswith(magic):
-            continue
-        parts: list[bytes] = []
-        size = 0
-        for part in chunks(io.BytesIO(content), limit):
-            size += len(part)
-            if size > limit:
-                raise LimitError(
-                    f"expected it to unpack to at most {limit:,} bytes, got more: {HOW_TO_RAISE}, "
-                    "or unpack it yourself"
-                )
-            parts.append(part)
-        content = b"".join(parts)
-    return content
-
-
-def _gzip(file: BinaryIO, limit: int) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as stream:
-        while part := stream.read(_CHUNK):
-            yield part
-
-
-def _xz(file: BinaryIO, limit: int) -> Iterator[bytes]:
-    # The header names the memory that unpacking takes: up to 4 GiB, whatever the file's size.
-    memory = max(limit, _DICTIONARY)
-    return _streams(file, lambda: lzma.LZMADecompressor(memlimit=memory))
-
-
-def _bzip2(file: BinaryIO, limit: int) -> Iterator[bytes]:
-    return _streams(file, bz2.BZ2Decompressor)
-
-
-_PACKED: dict[bytes, Callable[[BinaryIO, int], Iterator[bytes]]] = {
-    GZIP_MAGIC: _gzip,
-    b"\xfd7zXZ": _xz,
-    b"BZh": _bzip2,
+_PACKED: dict[bytes, Any] = {
+    b"\x1f\x8b": gzip.open,
+    b"\xfd7zXZ": lzma.open,
+    b"BZh": bz2.open,
 }
 
 
-def _streams(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
-    """All streams of `file`, one after another; what follows the last and is none is left out.
+def read_unpacked(path: Path) -> bytes:
+    """The content of a file, unpacked if it begins as gzip, xz or bzip2 do.
 
-    Input goes in by small pieces, since each stream gives back a copy of what follows it: a file of
-    many short streams would take the square of its size.
+    Raises:
+        ValueError: a damaged stream, or one that unpacks to more than `read_limit` allows for the
+            file's size.
+        OSError: the file cannot be read.
     """
-    stream = begin()
-    while True:
-        if stream.eof:
-            data = stream.unused_data or file.read(_INPUT)
-            if not data:
-                return
-            stream = begin()
-            try:
-                part = stream.decompress(data, _CHUNK)
-            except (OSError, lzma.LZMAError):
-                return
-        elif stream.needs_input:
-            data = file.read(_INPUT)
-            if not data:
-                raise EOFError("it ends before its stream does")
-            part = stream.decompress(data, _CHUNK)
-        else:
-            part = stream.decompress(b"", _CHUNK)
-        yield part
+    parts: list[bytes] = []
+    with open(path, "rb") as file:
+        start = file.read(8)
+        file.seek(0)
+        unpacker = next((kind for magic, kind in _PACKED.items() if start.startswith(magic)), None)
+        if unpacker is None:
+            return file.read()
+        left = read_limit(os.fstat(file.fileno()).st_size)
+        try:
+            with unpacker(file) as stream:
+                while left >= 0 and (part := stream.read(_CHUNK)):
+                    parts.append(part)
+                    left -= len(part)
+        except DAMAGE as error:
+            raise ValueError(f"{path}: damaged stream ({error}); get the file again") from None
+    if left < 0:
+        raise LimitError(
+            f"{path}: expected it to unpack to at most {read_limit(path.stat().st_size):,} bytes, "
+            f"got more: {HOW_TO_RAISE}, or unpack it yourself"
+        )
+    return b"".join(parts)
 
 
 _TIMEOUT_SECONDS = 30

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import math
-import os
 import struct
 import tarfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -20,8 +16,7 @@ from torch import Tensor
 
 from dynsparse._core.checks import check_integer, typed
 from dynsparse._core.files.folders import cache_folder
-from dynsparse._core.files.limits import HOW_TO_RAISE, read_limit
-from dynsparse.data.download import DAMAGE, GZIP_MAGIC, fetch
+from dynsparse.data.download import DAMAGE, fetch, read_unpacked
 
 SIDE = 28
 PIXELS = SIDE * SIDE
@@ -89,60 +84,31 @@ def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
 
     Raises:
         ValueError: not such a file: wrong magic number, another number of dimensions, fewer or
-            more bytes than its header promises, a damaged gzip stream, or one that promises more
+            more bytes than its header promises, a damaged gzip stream, or one that unpacks to more
             than `dynsparse._core.files.limits.read_limit` allows.
         OSError: the file is missing or cannot be read.
     """
     path = Path(path)
-    with open(path, "rb") as raw:
-        zipped = raw.read(2) == GZIP_MAGIC
-        raw.seek(0)
-        if not zipped:
-            return _read(raw, path, dimensions, None)
-        limit = read_limit(os.fstat(raw.fileno()).st_size)
-        try:
-            with gzip.GzipFile(fileobj=raw) as stream:
-                return _read(stream, path, dimensions, limit)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path}: damaged gzip stream ({error}); get the file again") from None
-
-
-def _read(stream: io.BufferedIOBase, path: Path, dimensions: int, limit: int | None) -> np.ndarray:
-    magic = stream.read(4)
-    if len(magic) < 4:
-        raise ValueError(f"{path}: expected an IDX file, got only {len(magic)} bytes")
-    zero, code, rank = struct.unpack(">HBB", magic)
+    content = read_unpacked(path)
+    if len(content) < 4:
+        raise ValueError(f"{path}: expected an IDX file, got only {len(content)} bytes")
+    zero, code, rank = struct.unpack_from(">HBB", content)
     if zero != 0 or code != _UNSIGNED_BYTE or rank != dimensions:
         raise ValueError(
             f"{path}: expected an IDX file of unsigned bytes with {dimensions} dimension(s) "
-            f"(magic 0000080{dimensions}), got the magic {magic.hex()}"
+            f"(magic 0000080{dimensions}), got the magic {content[:4].hex()}"
         )
-    header = stream.read(4 * rank)
-    if len(header) < 4 * rank:
+    start = 4 + 4 * rank
+    if len(content) < start:
         raise ValueError(f"{path}: truncated inside the header; get the file again")
-    shape = struct.unpack(f">{rank}I", header)
-    size = math.prod(shape)
-    if limit is not None and size > limit:
+    shape = struct.unpack_from(f">{rank}I", content, 4)
+    size, got = math.prod(shape), len(content) - start
+    if got != size:
         raise ValueError(
-            f"{path}: expected at most {limit:,} bytes for a packed file of this size, got the "
-            f"shape {shape}: {HOW_TO_RAISE}, or unpack it yourself"
+            f"{path}: {'truncated' if got < size else 'damaged'}: expected {size} bytes for the "
+            f"shape {shape}, got {got}; get the file again"
         )
-    # One more byte than promised is read to detect a file that is too long. The array is not
-    # allocated from the header's numbers: a damaged header may promise terabytes.
-    chunks = []
-    missing = size + 1
-    while missing > 0 and (chunk := stream.read(min(missing, 1 << 24))):
-        chunks.append(chunk)
-        missing -= len(chunk)
-    body = b"".join(chunks)
-    if len(body) < size:
-        raise ValueError(
-            f"{path}: truncated: expected {size} bytes for the shape {shape}, got {len(body)}; "
-            "get the file again"
-        )
-    if len(body) > size:
-        raise ValueError(f"{path}: more bytes than the {size} of the shape {shape}")
-    return np.frombuffer(body, np.uint8).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 _INNER = 20

@@ -20,7 +20,7 @@ from dynsparse._core.checks import shortened
 from dynsparse._core.files.atomic_write import atomic_write
 from dynsparse._core.files.folders import cache_folder
 from dynsparse._core.files.limits import LimitError, parse_json
-from dynsparse.data.download import DAMAGE, fetch, unpack
+from dynsparse.data.download import fetch, read_unpacked
 
 STDLIB = "stdlib"
 """The name of the text that every Python carries."""
@@ -42,17 +42,7 @@ def read_text(source: str | Path) -> str:
     if str(source) == STDLIB:
         return read_stdlib()
     path = Path(source)
-    content = path.read_bytes()
-    try:
-        content = unpack(content)
-    except LimitError as error:
-        raise ValueError(f"{path}: {error}") from None
-    except DAMAGE as error:
-        raise ValueError(f"{path}: expected a packed text, got a damaged file: {error}") from None
-    return _decode_text(content, path)
-
-
-def _decode_text(content: bytes, path: Path) -> str:
+    content = read_unpacked(path)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
