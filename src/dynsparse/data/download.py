@@ -14,7 +14,8 @@ from typing import Any
 
 from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
-DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
+# A header of xz names the memory that unpacking takes, up to 4 GiB.
+DAMAGE = (OSError, EOFError, ValueError, MemoryError, lzma.LZMAError, zlib.error)
 """What unpacking a damaged stream raises."""
 
 _CHUNK = 1 << 20
@@ -47,7 +48,7 @@ def read_unpacked(path: Path) -> bytes:
                     parts.append(part)
                     left -= len(part)
         except DAMAGE as error:
-            raise ValueError(f"{path}: damaged stream ({error}); get the file again") from None
+            raise ValueError(f"{path}: damaged stream ({error!r}); get the file again") from None
     if left < 0:
         raise LimitError(
             f"{path}: expected it to unpack to at most {read_limit(path.stat().st_size):,} bytes, "
