@@ -15,7 +15,12 @@ from dynsparse.nn import SparseLinear
 LAYER = 24, 20
 
 OPTIONS = {
-    "SGD": [{}, *({"momentum": 0.9} | more for more in ({}, {"dampening": 0.1}, {"nesterov": True}))],
+    "SGD": [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.1},
+        {"momentum": 0.9, "nesterov": True},
+    ],
     "Adam": [{}, {"amsgrad": True}],
     "AdamW": [{}, {"amsgrad": True}],
     "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.01}],
@@ -27,7 +32,7 @@ OPTIONS = {
     "RMSprop": [{}, {"momentum": 0.5}, {"momentum": 0.5, "centered": True}],
     "Rprop": [{}],
     "Adafactor": [{}],
-}  # fmt: skip
+}
 SWITCHES = [{}, *({name: True} for name in ("maximize", "foreach", "fused"))]
 NUMBERS = [{"weight_decay": 0.01}, {"lr": torch.tensor(0.01)}]
 INITIAL = {"Adagrad": {"sum": "initial_accumulator_value"}, "Rprop": {"step_size": "lr"}}
