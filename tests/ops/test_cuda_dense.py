@@ -9,7 +9,7 @@ from torch.nn.functional import linear as dense_linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynsparse import SparsePattern, ops
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseConv2d, SparseLinear
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex, naive
 from dynsparse.ops.linear.cuda import dense
@@ -192,8 +192,8 @@ def test_a_weight_is_laid_out_once_where_that_takes_no_more_memory_than_x_or_val
     off_cpu, monkeypatch, autocast
 ):
     made = []
-    expand = dense._expand
-    monkeypatch.setattr(dense, "_expand", lambda *args: made.append(args) or expand(*args))
+    expand = dense.expand
+    monkeypatch.setattr(dense, "expand", lambda *args: made.append(args) or expand(*args))
     dense_layer, sparse_layer = SparseLinear(32, 48, 0.9), SparseLinear(32, 48, 0.1)
 
     def times(layer, samples, grad=True):
@@ -231,9 +231,20 @@ def test_passes_find_what_was_derived_when_the_index_came(monkeypatch, b, lines)
     pattern = SparsePattern.random((128, 192), 0.3, block_size=b)
     values = torch.randn(pattern.values_shape)
     p = LayerIndex(pattern.index, values)
+    p.on_cpu = False
     dense.derive(p)
     before = dict(p._derived)
     assert bool(before) == bool(lines)
     y = dense.forward(torch.randn(5, 192), values, p, None)
     dense.backward(y, torch.randn(5, 192), values, p, True, True)
+    assert p._derived == before
+
+
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_convolutions_find_what_was_derived_too(off_cpu, density):
+    layer = SparseConv2d(4, 8, 3, density=density)
+    p = layer._state.index
+    dense.derive(p)
+    before = dict(p._derived)
+    layer(torch.randn(2, 4, 6, 6, requires_grad=True)).square().sum().backward()
     assert p._derived == before

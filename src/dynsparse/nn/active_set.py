@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core.checks import typed
-from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.autograd import explain
 from dynsparse.ops.linear.layer_index import register_index
 from dynsparse.ops.torch_internals import refuse_transforms
@@ -72,6 +72,7 @@ class ActiveSet:
         index = LayerIndex(self._index, like)
         self._cached = None if index.on_cpu else index
         if self._cached is not None:
+            cuda.derive(self._cached)
             register_index(self._cached)
 
     def __getstate__(self) -> dict[str, Any]:

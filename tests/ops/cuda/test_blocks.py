@@ -88,6 +88,13 @@ def test_biases(dtype):
     assert error(y, wanted) < case.limit
 
 
+def test_biases_with_strides():
+    case = Case(32, (2, 3), 20, torch.float32)
+    for bias in (torch.randn(128)[::2], torch.randn(1).expand(64)):
+        y = blocks.forward(case.x, case.values, case.p, bias)
+        assert error(y, case.y - case.bias.double() + bias.double()) < case.limit
+
+
 @pytest.mark.parametrize("b", [16, 32, 64])
 def test_infinity_and_nan_reach_no_row_that_does_not_take_them(b):
     case = Case(b, (6, 5), 70, torch.float32, density=0.3)

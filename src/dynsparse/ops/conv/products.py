@@ -20,8 +20,8 @@ from dynsparse.ops import capture
 from dynsparse.ops.conv.choice import route
 from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.conv.patches import patches_of
+from dynsparse.ops.linear.cuda.dense import expand, lines
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.naive import cols_of, rows_of
 from dynsparse.ops.linear.products import check_kind
 
 
@@ -91,30 +91,17 @@ def _sparse_backward(
     return dx, dw
 
 
-def _flat_positions(p: LayerIndex) -> Tensor:
-    """Flat block positions of the slots, int64 [nnz]."""
-    return rows_of(p.index) * (p.in_features // p.block_size) + cols_of(p.index)
-
-
 def _to_dense(values: Tensor, p: LayerIndex, g: Geometry) -> Tensor:
     """The weight [out, in / groups, kh, kw]."""
-    b, out, features = p.block_size, p.out_features, p.in_features
-    blocks = values.new_zeros(out // b * (features // b), b * b)
-    blocks.index_copy_(0, p.derived("flat", _flat_positions), values.reshape(-1, b * b))
-    matrix = blocks.view(out // b, features // b, b, b).transpose(1, 2).reshape(out, features)
-    return to_weight(matrix, g.kernel)
+    return to_weight(expand(values, p, values.dtype), g.kernel)
 
 
 def _from_dense(weight: Tensor, p: LayerIndex) -> Tensor:
     """The reverse of `_to_dense`, for a gradient: like the values."""
-    b = p.block_size
-    matrix = to_matrix(weight)
-    blocks = matrix.view(matrix.shape[0] // b, b, matrix.shape[1] // b, b).transpose(1, 2)
-    return (
-        blocks.reshape(-1, b * b)
-        .index_select(0, p.derived("flat", _flat_positions))
-        .view(p.values_shape)
-    )
+    entries = to_matrix(weight).reshape(-1, p.block_size)
+    if not p.is_full:
+        entries = entries.index_select(0, lines(p))
+    return entries.view(p.values_shape)
 
 
 def _pad(x: Tensor, g: Geometry) -> tuple[Tensor, tuple[int, int]]:

@@ -80,12 +80,13 @@ def forward(
         x: [B, in] float32, bfloat16 or float16; any strides.
         values: [nnz, b, b], the dtype of x, or float32, which is rounded to it first.
         p: the layer's index.
-        bias: [out], any floating point type, or None.
+        bias: [out], any floating point type and stride, or None.
         keep: the rounded values are appended to it, for `backward`.
     """
     rounded = _aligned(values.to(x.dtype).contiguous())
     if keep is not None and rounded.dtype is not values.dtype:
         keep.append(rounded)
+    bias = None if bias is None else bias.contiguous()
     return _launch().forward(readable(x), rounded, p, bias)
 
 

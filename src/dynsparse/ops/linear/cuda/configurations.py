@@ -50,6 +50,7 @@ class Gradient(NamedTuple):
         warps: of a program.
         stages: of its pipeline.
         split: least number of programs that the samples are divided among.
+        registers: a thread's limit, so that more programs share a multiprocessor; None: no limit.
     """
 
     blocks: int
@@ -57,6 +58,7 @@ class Gradient(NamedTuple):
     warps: int
     stages: int
     split: int = 1
+    registers: int | None = None
 
 
 class Table(NamedTuple):

@@ -51,7 +51,7 @@ def forward(
         bias: [out], or None.
         keep: the weight is appended to it, for `backward`, if it is small enough.
     """
-    weight = _expand(values, p, x.dtype)
+    weight = expand(values, p, x.dtype)
     if keep is not None and not p.is_full and weight.nbytes <= max(x.nbytes, values.nbytes):
         keep.append(weight)
     return linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -79,7 +79,7 @@ def backward(
     dx = None
     if need_input:
         if weight is None or weight.dtype is not dy.dtype:
-            weight = _expand(values, p, dy.dtype)
+            weight = expand(values, p, dy.dtype)
         dx = dy @ weight
     return dx, _gather_gradient(dy, x, values, p) if need_values else None
 
@@ -111,12 +111,14 @@ def _keeps_lines(p: LayerIndex) -> bool:
 def derive(p: LayerIndex) -> None:
     """Make what is read besides the index."""
     if p.nnz and not p.is_full and _keeps_lines(p):
-        _lines(p)
+        lines(p)
 
 
-def _lines(p: LayerIndex) -> Tensor:
+def lines(p: LayerIndex) -> Tensor:
+    """`lines_of` the layer, kept on the CPU and, if they are few, on other devices."""
     # In large layers of single elements they would take as much memory as the optimizer's state.
-    return p.derived("lines", _make_lines) if _keeps_lines(p) else _make_lines(p)
+    keep = p.on_cpu or _keeps_lines(p)
+    return p.derived("lines", _make_lines) if keep else _make_lines(p)
 
 
 def _kernels(p: LayerIndex) -> ModuleType | None:
@@ -128,8 +130,8 @@ def _kernels(p: LayerIndex) -> ModuleType | None:
     return launch
 
 
-def _expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
-    """The weight, [out, in]."""
+def expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of `dtype`; of full layers it may be the memory of the values."""
     if p.is_full:
         return values.to(dtype).view(p.out_features, p.in_features)
     kernels = _kernels(p)
@@ -138,7 +140,7 @@ def _expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
         return weight
     b = p.block_size
     weight = values.new_zeros(p.out_features * p.in_features // b, b, dtype=dtype)
-    weight.index_copy_(0, _lines(p), values.to(dtype).reshape(-1, b))
+    weight.index_copy_(0, lines(p), values.to(dtype).reshape(-1, b))
     return weight.view(p.out_features, p.in_features)
 
 
@@ -157,13 +159,13 @@ def _gather_gradient(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Te
         return collected
     if rows == p.out_features:
         gradient = _product(dy.t(), x, dtype).view(-1, b)
-        return gradient.index_select(0, _lines(p)).view_as(values)
+        return gradient.index_select(0, lines(p)).view_as(values)
     # The host does not know which entries are in a panel: each panel is searched for all of them.
-    lines, collected = _lines(p), values.new_zeros(p.nnz * b, b)
+    positions, collected = lines(p), values.new_zeros(p.nnz * b, b)
     for first in range(0, p.out_features, rows):
         part = dy.narrow(1, first, min(rows, p.out_features - first))
         panel = _product(part.t(), x, dtype).view(-1, b)
-        index = lines - first * (p.in_features // b)
+        index = positions - first * (p.in_features // b)
         inside = (index >= 0) & (index < len(panel))
         entries = panel.index_select(0, index.clamp_(0, len(panel) - 1))
         collected = torch.where(inside.view(-1, 1), entries, collected)

@@ -331,7 +331,7 @@ def lay_out_kernel(values, weight, row_ptr, cols, width, B: tl.constexpr, N: tl.
         tl.store(lines + position, value.to(weight.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def collect_kernel(
     gradient, collected, row_ptr, cols, first, width, B: tl.constexpr, N: tl.constexpr
 ):

@@ -76,7 +76,7 @@ def _rows(
 def forward(
     x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, config: Rows | None = None
 ) -> Tensor:
-    """y [batch, out] of `readable` x [batch, in] and values of its dtype."""
+    """y [batch, out] of `readable` x [batch, in], values of its dtype, and a contiguous bias."""
     slots = p.slots if len(p.slots) else None
     return _rows(x, values, bias, (rows_by_length(p), p.cols, slots), True, config)
 
@@ -139,6 +139,7 @@ def grad_weight(
             TERMS=TERMS if precision == "tf32x3" else 0,
             num_warps=c.warps,
             num_stages=c.stages,
+            maxnreg=c.registers,
         )
     if sums is not None and db is not None:
         sums.append(db[0] if split == 1 else db.sum(0))
