@@ -167,5 +167,4 @@ RECIPES = {
     "popsparse.machine.Profile.step": Recipe(
         lambda name: profile().step(name), lambda: {"name": "steps"}, (KeyError,)
     ),
-    "popsparse.machine.Profile.to_dict": of(profile, "to_dict", per_tile=lambda: True),
 }

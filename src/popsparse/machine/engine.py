@@ -195,7 +195,7 @@ class Engine:
         )
         sets = lowering.vertex_sets
         self.counts = {
-            "tiles used": int((self.memory_use.all_variables > 0).sum()),
+            "tiles used": int((self.memory_use.data_bytes > 0).sum()),
             "variables": sum(len(group) for group in graph.variables.values()),
             "compute steps": lowering.compute_sets,
             "vertices": sum(v.count for v in sets),
@@ -204,17 +204,17 @@ class Engine:
         }
         if check_memory:
             check_fit(self.memory_use)
-        self._reported: list[tuple[str, dict[str, Any]]] = []
+        self._reported: list[Profile] = []
         if self.options.graph_report:
-            self._write_report("memory.json", "Memory", [("", self.report().to_dict())])
+            self._write_report("memory.json", "Memory", [self.report()])
 
     def report(self) -> Profile:
         """The profile of no run: the program's counts and the memory it takes."""
         steps = [StepProfile(name, kind) for name, kind, _ in self._state.steps]
         counts = dict(self.counts)
-        return Profile(self.target, self.memory_use, steps, counts=counts, contents=self._contents)
+        return Profile(self.target, self.memory_use, steps, self._contents, counts=counts)
 
-    def _write_report(self, name: str, title: str, runs: list[tuple[str, dict[str, Any]]]) -> None:
+    def _write_report(self, name: str, title: str, runs: list[Profile]) -> None:
         self.options.folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(self.options.folder / name, json.dumps(build_document(title, runs)))
 
@@ -233,7 +233,7 @@ class Engine:
         if self.options.allow_out_of_memory:
             check_fit(self.memory_use)
         profile = self.report()
-        profile.program = self._programs[name]
+        profile.name, profile.program = name, self._programs[name]
         # The machine overflows to infinity without a word.
         with np.errstate(all="ignore"):
             self._nodes[name](profile)
@@ -243,9 +243,9 @@ class Engine:
                 row.received_bytes = plan.received_bytes * row.runs
                 row.sent_bytes = plan.sent_bytes * row.runs
                 row.local_bytes = plan.local_bytes * row.runs
-        earlier = sum(program == name for program, _ in self._reported)
+        earlier = sum(run.name == name for run in self._reported)
         if self.options.execution_report and earlier < self.options.reported_runs:
-            self._reported.append((name, profile.to_dict()))
+            self._reported.append(profile)
             self._write_report("profile.json", "Runs", self._reported)
         return profile
 

@@ -8,13 +8,14 @@ carry state from run to run), and those no program reads (results for the host).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from dynsparse._core.checks import check_integer
 from popsparse.machine import program as programs
 from popsparse.machine.dtypes import DType, OutOfMemoryError
 from popsparse.machine.exchange import CopyPlan
@@ -280,11 +281,10 @@ class MemoryUse:
     """Bytes per tile by category, [tiles] each.
 
     "temporary" is the most that variables which are not always live take at once on each tile, if
-    they are packed without gaps; `all_variables` is what every variable would take side by side.
+    they are packed without gaps.
     """
 
     by_category: dict[str, np.ndarray]
-    all_variables: np.ndarray
     limit: int
     peak_step: str = ""
     largest: tuple[tuple[str, int], ...] = ()
@@ -298,10 +298,15 @@ class MemoryUse:
         return int(self.per_tile.max())
 
     @property
-    def max_data_bytes(self) -> int:
-        """Of variables and constants alone, on the tile with most of them."""
+    def data_bytes(self) -> np.ndarray:
+        """Of variables and constants alone, [tiles]."""
         data = ("always live", "temporary", "constants")
-        return int(np.sum([self.by_category[name] for name in data], axis=0).max())
+        return np.sum([self.by_category[name] for name in data], axis=0)
+
+    @property
+    def max_data_bytes(self) -> int:
+        """Of these on the tile with most of them."""
+        return int(self.data_bytes.max())
 
     @property
     def worst_tile(self) -> int:
@@ -373,7 +378,7 @@ def measure_memory(
     order = np.argsort(-held, kind="stable")[:5]
     largest = tuple((liveness.variables[i].name, int(held[i])) for i in order if held[i])
     step = liveness.moments.get(peak, "")
-    return MemoryUse(categories, everything, target.bytes_per_tile, step, largest)
+    return MemoryUse(categories, target.bytes_per_tile, step, largest)
 
 
 def check_fit(use: MemoryUse) -> None:
@@ -425,29 +430,32 @@ class PlacedVertices:
 
 
 class Contents:
-    """Variables and vertices of a graph under some programs, computed on first access; `rows` gives
-    the step of the profile of each program that has one.
+    """Variables and vertices of a graph under some programs, computed on first access.
+
+    Attributes:
+        tiles: of the machine.
+        rows: the step of the profile of each program that has one.
     """
 
     def __init__(
         self, graph: Graph, target: Target, liveness: Liveness, rows: Mapping[Program, int]
     ) -> None:
-        self._graph, self._target = graph, target
-        self._liveness = liveness
+        self._graph, self._liveness = graph, liveness
+        self.tiles = target.tiles
         self.rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the computed values, without the graph."""
-        state = {name: getattr(self, name) for name in ("variables", "live", "vertices")}
+        state = {name: getattr(self, name) for name in ("tiles", "variables", "live", "vertices")}
         return {**state, "rows": {}}
 
     @cached_property
     def variables(self) -> list[HeldVariable]:
         """Every variable of the graph."""
         liveness = self._liveness
-        holdings = Holdings.of(self._graph, self._target.tiles)
+        holdings = Holdings.of(self._graph, self.tiles)
         always = liveness.members(liveness.always)
-        on = _stretches(
+        on = to_stretches(
             holdings.variable, holdings.tile, holdings.bytes, holdings.tiles, len(always)
         )
         kinds = np.where(always, "always live", "not always live").tolist()
@@ -487,9 +495,83 @@ class Contents:
             for vertices in program.compute_set.merged():
                 tiles = vertices.tiles
                 ones = np.ones(len(tiles), np.int64)
-                (on,) = _stretches(0 * ones, tiles, ones, self._target.tiles, 1)
+                (on,) = to_stretches(0 * ones, tiles, ones, self.tiles, 1)
                 placed.append(PlacedVertices(row, vertices.codelet.name, on))
         return placed
+
+    @property
+    def always(self) -> list[int]:
+        """The numbers of the variables that are always live, constants included."""
+        return [i for i, v in enumerate(self.variables) if v.kind != "not always live"]
+
+    def bytes_on(self, tile: int | None) -> np.ndarray:
+        """Bytes of each variable on a tile, or on all together: int64 [variables].
+
+        Raises:
+            ValueError: no such tile.
+        """
+        if tile is None:
+            return np.array([v.bytes for v in self.variables], np.int64)
+        owner, first, end, size = self._stretches
+        on_tile = (first <= self._tile(tile)) & (tile < end)
+        return np.bincount(owner[on_tile], size[on_tile], len(self.variables)).astype(np.int64)
+
+    def variables_on(self, tile: int) -> list[tuple[HeldVariable, int]]:
+        """The variables of a tile and their bytes there, the largest first."""
+        held = self.bytes_on(tile)
+        order = np.argsort(-held, kind="stable")
+        return [(self.variables[i], int(held[i])) for i in order.tolist() if held[i]]
+
+    def vertices_on(self, tile: int) -> list[tuple[PlacedVertices, int]]:
+        """The vertices of a tile: step and codelet, and how many there are."""
+        at = self._tile(tile)
+        counts = [
+            (vertices, sum(count for first, end, count in vertices.on if first <= at < end))
+            for vertices in self.vertices
+        ]
+        return [(vertices, count) for vertices, count in counts if count]
+
+    def variables_at(self, step: int, tile: int | None = None) -> list[tuple[HeldVariable, int]]:
+        """What is live while a step runs and not always live, with its bytes on a tile, or on all
+        together: the largest first.
+
+        Raises:
+            ValueError: a step without memory, or a tile that does not exist.
+        """
+        if step not in self.live:
+            raise ValueError(f"step must be one of {len(self.live)} with memory, got {step}")
+        held = self.bytes_on(tile)
+        rows = [(self.variables[i], int(held[i])) for i in self.live[step] if held[i]]
+        return sorted(rows, key=lambda row: -row[1])
+
+    def over_steps(
+        self, steps: Sequence[int], tile: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that are always live, and those that are not, at each of some steps.
+
+        Args:
+            steps: numbers of steps; steps without memory count as 0.
+            tile: on this tile; None: on all together.
+
+        Returns:
+            Two int64 [steps]. The first is the same everywhere.
+        """
+        held = self.bytes_on(tile)
+        always = np.full(len(steps), int(held[self.always].sum()), np.int64)
+        other = [int(held[self.live.get(step, [])].sum()) for step in steps]
+        return always, np.array(other, np.int64)
+
+    def _tile(self, tile: int) -> int:
+        number = check_integer("tile", tile, 0)
+        if number >= self.tiles:
+            raise ValueError(f"tile must be 0 to {self.tiles - 1}, got {number}")
+        return number
+
+    @cached_property
+    def _stretches(self) -> np.ndarray:
+        """int64 [4, stretches]: variable, first tile, tile after the last, bytes."""
+        rows = [(i, *stretch) for i, v in enumerate(self.variables) for stretch in v.on]
+        return np.array(rows, np.int64).reshape(-1, 4).T
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Keys: `variables` and `vertices` (mappings of their fields), `live`
@@ -500,8 +582,25 @@ class Contents:
             "vertices": [vars(entry) for entry in self.vertices],
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], tiles: int) -> Contents:
+        """From what `to_dict` gave, of a machine of so many tiles."""
 
-def _stretches(
+        def of(kind: Any, entry: Mapping[str, Any]) -> Any:
+            return kind(**{**entry, "on": [tuple(stretch) for stretch in entry["on"]]})
+
+        contents = cls.__new__(cls)
+        contents.__dict__.update(
+            tiles=tiles,
+            rows={},
+            variables=[of(HeldVariable, entry) for entry in data["variables"]],
+            live={step: list(held) for step, held in data["live"]},
+            vertices=[of(PlacedVertices, entry) for entry in data["vertices"]],
+        )
+        return contents
+
+
+def to_stretches(
     owner: np.ndarray, tile: np.ndarray, amount: np.ndarray, tiles: int, owners: int
 ) -> list[Stretches]:
     """What each owner has on the tiles, from single amounts."""

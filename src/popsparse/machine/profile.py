@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,8 +106,15 @@ def _parts(
     return [("", part, runs) for part in program.parts()]
 
 
+PARTS = ("compute", "exchange", "sync", "host")
+"""The parts of a step's cycles."""
+
 # A timeline longer than this is cut off; the totals go on.
 _TIMELINE_ROWS = 100_000
+
+
+def _total(values: np.ndarray | None) -> int:
+    return 0 if values is None else int(values.sum())
 
 
 @dataclass(eq=False)
@@ -156,28 +163,54 @@ class StepProfile:
             return 0.0
         return float(self.tile_cycles.mean()) / self.compute
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Cycles by part."""
+        return {part: getattr(self, part) for part in PARTS}
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles compute."""
+        return 0 if self.tile_cycles is None else int(np.count_nonzero(self.tile_cycles))
+
+    @property
+    def received(self) -> int:
+        """Bytes that all tiles together receive."""
+        return _total(self.received_bytes)
+
     def _to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; arrays over the tiles are summed or counted."""
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        for name in ("received_bytes", "sent_bytes", "local_bytes"):
-            values = getattr(self, name)
-            plain[name] = 0 if values is None else int(values.sum())
+        plain = {name: getattr(self, name) for name in _FIGURES}
+        plain |= {"cycles": self.cycles, "balance": self.balance, "tiles": self.tiles}
         received = self.received_bytes
+        plain |= {name: _total(getattr(self, name)) for name in _ARRAYS if name.endswith("bytes")}
         plain["max_received_bytes"] = 0 if received is None else int(received.max())
-        computing = self.tile_cycles
-        plain["tiles"] = 0 if computing is None else int(np.count_nonzero(computing))
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        plain["per_tile"] = {n: _shorten(a) for n, a in arrays.items() if a is not None}
         return plain
 
+    @classmethod
+    def _from_dict(cls, row: Mapping[str, Any]) -> StepProfile:
+        arrays = {
+            name: np.repeat(np.array([v for _, v in runs], float), [n for n, _ in runs])
+            for name, runs in row["per_tile"].items()
+        }
+        texts = {name: str(row[name]) for name in ("name", "kind")}
+        numbers = {name: float(row[name]) for name in _FIGURES if name not in texts}
+        return cls(**texts, **{**numbers, "runs": int(row["runs"])}, **arrays)  # type: ignore[arg-type]
 
-_PARTS = ("sync", "exchange", "compute", "host")
-_PLAIN = (
-    "name", "kind", "runs", "cycles", *_PARTS, "balance", "flops", "peak_flops", "to_host_bytes",
-    "from_host_bytes", "to_remote_bytes", "from_remote_bytes", "link_bytes",
-)  # fmt: skip
+
+_ARRAYS = ("tile_cycles", "tile_exchange", "received_bytes", "sent_bytes", "local_bytes")
+_FIGURES = tuple(f.name for f in fields(StepProfile) if f.name not in _ARRAYS)
 
 
-@dataclass(frozen=True)
-class TimelineRow:
+def _shorten(values: np.ndarray) -> list[list[float]]:
+    """Figures of the tiles as [how many in a row, the figure of each of them]."""
+    first = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    counts = np.diff(np.append(first, len(values)))
+    return [[n, value] for n, value in zip(counts.tolist(), values[first].tolist(), strict=True)]
+
+
+class TimelineRow(NamedTuple):
     """One run of one step; `step` indexes `Profile.steps`, times are in cycles."""
 
     step: int
@@ -199,18 +232,19 @@ class CodeletProfile:
 @dataclass(eq=False)
 class Profile:
     """The cost of one run. Fields are plain numbers and NumPy arrays, but for `contents`: what lies
-    where and when, and `program`, which ran (None: none).
+    where and when, and `program`, which ran (None: none); `name` is the one the engine knows it by.
     """
 
     target: Target
     memory: MemoryUse
     steps: list[StepProfile]
+    contents: Contents
+    name: str = ""
     timeline: list[TimelineRow] = field(default_factory=list)
     codelets: dict[str, CodeletProfile] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     cycles: float = 0
     timeline_is_whole: bool = True
-    contents: Contents | None = None
     program: Program | None = None
     choices: dict[int, dict[int, int]] = field(default_factory=dict)
     _kept_tree: list[ProgramNode] = field(default_factory=list)
@@ -228,7 +262,7 @@ class Profile:
     def tree(self) -> list[ProgramNode]:
         """The static program that ran, the root first, each program before those inside it. Empty
         where none ran."""
-        if self.program is None or self.contents is None:
+        if self.program is None:
             return self._kept_tree
         spent = [step.cycles for step in self.steps]
         return build_tree(self.program, self.contents.rows, spent, self.choices)
@@ -243,15 +277,20 @@ class Profile:
             row.tile_cycles = (
                 tile_cycles.copy() if row.tile_cycles is None else row.tile_cycles + tile_cycles
             )
-        parts = [amounts.get(part, 0) for part in _PARTS]
+        parts = {part: amounts.get(part, 0) for part in PARTS}
         if len(self.timeline) < _TIMELINE_ROWS:
-            self.timeline.append(TimelineRow(step, self.cycles, *parts))
+            self.timeline.append(TimelineRow(step, self.cycles, **parts))
         else:
             self.timeline_is_whole = False
-        self.cycles += sum(parts)
+        self.cycles += sum(parts.values())
 
     def _total(self, part: str) -> float:
         return sum(getattr(step, part) for step in self.steps)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Cycles of all steps by part."""
+        return {part: self._total(part) for part in PARTS}
 
     @property
     def sync_cycles(self) -> float:
@@ -329,22 +368,24 @@ class Profile:
             raise KeyError(f"{len(matching)} steps are named {shortened(name)}; among: {names}")
         return matching[0]
 
-    @typed
-    def to_dict(self, per_tile: bool = True) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or a report page.
 
-        Keys: `target`; `counts` (tiles used, variables, vertices, ...); `cycles` (total, sync,
-        exchange, compute, host); `seconds`; `memory` (limit, max_tile_bytes, worst_tile, and that
-        tile's by_category); `steps` (name, kind, runs, cycles by part, balance, bytes); `timeline`
-        (rows of step, start, sync, exchange, compute, host); `codelets`; with `per_tile` also
-        `tiles` (bytes, cycles, exchange, received, sent: lists; memory: lists by category),
-        `contents` (as of `Contents.to_dict`) and, of a run, `tree` (nodes as of the method).
+        Keys: `program` (its name); `target`; `counts` (tiles used, variables, vertices, ...);
+        `cycles` (total, sync, exchange, compute, host); `seconds`; `memory` (limit,
+        max_tile_bytes, worst_tile, and that tile's by_category); `steps` (name, kind, runs, cycles
+        by part, balance, bytes; and `per_tile`, figures of the tiles in order, each with how many
+        tiles in a row have it);
+        `timeline` (rows of step, start, sync, exchange, compute, host); `codelets`; `tiles` (bytes,
+        cycles, exchange, received, sent: lists; memory: lists by category); `contents` (as of
+        `Contents.to_dict`); `tree` (nodes as of the method).
         """
         worst = self.memory.worst_tile
-        out: dict[str, Any] = {
+        return {
+            "program": self.name,
             "target": self.target.to_dict(),
             "counts": dict(self.counts),
-            "cycles": {"total": self.cycles, **{part: self._total(part) for part in _PARTS}},
+            "cycles": {"total": self.cycles, **self.parts},
             "seconds": self.seconds,
             "memory": {
                 "limit": self.memory.limit,
@@ -353,27 +394,47 @@ class Profile:
                 "by_category": {k: int(v[worst]) for k, v in self.memory.by_category.items()},
             },
             "steps": [step._to_dict() for step in self.steps],
-            "timeline": [
-                [row.step, row.start, row.sync, row.exchange, row.compute, row.host]
-                for row in self.timeline
-            ],
+            "timeline": [list(row) for row in self.timeline],
             "timeline_is_whole": self.timeline_is_whole,
             "codelets": {name: asdict(codelet) for name, codelet in self.codelets.items()},
-        }
-        if per_tile:
-            out["tiles"] = {
+            "tiles": {
                 "bytes": self.memory.per_tile.astype(int).tolist(),
                 "cycles": self.tile_cycles.tolist(),
                 "exchange": self.tile_exchange.tolist(),
                 "received": self.received_bytes.tolist(),
                 "sent": self.sent_bytes.tolist(),
                 "memory": {k: v.astype(int).tolist() for k, v in self.memory.by_category.items()},
-            }
-            if self.contents is not None:
-                out["contents"] = self.contents.to_dict()
-            if tree := self.tree():
-                out["tree"] = [vars(node) for node in tree]
-        return out
+            },
+            "contents": self.contents.to_dict(),
+            "tree": [vars(node) for node in self.tree()],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
+        """From what `to_dict` gave.
+
+        Raises:
+            LookupError, TypeError, ValueError: something else.
+        """
+        target = Target(**plain["target"])
+        memory = {k: np.asarray(v, float) for k, v in plain["tiles"]["memory"].items()}
+        tree = [
+            ProgramNode(**{**node, "parts": [tuple(part) for part in node["parts"]]})
+            for node in plain["tree"]
+        ]
+        return cls(
+            target,
+            MemoryUse(memory, int(plain["memory"]["limit"])),
+            [StepProfile._from_dict(row) for row in plain["steps"]],
+            Contents.from_dict(plain["contents"], target.tiles),
+            name=plain["program"],
+            timeline=[TimelineRow(int(row[0]), *map(float, row[1:])) for row in plain["timeline"]],
+            codelets={name: CodeletProfile(**one) for name, one in plain["codelets"].items()},
+            counts=dict(plain["counts"]),
+            cycles=float(plain["cycles"]["total"]),
+            timeline_is_whole=plain["timeline_is_whole"],
+            _kept_tree=tree,
+        )
 
     @typed
     def summary(self, max_steps: int = 30) -> str:
@@ -392,8 +453,7 @@ class Profile:
             if sizes[use.worst_tile]
         ]
         lines.append(f"Cycles: {self.cycles:,.0f} ({self.seconds * 1e6:,.2f} us)")
-        for part in ("compute", "exchange", "sync", "host"):
-            spent = self._total(part)
+        for part, spent in self.parts.items():
             if spent:
                 lines.append(f"  {part:<14}{spent:>12,.0f}  {spent / self.cycles:6.1%}")
         for what, out, back in (
@@ -427,18 +487,16 @@ class Profile:
         return "\n".join(lines)
 
 
-FORMAT, VERSION = "dynsparse-profile", 1
+FORMAT, VERSION = "dynsparse-profile", 2
 
 
-def build_document(
-    title: str, runs: Iterable[tuple[str, Mapping[str, Any]]], **more: Any
-) -> dict[str, Any]:
+def build_document(title: str, runs: Iterable[Profile], **more: Any) -> dict[str, Any]:
     """Plain data for a file.
 
     Args:
         title: of the page that is made of it.
-        runs: the program's name and `Profile.to_dict()` of each.
-        more: what else a page shows: "summary", "plan", "predicted", "encoding"; None is left out.
+        runs: what the page is about.
+        more: what else it shows: "summary", "plan", "predicted", "encoding"; None is left out.
     """
     return {
         "format": FORMAT,
@@ -446,5 +504,5 @@ def build_document(
         "title": title,
         "summary": {},
         **{key: value for key, value in more.items() if value is not None},
-        "runs": [{"program": name, **run} for name, run in runs],
+        "runs": [run.to_dict() for run in runs],
     }

@@ -10,11 +10,7 @@ from popsparse.report.comparison import (
     profile_text,
 )
 from popsparse.report.data import (
-    ContentsData,
-    ProfileData,
-    StepData,
     StoredProfile,
-    Tiles,
     load_profile,
     read_profiles,
     save_profile,
@@ -26,14 +22,10 @@ from popsparse.report.steps import Operation, memory_steps, operations, peak_ste
 __all__ = [
     "ComparedPass",
     "Comparison",
-    "ContentsData",
     "Finding",
     "Operation",
     "Pair",
-    "ProfileData",
-    "StepData",
     "StoredProfile",
-    "Tiles",
     "compare",
     "comparison_text",
     "encoding_data",

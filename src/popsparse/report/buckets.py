@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     Returns:
         "partition" (x, y, z) and "groups". For each bucket, in the order of `Plan.bucket_index`:
         "nz_used" and "foreign" (values; those that belong to another rectangle), "words_used",
-        "sub_groups", "grad_a_words_used" (only with buckets of grad_input's own). For each
+        "sub_groups", "grad_a_words_used" (None without buckets of grad_input's own). For each
         rectangle [groups, x, y]: "wanted", the values that belong there. "nz_capacity",
         "words_capacity", "grad_a_words_capacity". "spilled", "propagated" (blocks) and
         "propagation_steps". "ends": where the loops of the propagation end; "offsets": the (x, y)
@@ -63,51 +63,50 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         away_x = (buckets.rectangle // parts_y - home // parts_y) % parts_x
         away_y = (buckets.rectangle - home) % parts_y
         np.add.at(travels, (away_x[far], away_y[far]), layout.area)
-    overflow = info.overflow
-    data = {
-        "partition": [parts_x, parts_y, parts_z],
-        "groups": groups,
-        "nz_used": info.nz_used.tolist(),
-        "nz_capacity": info.nz_capacity,
-        "words_used": info.words_used.tolist(),
-        "words_capacity": info.words_capacity,
-        "sub_groups": info.sub_groups.tolist(),
-        "spilled": info.spilled,
-        "propagated": info.propagated,
-        "propagation_steps": info.propagation_steps,
-        "wanted": (np.concatenate(wanted) * layout.area).tolist(),
-        "foreign": (np.concatenate(foreign) * layout.area).tolist(),
-        "ends": [overflow.x, overflow.y, overflow.z],
-        "offsets": [list(pair) for pair in overflow.kept_offsets],
-        "travels": [[int(x), int(y), int(travels[x, y])] for x, y in np.argwhere(travels)],
-    }
-    if info.grad_a_words_used is not None:
-        data["grad_a_words_used"] = info.grad_a_words_used.tolist()
-        data["grad_a_words_capacity"] = info.grad_a_words_capacity
-    return data
+    overflow, grad_a = info.overflow, info.grad_a_words_used
+    data = BucketData(
+        partition=[parts_x, parts_y, parts_z],
+        groups=groups,
+        nz_used=info.nz_used,
+        nz_capacity=info.nz_capacity,
+        words_used=info.words_used,
+        words_capacity=info.words_capacity,
+        grad_a_words_used=grad_a,
+        grad_a_words_capacity=0 if grad_a is None else info.grad_a_words_capacity,
+        sub_groups=info.sub_groups,
+        spilled=info.spilled,
+        propagated=info.propagated,
+        propagation_steps=info.propagation_steps,
+        wanted=np.concatenate(wanted) * layout.area,
+        foreign=np.concatenate(foreign) * layout.area,
+        ends=[overflow.x, overflow.y, overflow.z],
+        offsets=[list(pair) for pair in overflow.kept_offsets],
+        travels=[[int(x), int(y), int(travels[x, y])] for x, y in np.argwhere(travels)],
+    )
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(data).items()}
 
 
 @dataclass(frozen=True)
 class BucketData:
     """How a pattern fills the buckets; keys as of `encoding_data`."""
 
-    partition: tuple[int, int, int]
+    partition: list[int]
     groups: int
     nz_used: np.ndarray
     nz_capacity: int
     words_used: np.ndarray
     words_capacity: int
+    grad_a_words_used: np.ndarray | None
+    grad_a_words_capacity: int
+    sub_groups: np.ndarray
     spilled: int
     propagated: int
     propagation_steps: int
-    sub_groups: np.ndarray | None = None
-    grad_a_words_used: np.ndarray | None = None
-    grad_a_words_capacity: int = 0
-    wanted: np.ndarray | None = None
-    foreign: np.ndarray | None = None
-    ends: tuple[int, int, int] | None = None
-    offsets: list[tuple[int, int]] = field(default_factory=list)
-    travels: dict[tuple[int, int], int] = field(default_factory=dict)
+    wanted: np.ndarray
+    foreign: np.ndarray
+    ends: list[int]
+    offsets: list[list[int]]
+    travels: list[list[int]]
 
     @classmethod
     def read(cls, encoding: Any) -> BucketData:
@@ -117,53 +116,50 @@ class BucketData:
             ValueError: something else, or lists whose length is not the partition's.
         """
         with reading("encoding"):
-            entries = {key: encoding[key] for key in cls.__dataclass_fields__ if key in encoding}
-            x, y, z = entries["partition"]
-            rectangles = entries.setdefault("groups", 1) * x * y
+            x, y, z = encoding["partition"]
+            rectangles = encoding["groups"] * x * y
             sizes = dict.fromkeys(_OF_BUCKETS, rectangles * z) | {"wanted": rectangles}
+            arrays = {}
             for key, size in sizes.items():
-                if entries.get(key) is not None:
-                    entries[key] = np.asarray(entries[key], np.float64)
-                    if entries[key].shape != (size,):
+                if encoding[key] is not None:
+                    arrays[key] = np.asarray(encoding[key], np.float64)
+                    if arrays[key].shape != (size,):
                         raise ValueError(f"{key} must be {size} numbers")
-            entries["partition"] = (x, y, z)
-            entries["offsets"] = [(x, y) for x, y in entries.get("offsets", ())]
-            entries["travels"] = {(x, y): values for x, y, values in entries.get("travels", ())}
-            return cls(**entries)
+            return cls(**{**encoding, **arrays})
 
 
 _OF_BUCKETS = ("nz_used", "words_used", "sub_groups", "grad_a_words_used", "foreign")
 
 
-def _grid(data: BucketData, values: np.ndarray) -> np.ndarray:
-    """Figures of rectangles as [groups * x, y]."""
-    return values.reshape(data.groups * data.partition[0], data.partition[1])
-
-
 def build_bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float | None]]:
-    """The maps there are data for: (id, title, unit, values [groups * x, y], capacity)."""
-    parts_z = data.partition[2]
+    """The maps: (id, title, unit, values [groups * x, y], capacity)."""
+    parts_x, parts_y, parts_z = data.partition
+    room = data.nz_capacity or 1
+
+    def grid(values: np.ndarray) -> np.ndarray:
+        return values.reshape(data.groups * parts_x, parts_y)
 
     def by_rectangle(values: np.ndarray) -> np.ndarray:
         return values.reshape(-1, parts_z)
 
-    maps: list[tuple[str, str, str, np.ndarray, float | None]] = []
-    if data.wanted is not None and data.nz_capacity:
-        share = 100 * data.wanted / (data.nz_capacity * parts_z)
-        title = "Asked for: values that belong to a rectangle, of what its buckets hold"
-        maps.append(("map-wanted", title, "%", _grid(data, share), 100.0))
-    if data.nz_capacity:
-        share = 100 * by_rectangle(data.nz_used).mean(1) / data.nz_capacity
-        title = "Held: fill of a rectangle's buckets with values"
-        maps.append(("map-held", title, "%", _grid(data, share), 100.0))
-    if data.words_capacity:
-        share = 100 * by_rectangle(data.words_used).max(1) / data.words_capacity
-        title = "Meta-info of the fullest bucket of a rectangle"
-        maps.append(("map-words", title, "%", _grid(data, share), 100.0))
-    if data.foreign is not None and data.foreign.any():
+    asked = 100 * data.wanted / (room * parts_z)
+    held = 100 * by_rectangle(data.nz_used).mean(1) / room
+    words = 100 * by_rectangle(data.words_used).max(1) / data.words_capacity
+    maps: list[tuple[str, str, str, np.ndarray, float | None]] = [
+        (
+            "map-wanted",
+            "Asked for: values that belong to a rectangle, of what its buckets hold",
+            "%",
+            grid(asked),
+            100.0,
+        ),
+        ("map-held", "Held: fill of a rectangle's buckets with values", "%", grid(held), 100.0),
+        ("map-words", "Meta-info of the fullest bucket of a rectangle", "%", grid(words), 100.0),
+    ]
+    if data.foreign.any():
         title = "Guests: values in a rectangle's buckets that belong elsewhere"
-        values = by_rectangle(data.foreign).sum(1)
-        maps.append(("map-guests", title, "values", _grid(data, values), None))
+        guests = by_rectangle(data.foreign).sum(1)
+        maps.append(("map-guests", title, "values", grid(guests), None))
     return maps
 
 
@@ -197,19 +193,17 @@ def render_buckets(data: BucketData) -> str:
     ]
     out.append('<h3>Over the X/Y grid</h3><div class="maps">' + "".join(maps) + "</div>")
     spread = [
-        f"<figure><figcaption>Fill with {esc(name)}</figcaption>"
-        + histogram(100 * used / capacity, unit="% of the bucket", of="buckets")
-        + "</figure>"
+        (f"Fill with {name}", 100 * used / capacity, "% of the bucket")
         for name, used, capacity in kinds
         if capacity
     ]
-    if data.sub_groups is not None:
-        spread.append(
-            "<figure><figcaption>Sub-groups of a bucket</figcaption>"
-            + histogram(data.sub_groups, unit="sub-groups", of="buckets")
-            + "</figure>"
-        )
-    out.append('<h3>Over the buckets</h3><div class="maps">' + "".join(spread) + "</div>")
+    spread.append(("Sub-groups of a bucket", data.sub_groups, "sub-groups"))
+    histograms = (
+        f"<figure><figcaption>{esc(title)}</figcaption>"
+        f"{histogram(values, unit=unit, of='buckets')}</figure>"
+        for title, values, unit in spread
+    )
+    out.append('<h3>Over the buckets</h3><div class="maps">' + "".join(histograms) + "</div>")
     return "".join(out)
 
 
@@ -234,25 +228,22 @@ def render_propagation(data: BucketData) -> str:
         )
     out = [
         f"<p><b>{data.propagation_steps:,} steps</b>"
-        + (f": {len(data.offsets):,} distances × {z:,} partners in Z" if data.offsets else "")
-        + ". In each, buckets move on and every tile computes what belongs to it.</p>"
+        f": {len(data.offsets):,} distances × {z:,} partners in Z. In each, buckets move on and "
+        "every tile computes what belongs to it.</p>",
+        offsets_map(data.partition, data.offsets, data.ends),
+        legend(
+            [
+                ("home", "at home: the distribution phase"),
+                ("visited", "visited"),
+                ("passed", "passed by, no computing"),
+                ("never", "not reached: the loop ends before"),
+            ]
+        ),
     ]
-    if data.ends and data.offsets:
-        out.append(offsets_map(data.partition, data.offsets, data.ends))
-        out.append(
-            legend(
-                [
-                    ("home", "at home: the distribution phase"),
-                    ("visited", "visited"),
-                    ("passed", "passed by, no computing"),
-                    ("never", "not reached: the loop ends before"),
-                ]
-            )
-        )
     if data.travels:
-        total = sum(data.travels.values())
-        ranked = sorted(data.travels.items(), key=lambda item: -item[1])[:12]
-        rows = [[x, y, v, percent(v, total)] for (x, y), v in ranked]
+        total = sum(values for _, _, values in data.travels)
+        ranked = sorted(data.travels, key=lambda item: -item[2])[:12]
+        rows = [[x, y, v, percent(v, total)] for x, y, v in ranked]
         head = ["#distance in X", "#in Y", "#values", "#of all that travel"]
         out.append(
             "<h3>What lies at which distance from its rectangle</h3>" + table(head, rows, "narrow")

@@ -336,10 +336,10 @@ def grid_map(
 
 
 def offsets_map(
-    partition: tuple[int, int, int], offsets: list[tuple[int, int]], ends: tuple[int, int, int]
+    partition: Sequence[int], offsets: Sequence[Sequence[int]], ends: Sequence[int]
 ) -> str:
     """Which distances (x, y) the propagation visits, passes by or never reaches."""
-    sizes, visited = partition[:2], set(offsets)
+    sizes, visited = (partition[0], partition[1]), set(map(tuple, offsets))
     along, across = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
     size = _cell_size(sizes[across], sizes[along], 18)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynsparse._core.checks import check_kind, typed
+from popsparse.machine import Profile
 from popsparse.report.charts import esc, number, percent, table, words
-from popsparse.report.data import PARTS, ProfileData, StoredProfile, read_profiles
+from popsparse.report.data import StoredProfile, read_profiles
 from popsparse.report.rules import Finding, findings
 from popsparse.report.steps import operations, peak_step, short_names
 
@@ -85,16 +86,11 @@ def compare(first: Any, second: Any) -> Comparison:
     else:
         pairs = [(a[name], b[name]) for name in a if name in b]
     matched = {profile.name for pair in pairs for profile in pair}
-    return Comparison(
-        name_a,
-        name_b,
-        [_pass(x, y) for x, y in pairs],
-        [name for name in a if name not in matched],
-        [name for name in b if name not in matched],
-    )
+    only = [[name for name in runs if name not in matched] for runs in (a, b)]
+    return Comparison(name_a, name_b, [_pass(x, y) for x, y in pairs], *only)
 
 
-def _read(value: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
+def _read(value: Any, name: str) -> tuple[str, dict[str, Profile]]:
     if isinstance(value, StoredProfile):
         return f"{value.title}, {value.file.name}", {run.name: run for run in value.profiles}
     try:
@@ -106,65 +102,82 @@ def _read(value: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
     return f"the {name}", {profile.name: profile for profile in profiles}
 
 
-def _pass(a: ProfileData, b: ProfileData) -> ComparedPass:
-    total = Pair("all cycles", a.cycles, b.cycles)
-    parts = _pairs(a.parts, b.parts, PARTS)
-    spent_a, spent_b = ({op.name: op.cycles for op in operations(profile)} for profile in (a, b))
-    fullest = Pair("fullest tile", a.max_bytes, b.max_bytes)
+def _pass(a: Profile, b: Profile) -> ComparedPass:
+    cycles = _pairs({"all cycles": a.cycles, **a.parts}, {"all cycles": b.cycles, **b.parts})
+    spent_a, spent_b = ({op.name: op.cycles for op in operations(run)} for run in (a, b))
     of_a, of_b = findings(a), findings(b)
-    shares_a, shares_b = (
-        {finding.title: finding.share for finding in several} for several in (of_a, of_b)
-    )
-    rules_a, rules_b = ({finding.rule for finding in several} for several in (of_a, of_b))
+    shares_a, shares_b = ({one.title: one.share for one in several} for several in (of_a, of_b))
+    rules_a, rules_b = ({one.rule for one in several} for several in (of_a, of_b))
     return ComparedPass(
         a.name or b.name,
-        [total, *(pair for pair in parts if pair.first or pair.second)],
+        [pair for pair in cycles if pair.first or pair.second],
         _pairs(spent_a, spent_b),
-        [fullest, *_pairs(a.worst, b.worst)],
+        _pairs(_memory(a), _memory(b)),
         _pairs(shares_a, shares_b),
         [finding for finding in of_a if finding.rule not in rules_b],
         [finding for finding in of_b if finding.rule not in rules_a],
     )
 
 
-def _pairs(a: Mapping[str, float], b: Mapping[str, float], names: Sequence[str] = ()) -> list[Pair]:
+def _memory(profile: Profile) -> dict[str, float]:
+    """Bytes of the fullest tile, and by category."""
+    use = profile.memory
+    categories = {name: float(sizes[use.worst_tile]) for name, sizes in use.by_category.items()}
+    return {"fullest tile": use.max_tile_bytes, **categories}
+
+
+def _pairs(a: Mapping[str, float], b: Mapping[str, float]) -> list[Pair]:
     """Those of the first in its order, then what only the second has."""
-    return [Pair(n, a.get(n), b.get(n)) for n in names or [*a, *(k for k in b if k not in a)]]
+    return [Pair(name, a.get(name), b.get(name)) for name in {**a, **b}]
+
+
+def _tables(compared: ComparedPass) -> dict[str, list[Pair]]:
+    """What is shown of a pass, by heading; shares as percentages, to one digit."""
+    shares = [
+        Pair(p.name, *(None if v is None else round(100 * v, 1) for v in (p.first, p.second)))
+        for p in compared.findings
+    ]
+    tables = {
+        "Cycles": compared.cycles,
+        "Cycles by operation": compared.operations,
+        "Memory of the fullest tile, bytes": compared.memory,
+        "Findings, % of the cycles or of a tile's memory": shares,
+    }
+    return {name: [p for p in pairs if p.first or p.second] for name, pairs in tables.items()}
+
+
+def _changes(compared: ComparedPass) -> dict[str, str]:
+    """Titles of the findings that only one of the two has."""
+    both = {"No longer found in B": compared.gone, "New in B": compared.came}
+    return {
+        what: ", ".join(finding.title.lower() for finding in several) or "nothing"
+        for what, several in both.items()
+    }
+
+
+def _only_in_one(comparison: Comparison) -> list[str]:
+    names = {"A": comparison.only_first, "B": comparison.only_second}
+    return [f"Only in {where}: {', '.join(map(words, n))}." for where, n in names.items() if n]
 
 
 def render_comparison(comparison: Comparison) -> str:
     """Tables of every pass."""
     titles = f"A: {esc(comparison.first)}. B: {esc(comparison.second)}."
     out = [f"<p>{titles} Changes are those from A to B.</p>"]
-    for name, where in ((comparison.only_first, "A"), (comparison.only_second, "B")):
-        if name:
-            out.append(f"<p>Only in {where}: {esc(', '.join(map(words, name)))}.</p>")
+    out += [f"<p>{esc(line)}</p>" for line in _only_in_one(comparison)]
     for compared in comparison.passes:
         if compared.name:
             out.append(f'<h3 class="pass">{esc(words(compared.name)).capitalize()}</h3>')
         out.append('<div class="pair">')
-        for heading, pairs in (
-            ("Cycles", compared.cycles),
-            ("Cycles by operation", compared.operations),
-            ("Memory of the fullest tile, bytes", compared.memory),
-            ("Findings, % of the cycles or of a tile's memory", _to_percent(compared.findings)),
-        ):
-            rows = [_row(pair) for pair in pairs if pair.first or pair.second]
+        for heading, pairs in _tables(compared).items():
             head = ["", "#A", "#B", "#difference", "#change"]
+            rows = map(_row, pairs)
             out.append(f"<div><h3>{heading}</h3>{table(head, rows, 'narrow')}</div>")
         out.append("</div>")
-        for several, what in ((compared.gone, "No longer found in B"), (compared.came, "New in B")):
-            titles = ", ".join(esc(f.title.lower()) for f in several)
-            out.append(f"<p><b>{what}:</b> {titles or 'nothing'}.</p>")
+        out += [
+            f"<p><b>{what}:</b> {esc(titles)}.</p>" for what, titles in _changes(compared).items()
+        ]
     return "".join(out)
-
-
-def _to_percent(pairs: Sequence[Pair]) -> list[Pair]:
-    """Shares as percentages, to one digit."""
-    return [
-        Pair(p.name, *(None if v is None else round(100 * v, 1) for v in (p.first, p.second)))
-        for p in pairs
-    ]
 
 
 def _row(pair: Pair) -> tuple[str, list[Any]]:
@@ -181,27 +194,24 @@ _WIDTH = 96
 
 
 @typed
-def profile_text(title: str, profiles: Sequence[ProfileData]) -> str:
+def profile_text(title: str, profiles: Sequence[Profile]) -> str:
     """Text with cycles, memory, operations and three findings of each pass."""
-    check_kind("profiles", profiles, (list, tuple), "a list of ProfileData")
+    check_kind("profiles", profiles, (list, tuple), "a list of Profile")
     lines = [title]
     for profile in profiles:
         lines += [
             "",
-            *_pass_text(check_kind("one of profiles", profile, ProfileData, "a ProfileData")),
+            *_pass_text(check_kind("one of profiles", profile, Profile, "a Profile")),
         ]
     return "\n".join(lines)
 
 
-def _pass_text(profile: ProfileData) -> list[str]:
+def _pass_text(profile: Profile) -> list[str]:
     name = words(profile.name).capitalize() or "Run"
-    target = profile.target.get("name", "the target")
-    lines = [
-        f"{name}: {number(profile.cycles)} cycles, {number(profile.seconds * 1e6)} us on {target}, "
-        f"{number(profile.target.get('tiles', 0))} tiles"
-        if profile.cycles
-        else f"{name}: did not run on {target}, {number(profile.target.get('tiles', 0))} tiles"
-    ]
+    target, use = profile.target, profile.memory
+    ran = f"{number(profile.cycles)} cycles, {number(profile.seconds * 1e6)} us"
+    ran = ran if profile.cycles else "did not run"
+    lines = [f"{name}: {ran} on {target.name}, {number(target.tiles)} tiles"]
     parts = [
         f"{part} {percent(cycles, profile.cycles)}"
         for part, cycles in profile.parts.items()
@@ -209,11 +219,11 @@ def _pass_text(profile: ProfileData) -> list[str]:
     ]
     lines += ["  " + ", ".join(parts)] if parts else []
     lines.append(
-        f"  fullest tile {profile.worst_tile}: {number(profile.max_bytes)} of "
-        f"{number(profile.limit)} bytes ({percent(profile.max_bytes, profile.limit)})"
+        f"  fullest tile {use.worst_tile}: {number(use.max_tile_bytes)} of "
+        f"{number(use.limit)} bytes ({percent(use.max_tile_bytes, use.limit)})"
     )
     peak = peak_step(profile)
-    if profile.contents is not None and peak is not None:
+    if peak is not None:
         always, other = profile.contents.over_steps([peak])
         lines.append(
             f"  all tiles: {number(float(always[0]))} bytes always live, at most "
@@ -242,21 +252,13 @@ def _pass_text(profile: ProfileData) -> list[str]:
 def comparison_text(comparison: Comparison) -> str:
     """The figures of both, and what changed from A to B."""
     lines = [f"A: {comparison.first}", f"B: {comparison.second}"]
-    for names, where in ((comparison.only_first, "A"), (comparison.only_second, "B")):
-        if names:
-            lines.append(f"only in {where}: {', '.join(map(words, names))}")
+    lines += _only_in_one(comparison)
     for compared in comparison.passes:
         head = words(compared.name).capitalize() or "Run"
         lines += ["", f"{head:<36}{'A':>14}{'B':>14}{'change':>10}"]
-        lines += [_text_row(pair) for pair in compared.cycles]
-        lines += ["Cycles by operation", *(_text_row(pair) for pair in compared.operations)]
-        used = [pair for pair in compared.memory if pair.first or pair.second]
-        lines += ["Bytes of the fullest tile", *(_text_row(pair) for pair in used)]
-        if compared.findings:
-            lines.append("Findings, % of the cycles or of a tile's memory")
-            lines += [_text_row(pair) for pair in _to_percent(compared.findings)]
-        for several, what in ((compared.gone, "No longer found in B"), (compared.came, "New in B")):
-            lines.append(f"{what}: {', '.join(f.title.lower() for f in several) or 'nothing'}")
+        for heading, pairs in _tables(compared).items():
+            lines += [heading, *map(_text_row, pairs)]
+        lines += [f"{what}: {titles}" for what, titles in _changes(compared).items()]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -53,7 +53,7 @@
 
   function timeline(frame, source) {
     const canvas = frame.querySelector("canvas"), says = frame.querySelector("output");
-    const { steps, kinds, order, phases, loops } = source, runs = order.length;
+    const { steps, kinds, order, phases } = source, runs = order.length;
     const start = new Float64Array(runs + 1);
     for (let i = 0; i < runs; i++) {
       const kind = kinds[order[i]];
@@ -61,8 +61,7 @@
     }
     const total = start[runs] || 1;
     const lanes = PARTS.map((_, p) => p).filter((p) => kinds.some((kind) => kind[p + 1] > 0));
-    const LEFT = 74, LANE = 34;
-    const deep = loops.reduce((most, loop) => Math.max(most, loop[3] + 1), 0), TOP = 36 + 22 * deep;
+    const LEFT = 74, LANE = 34, TOP = 36;
     let from = 0, to = total, drag = null;
 
     // The run of a step that covers a moment.
@@ -99,11 +98,8 @@
         }
       };
       phases.forEach(([first, end, name], i) => band(first, end, 4, i % 2 ? "#dce8f1" : "#c9dbe9", name));
-      loops.forEach(([first, end, count, depth]) =>
-        band(first, end, 28 + 22 * depth, depth % 2 ? "#f5edde" : "#efe3cf", "× " + format(count)));
       pen.fillStyle = "#5b6670";
       pen.fillText("phase", 4, 14);
-      if (loops.length) pen.fillText("loops", 4, 38);
 
       const step = 1 / per, first = find(from), last = find(to - 1e-9);
       const cover = lanes.map(() => new Float64Array(Math.ceil(inner) + 1));

@@ -13,14 +13,15 @@ import numpy as np
 from dynsparse._core.checks import check_kind, typed
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.version import __version__
+from popsparse.machine import Profile
 from popsparse.report.buckets import encoding_data, render_encoding
 from popsparse.report.charts import esc, number, words
 from popsparse.report.comparison import Comparison, render_comparison
-from popsparse.report.data import ProfileData, read_profiles, reading
+from popsparse.report.data import read_profiles, reading
 from popsparse.report.passes import (
+    memory_by_category,
     render_balance,
     render_predicted,
-    render_program,
     render_steps,
     render_tile_contents,
     render_tiles,
@@ -31,9 +32,7 @@ from popsparse.report.plan import plan_summary, render_plan, render_summary
 from popsparse.report.rules import findings, render_findings
 from popsparse.report.steps import (
     contents_data,
-    fold,
     live_data,
-    merge_numbered_steps,
     render_live_memory,
     render_operations,
     short_names,
@@ -141,14 +140,9 @@ def report_html(
     check_kind("compared", compared, (Comparison, type(None)), "what compare gives")
     if not isinstance(title, str) or not title.strip():
         raise ValueError(f"title must be a text that is not empty, got {title!r}")
-    for name, value in (
-        ("summary", summary),
-        ("plan", plan),
-        ("predicted", predicted),
-        ("encoding", encoding),
-    ):
-        if not isinstance(value, Mapping) and not (value is None and name != "summary"):
-            raise TypeError(f"{name} must be a mapping, got {type(value).__name__}")
+    check_kind("summary", summary, Mapping, "a mapping")
+    for name, value in (("plan", plan), ("predicted", predicted), ("encoding", encoding)):
+        check_kind(name, value, (Mapping, type(None)), "a mapping")
     sections: list[Section] = []
     data: dict[str, Any] = {"timelines": {}, "tiles": {}, "maps": {}, "contents": {}, "live": {}}
 
@@ -161,17 +155,14 @@ def report_html(
     if compared is not None:
         add("compared", "Compared", render_comparison(compared))
     if profiles:
-        add(
-            "findings",
-            "What costs most",
-            render_findings([(p.name, findings(p)) for p in profiles]),
-        )
+        found = [(run.name, findings(run)) for run in profiles]
+        add("findings", "What costs most", render_findings(found))
     if plan:
         with reading("plan"):
             html = render_plan(plan)
         add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
     for place, run in enumerate(profiles):
-        same = next((i for i, p in enumerate(profiles[:place]) if p.same_memory(run)), place)
+        same = next((i for i, p in enumerate(profiles[:place]) if _same_memory(p, run)), place)
         with reading(f"profile of {run.name}" if run.name else "profile"):
             _profile_sections(run, f"p{place}", f"p{same}", profiles[same].name, add, data)
     if predicted:
@@ -190,7 +181,7 @@ def report_html(
 
 
 def _profile_sections(
-    profile: ProfileData, key: str, memory: str, memory_of: str, add: Any, data: dict[str, Any]
+    profile: Profile, key: str, memory: str, memory_of: str, add: Any, data: dict[str, Any]
 ) -> None:
     """The sections of one pass, their ids beginning with `key`.
 
@@ -202,49 +193,43 @@ def _profile_sections(
         return before + (text if before else text[0].upper() + text[1:])
 
     head = render_balance(profile)
-    if len(profile.order):
-        order, names = merge_numbered_steps(profile)
-        loops = fold(order)
-        data["timelines"][key] = timeline_data(profile, loops)
+    if profile.timeline:
+        data["timelines"][key] = timeline_data(profile)
         add(f"{key}-timeline", heading("timeline"), head + render_timeline(profile, key))
-        add(
-            f"{key}-program",
-            heading("program as it ran"),
-            render_program(profile, loops, [names[i] for i in order]),
-        )
     else:
         add(f"{key}-run", heading("run"), head)
     if profile.cycles:
         add(f"{key}-operations", heading("operations"), render_operations(profile))
     add(f"{key}-steps", heading("cycles by program step"), render_steps(profile))
-    if profile.program:
-        html = render_tree(profile.program, short_names(profile), profile.cycles)
+    if tree := profile.tree():
+        html = render_tree(tree, short_names(profile), profile.cycles)
         add(f"{key}-tree", heading("static program"), html)
     if live := render_live_memory(profile, key):
-        assert profile.contents is not None
         if memory == key:
             data["contents"][key] = contents_data(profile.contents)
         data["live"][key] = live_data(profile, memory)
         add(f"{key}-memory-steps", heading("memory over the steps"), live)
-    tiles = profile.tiles
-    if tiles is not None:
-        is_first = memory == key
-        html = render_tiles(profile, tiles, key, "" if is_first else memory_of)
-        if is_first and live:
-            html = render_tile_contents(tiles, profile.limit, profile.worst_tile, key) + html
-        add(f"{key}-tiles", heading("tiles"), html)
-        series = {"received": {"bytes received": tiles.received}}
-        if is_first:
-            series["memory"] = tiles.memory
-        if profile.cycles and (tiles.cycles + tiles.exchange).any():
-            series["cycles"] = {
-                "cycles computing": tiles.cycles,
-                "cycles exchanging": tiles.exchange,
-            }
-        for what, columns in series.items():
-            shown = {name: _numbers(values) for name, values in columns.items() if values.any()}
-            if shown:
-                data["tiles"][f"{key}-{what}"] = shown
+    is_first = memory == key
+    html = render_tiles(profile, key, "" if is_first else memory_of)
+    if is_first and live:
+        html = render_tile_contents(profile, key) + html
+    add(f"{key}-tiles", heading("tiles"), html)
+    series = {"received": {"bytes received": profile.received_bytes}}
+    if is_first:
+        series["memory"] = memory_by_category(profile)
+    cycles = {"computing": profile.tile_cycles, "exchanging": profile.tile_exchange}
+    if profile.cycles:
+        series["cycles"] = {f"cycles {name}": values for name, values in cycles.items()}
+    for what, columns in series.items():
+        shown = {name: _numbers(values) for name, values in columns.items() if values.any()}
+        if shown:
+            data["tiles"][f"{key}-{what}"] = shown
+
+
+def _same_memory(first: Profile, second: Profile) -> bool:
+    """Whether every tile's memory is the other's, as of two passes of one program."""
+    a, b = first.memory.by_category, second.memory.by_category
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def _numbers(values: np.ndarray) -> list[float | int]:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from dynsparse._core.checks import check_kind
-from popsparse.machine import ProgramNode
+from popsparse.machine import Profile, ProgramNode, StepProfile
+from popsparse.machine.profile import PARTS
 from popsparse.report.charts import (
     bar,
     esc,
     grid_map,
     histogram,
-    indent,
     legend,
     number,
     percent,
@@ -23,8 +23,7 @@ from popsparse.report.charts import (
     table,
     words,
 )
-from popsparse.report.data import PARTS, ProfileData, StepData, Tiles
-from popsparse.report.steps import Run, short_names
+from popsparse.report.steps import short_names
 
 _MOST_NODES = 600
 _MOST_DEPTH = 60
@@ -88,11 +87,11 @@ def _row(text: str, figures: str, inside: str, state: str) -> str:
 _MOST_STEPS = 40
 
 
-def _render_parts_legend(profile: ProfileData) -> str:
+def _render_parts_legend(profile: Profile) -> str:
     return legend((part, part) for part in PARTS if profile.parts[part])
 
 
-def render_balance(profile: ProfileData) -> str:
+def render_balance(profile: Profile) -> str:
     """Where the cycles of the whole run went."""
     shares = [
         (part, f"{part} {number(cycles)} ({percent(cycles, profile.cycles)})")
@@ -100,21 +99,19 @@ def render_balance(profile: ProfileData) -> str:
         if cycles
     ]
     counts = ", ".join(f"{number(n)} {esc(what)}" for what, n in profile.counts.items())
-    clock = profile.target.get("clock_hz")
-    rate = f" at {clock / 1e9:g} GHz" if clock else ""
     return (
         f"<p><b>{number(profile.cycles)} cycles</b>, {number(profile.seconds * 1e6)} µs on "
-        f"{esc(profile.target.get('name', 'the target'))}{rate}"
+        f"{esc(profile.target.name)} at {profile.target.clock_hz / 1e9:g} GHz"
         + (f": {counts}" if counts else "")
         + f'.</p><p class="wide">{bar(profile.parts.items(), profile.cycles)}</p>{legend(shares)}'
     )
 
 
-def render_timeline(profile: ProfileData, identity: str) -> str:
+def render_timeline(profile: Profile, identity: str) -> str:
     """The frame the script draws into."""
     cut = ""
-    if not profile.whole:
-        cut = f" Only the first {number(len(profile.order))} runs of steps were recorded."
+    if not profile.timeline_is_whole:
+        cut = f" Only the first {number(len(profile.timeline))} runs of steps were recorded."
     return (
         "<p>All tiles take each step together: synchronisation, exchange, compute. Where several "
         "steps share a pixel, height is the share of that moment. Drag to zoom in, double-click "
@@ -130,44 +127,13 @@ def render_timeline(profile: ProfileData, identity: str) -> str:
     )
 
 
-def render_program(profile: ProfileData, loops: list[Run], names: list[str]) -> str:
-    """The run in order, loops once with their count; `names` are those of the runs of steps."""
-    rows: list[tuple[str, list[Any]]] = []
-
-    def line(label: str, count: int, parts: np.ndarray, depth: int, is_loop: bool) -> None:
-        cycles = float(parts.sum())
-        shares = bar(zip(PARTS, parts.tolist(), strict=True), profile.cycles)
-        cells = [indent(label, depth), count, cycles, percent(cycles, profile.cycles), shares]
-        rows.append(("loop" if is_loop else "", cells))
-
-    def visit(runs: list[Run], starts: np.ndarray, origin: int, depth: int) -> None:
-        for run in runs:
-            at = starts + (run.first - origin)
-            if not run.body:
-                line(esc(names[run.first]), len(at), profile.rows[at].sum(0), depth, False)
-                continue
-            size = run.length // run.count
-            each = (at[:, None] + size * np.arange(run.count)).ravel()
-            if len(run.body) > 1:
-                covered = (each[:, None] + np.arange(size)).ravel()
-                total = profile.rows[covered].sum(0)
-                line(f"repeat × {run.count:,}", len(at), total, depth, True)
-                visit(run.body, each, run.first, depth + 1)
-            else:
-                visit(run.body, each, run.first, depth)
-
-    visit(loops, np.zeros(1, np.int64), 0, 0)
-    head = ["step", "#times", "#cycles", "#share", "="]
-    return table(head, rows, "tall" if len(rows) > 40 else "") + _render_parts_legend(profile)
-
-
-def render_steps(profile: ProfileData) -> str:
+def render_steps(profile: Profile) -> str:
     """Steps by cost; a balance of 100 % means that all tiles had as much to do."""
     ran = sorted((step for step in profile.steps if step.runs), key=lambda step: -step.cycles)
     names = dict(zip(map(id, profile.steps), short_names(profile), strict=True))
     most = ran[0].cycles if ran else 0.0
 
-    def row(label: str, kind: str, group: list[StepData], balance: str) -> list[Any]:
+    def row(label: str, kind: str, group: list[StepProfile], balance: str) -> list[Any]:
         parts = {part: sum(step.parts[part] for step in group) for part in PARTS}
         cycles = sum(parts.values())
         return [
@@ -193,51 +159,52 @@ def render_steps(profile: ProfileData) -> str:
     return table(head, rows) + _render_parts_legend(profile) + _render_codelets(profile)
 
 
-def _render_codelets(profile: ProfileData) -> str:
+def _render_codelets(profile: Profile) -> str:
     if not profile.codelets:
         return ""
-    ranked = sorted(profile.codelets.items(), key=lambda item: -item[1]["cycles"])
-    rows = [[esc(name), c["vertices"], c["cycles"]] for name, c in ranked[:20]]
+    ranked = sorted(profile.codelets.items(), key=lambda item: -item[1].cycles)
+    rows = [[esc(name), c.vertices, c.cycles] for name, c in ranked[:20]]
     shown = table(["codelet", "#vertices run", "#cycles, sum over vertices"], rows)
     return f"<details><summary>Vertices by codelet</summary>{shown}</details>"
 
 
-def render_tiles(profile: ProfileData, tiles: Tiles, identity: str, memory_of: str = "") -> str:
+def render_tiles(profile: Profile, identity: str, memory_of: str = "") -> str:
     """Memory and occupancy of every tile, and how both are spread.
 
     `memory_of` names a pass of the same program: its memory is this one's, and not shown again.
     """
-    memory = np.sum(list(tiles.memory.values()), axis=0) if tiles.memory else None
+    use = profile.memory
+    memory, worst = use.per_tile, use.worst_tile
     out = []
     if memory_of:
         out.append(f"<p>Memory: on every tile as in {esc(words(memory_of))}.</p>")
-    elif memory is not None:
+    else:
+        by_category = memory_by_category(profile)
         least, middle = float(memory.min()), float(np.median(memory))
-        over = int((memory > profile.limit).sum())
+        over = int((memory > use.limit).sum())
         warning = f' <strong class="warn">Too much for {over:,} tiles.</strong>' if over else ""
         out.append(
             "<h3>Memory</h3>"
-            f"<p>Fullest: tile {profile.worst_tile:,} with {number(profile.max_bytes)} of "
-            f"{number(profile.limit)} B ({percent(profile.max_bytes, profile.limit)}). "
+            f"<p>Fullest: tile {worst:,} with {number(use.max_tile_bytes)} of "
+            f"{number(use.limit)} B ({percent(use.max_tile_bytes, use.limit)}). "
             f"Median {number(middle)} B, least {number(least)} B.{warning}</p>"
             + '<div class="pair">'
             + stacked_tiles(
-                tiles.memory,
+                by_category,
                 identity=f"{identity}-memory",
                 unit="bytes",
-                limit=profile.limit,
-                limit_label=f"memory of a tile, {number(profile.limit)} B",
+                limit=use.limit,
+                limit_label=f"memory of a tile, {number(use.limit)} B",
             )
             + histogram(memory, unit="bytes in use")
             + "</div>"
             + legend(
-                (f"c{i}", f"{name} (tile {profile.worst_tile:,}: {number(profile.worst[name])} B)")
-                if name in profile.worst
-                else (f"c{i}", name)
-                for i, name in enumerate(tiles.memory)
+                (f"c{i}", f"{name} (tile {worst:,}: {number(sizes[worst])} B)")
+                for i, (name, sizes) in enumerate(by_category.items())
             )
         )
-    busy = tiles.cycles + tiles.exchange
+    computing, exchanging = profile.tile_cycles, profile.tile_exchange
+    busy = computing + exchanging
     if profile.cycles and busy.any():
         share = 100 * busy / profile.cycles
         out.append(
@@ -248,7 +215,7 @@ def render_tiles(profile: ProfileData, tiles: Tiles, identity: str, memory_of: s
             f"{percent(float(share.max()) / 100)}.</p>"
             + '<div class="pair">'
             + stacked_tiles(
-                {"compute": tiles.cycles, "exchange": tiles.exchange},
+                {"compute": computing, "exchange": exchanging},
                 identity=f"{identity}-cycles",
                 unit="cycles",
                 limit=profile.cycles,
@@ -258,23 +225,27 @@ def render_tiles(profile: ProfileData, tiles: Tiles, identity: str, memory_of: s
             + "</div>"
             + legend([("c0", "compute"), ("c1", "exchange")])
         )
-    if tiles.received.any():
+    received = profile.received_bytes
+    if received.any():
         out.append(
             "<h3>Bytes received</h3><p>"
-            f"{number(float(tiles.received.sum()))} B in all, {number(float(tiles.sent.sum()))} B "
-            f"sent; a sent byte may be heard by many. Most on one tile: "
-            f"{number(float(tiles.received.max()))} B.</p>"
+            f"{number(float(received.sum()))} B in all, {number(float(profile.sent_bytes.sum()))} "
+            "B sent; a sent byte may be heard by many. Most on one tile: "
+            f"{number(float(received.max()))} B.</p>"
             + '<div class="pair">'
-            + stacked_tiles(
-                {"received": tiles.received}, identity=f"{identity}-received", unit="bytes"
-            )
-            + histogram(tiles.received, unit="bytes received")
+            + stacked_tiles({"received": received}, identity=f"{identity}-received", unit="bytes")
+            + histogram(received, unit="bytes received")
             + "</div>"
         )
     return "".join(out)
 
 
-def render_predicted(predicted: Mapping[str, Any], profiles: list[ProfileData]) -> str:
+def memory_by_category(profile: Profile) -> dict[str, np.ndarray]:
+    """Bytes of the tiles, those categories that any has."""
+    return {name: sizes for name, sizes in profile.memory.by_category.items() if sizes.any()}
+
+
+def render_predicted(predicted: Mapping[str, Any], profiles: Sequence[Profile]) -> str:
     """Steps of each pass as the execution model counts them (`PassTime.to_dict`).
 
     Where the machine ran the pass, the difference is stated.
@@ -330,9 +301,9 @@ def render_tile_map(used: np.ndarray, limit: float, identity: str) -> str:
     )
 
 
-def render_tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -> str:
+def render_tile_contents(profile: Profile, identity: str) -> str:
     """The map, and the frame of what lies on the tile that is chosen, by a click or its number."""
-    used = np.sum(list(tiles.memory.values()), axis=0)
+    used, tile = profile.memory.per_tile, profile.memory.worst_tile
     name = esc(identity)
     return (
         f'<div class="tile-contents" data-source="{name}" data-memory="{name}-memory" '
@@ -340,6 +311,6 @@ def render_tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -
         "<p>Every tile in the colour of the memory in use. Click on one to see what it holds, "
         f'<label>or give its number: <input type="number" min="0" max="{len(used) - 1}" '
         f'value="{tile}"></label></p>'
-        + render_tile_map(used, limit, f"{identity}-map")
+        + render_tile_map(used, profile.memory.limit, f"{identity}-map")
         + '<div class="what"></div></div>'
     )

@@ -36,6 +36,9 @@ _LABELS = {
     "tiles": "Tiles used",
     "phases": "Supersteps",
     "sync_cycles": "Synchronisation, cycles",
+    "elements_per_tile": "Work of a tile (out × in × batch)",
+    "grain": "Grain (out × in × batch)",
+    "block": "Block of the plan",
     "temporary_bytes": "Temporary memory of a tile, B",
     "resident_bytes": "Operands of a tile, B",
 }
@@ -45,18 +48,16 @@ _MEMORY = (("buckets", "c0"), ("operands", "c1"), ("temporary", "c2"), ("code", 
 
 
 def render_plan(plan: Mapping[str, Any]) -> str:
-    """The section of either kind of plan; of the second also one for each pass, by name.
+    """The section of a plan; of plans by pass, one for each.
 
     Raises:
-        TypeError, ValueError: neither kind.
+        TypeError, ValueError: no plan.
     """
-    if "plan" in plan and "passes" in plan:
-        return _render_sparse(plan)
-    if "terms" in plan:
-        return _render_pass_plan(plan)
+    if "passes" in plan or "terms" in plan:
+        return _render_plan(plan)
     if plan and all(isinstance(entry, Mapping) and "terms" in entry for entry in plan.values()):
         return "".join(
-            f'<h3 class="pass">{esc(words(n)).capitalize()}</h3>{_render_pass_plan(p)}'
+            f'<h3 class="pass">{esc(words(n)).capitalize()}</h3>{_render_plan(p)}'
             for n, p in plan.items()
         )
     keys = ", ".join(map(str, list(plan)[:8])) or "nothing"
@@ -64,6 +65,46 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         f"plan must be what plan_report or DensePlan.to_dict gives, with 'passes' or 'terms', "
         f"got {keys}"
     )
+
+
+def _render_plan(report: Mapping[str, Any]) -> str:
+    """Facts, and the cost of each pass by term; memory, search and runners-up where they are."""
+    facts = []
+    chosen = dict(report.get("plan", report))
+    if "passes" in report:
+        split = " × ".join(number(chosen.pop(dim)) for dim in "xyz")
+        facts.append(("Partition X × Y × Z", f"<b>{split}</b>"))
+    for key, value in chosen.items():
+        label = _LABELS.get(key, words(str(key)).capitalize())
+        if isinstance(value, bool):
+            facts.append((label, "yes" if value else "no"))
+        elif isinstance(value, (int, float)) and key not in _OWN_PLACE:
+            facts.append((label, number(value)))
+        elif isinstance(value, str):
+            facts.append((label, esc(value)))
+        elif isinstance(value, (list, tuple)):
+            is_range = key.endswith("_per_tile") and len(value) == 2
+            between = " to " if is_range else " × "
+            facts.append((label, between.join(number(entry) for entry in value)))
+    if buckets := report.get("buckets"):
+        meta = buckets.get("forward_words", 0) + buckets.get("grad_input_words", 0)
+        size = f"{number(buckets['nz_elements'])} values, {number(meta)} words of meta-info"
+        facts.append(("A bucket holds", size))
+    out = [_render_facts(facts)]
+    for name, cost in report.get("passes", {}).items():
+        terms = [(t["name"], float(t["cycles"]), t["temporary_bytes"]) for t in cost["terms"]]
+        out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_render_terms(terms)}")
+    if "terms" in report:
+        one = [(str(name), float(cycles), None) for name, cycles in report["terms"].items()]
+        out.append(f"<h3>Estimated cost</h3>{_render_terms(one)}")
+    if report.get("memory"):
+        out.append(_render_memory(report["memory"]))
+    if search := report.get("search"):
+        counts = ", ".join(f"{number(count)} {esc(words(what))}" for what, count in search.items())
+        out.append(f"<p>The search: {counts}.</p>")
+    if report.get("runners_up"):
+        out.append(_render_runners_up(report))
+    return "".join(out)
 
 
 def _render_facts(facts: list[tuple[str, str]]) -> str:
@@ -84,53 +125,6 @@ def _render_terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
     if not with_bytes:
         head, rows = head[:-1], [(kind, cells[:-1]) for kind, cells in rows]
     return table(head, rows)
-
-
-def _render_sparse(report: Mapping[str, Any]) -> str:
-    chosen = report["plan"]
-    buckets, search = report.get("buckets"), report.get("search")
-    parts = [int(chosen[key]) for key in ("x", "y", "z")]
-    groups = int(chosen.get("groups", 1))
-    split = " × ".join(f"{size:,}" for size in parts)
-    facts = [
-        (
-            "Partition X × Y × Z",
-            f"<b>{split}</b>" + (f" in {groups:,} groups" if groups > 1 else ""),
-        ),
-        ("Tiles used", number(chosen["tiles"])),
-        ("Method", esc(chosen["method"])),
-    ]
-    for key, label in (
-        ("elements_per_tile", "Work of a tile (out × in × batch)"),
-        ("grain", "Grain (out × in × batch)"),
-        ("block", "Block of the plan"),
-    ):
-        if chosen.get(key):
-            facts.append((label, " × ".join(number(size) for size in chosen[key])))
-    if buckets:
-        meta = buckets.get("forward_words", 0) + buckets.get("grad_input_words", 0)
-        size = f"{number(buckets['nz_elements'])} values, {number(meta)} words of meta-info"
-        facts.append(("A bucket holds", size))
-    if "grad_weight" in report["passes"]:
-        moved = "buckets" if chosen.get("grad_w_exchange_buckets") else "inputs"
-        facts.append(("Weight gradient moves", moved))
-    out = [_render_facts(facts)]
-    for name, cost in report["passes"].items():
-        terms = [
-            (term["name"], float(term["cycles"]), term["temporary_bytes"]) for term in cost["terms"]
-        ]
-        out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_render_terms(terms)}")
-    if report.get("memory"):
-        out.append(_render_memory(report["memory"]))
-    if search:
-        out.append(
-            f"<p>{number(search['partitions'])} partitions were priced in each of "
-            f"{number(search['candidates'])} ways to compute; {number(search['allowed'])} plans "
-            f"are allowed, {number(search['fitting'])} stay within the memory bound.</p>"
-        )
-    if report.get("runners_up"):
-        out.append(_render_runners_up(report))
-    return "".join(out)
 
 
 def _render_memory(memory: Mapping[str, Any]) -> str:
@@ -174,29 +168,6 @@ def _render_runners_up(report: Mapping[str, Any]) -> str:
             ]
         )
     return "<h3>Runners-up</h3>" + table(head, rows)
-
-
-def _render_pass_plan(report: Mapping[str, Any]) -> str:
-    """Any plan of one pass: facts, a mapping of terms to cycles; perhaps memory, runners-up."""
-    chosen = report.get("plan")
-    facts = []
-    for key, value in (chosen if isinstance(chosen, Mapping) else report).items():
-        label = _LABELS.get(key, words(str(key)).capitalize())
-        if isinstance(value, bool):
-            facts.append((label, "yes" if value else "no"))
-        elif isinstance(value, (int, float)) and key not in _OWN_PLACE:
-            facts.append((label, number(value)))
-        elif isinstance(value, str):
-            facts.append((label, esc(value)))
-        elif isinstance(value, (list, tuple)):
-            facts.append((label, " to ".join(number(entry) for entry in value)))
-    terms = [(str(k), float(v), None) for k, v in report["terms"].items()]
-    out = [_render_facts(facts), "<h3>Estimated cost</h3>", _render_terms(terms)]
-    if report.get("memory"):
-        out.append(_render_memory(report["memory"]))
-    if report.get("runners_up"):
-        out.append(_render_runners_up(report))
-    return "".join(out)
 
 
 def plan_summary(plan: Any) -> dict[str, Any]:

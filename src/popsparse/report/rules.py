@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynsparse._core.checks import typed
-from popsparse.machine import ProgramNode
+from popsparse.machine import Profile, StepProfile
 from popsparse.report.charts import esc, number, percent, words
-from popsparse.report.data import ProfileData, StepData
 from popsparse.report.steps import short_names
 
 
@@ -37,80 +36,80 @@ class Finding:
 _LEAST = 0.05
 """Share of the run's cycles below which a cost is not reported."""
 
-Rule = Callable[[ProfileData], "Finding | None"]
+Rule = Callable[[Profile], "Finding | None"]
 
 
-def _over_memory(profile: ProfileData) -> Finding | None:
-    if profile.max_bytes <= profile.limit:
+def _over_memory(profile: Profile) -> Finding | None:
+    tile, need, limit = _fullest(profile)
+    if need <= limit:
         return None
-    over = profile.max_bytes - profile.limit
     return Finding(
         "memory over",
         "Memory does not suffice",
-        f"Tile {profile.worst_tile:,} needs {number(profile.max_bytes)} B and has "
-        f"{number(profile.limit)}, {number(over)} too little; {_largest(profile)}.",
+        f"Tile {tile:,} needs {number(need)} B and has {number(limit)}, {number(need - limit)} too "
+        f"little; {_largest(profile)}.",
         "Lower --batch or --available-memory-proportion (the option available_memory_proportion of "
         "plans), or use more --tiles; in your own programs spread the largest variable over "
         "more tiles with Graph.map_linearly.",
-        profile.max_bytes / profile.limit,
+        need / limit,
     )
 
 
-def _near_memory(profile: ProfileData) -> Finding | None:
-    used = profile.max_bytes / profile.limit if profile.limit else 0.0
-    if not 0.9 <= used <= 1:
+def _near_memory(profile: Profile) -> Finding | None:
+    tile, need, limit = _fullest(profile)
+    if not 0.9 <= need / limit <= 1:
         return None
     return Finding(
         "memory near",
         "Memory is nearly full",
-        f"Tile {profile.worst_tile:,} holds {number(profile.max_bytes)} of "
-        f"{number(profile.limit)} B ({percent(used)}); {_largest(profile)}.",
+        f"Tile {tile:,} holds {number(need)} of {number(limit)} B ({percent(need, limit)}); "
+        f"{_largest(profile)}.",
         "A lower --available-memory-proportion makes the planner choose plans with less temporary "
         "data, mostly at some cost in cycles; a smaller --batch or more --tiles help as well.",
-        used,
+        need / limit,
     )
 
 
-def _always_live(profile: ProfileData) -> Finding | None:
-    if profile.contents is None or not profile.limit:
-        return None
-    held = profile.contents.bytes_on(profile.worst_tile)
-    always = int(held[profile.contents.always].sum())
-    if always < 0.5 * profile.limit:
+def _always_live(profile: Profile) -> Finding | None:
+    tile, _, limit = _fullest(profile)
+    always = int(profile.contents.bytes_on(tile)[profile.contents.always].sum())
+    if always < 0.5 * limit:
         return None
     return Finding(
         "always live",
         "Half of the memory is never free",
-        f"On tile {profile.worst_tile:,} {number(always)} of {number(profile.limit)} B "
-        f"({percent(always, profile.limit)}) belong to variables that are live in every step; "
-        f"{_largest(profile)}.",
+        f"On tile {tile:,} {number(always)} of {number(limit)} B ({percent(always, limit)}) belong "
+        f"to variables that are live in every step; {_largest(profile)}.",
         "Weights, operands and results that the host reads must stay. A lower --density, a smaller "
         "--oversize or more --tiles make them smaller. In your own programs remove handles "
         "(add_handle) and initial values that are not needed, and mark with WriteUndef where "
         "contents are no longer needed.",
-        always / profile.limit,
+        always / limit,
     )
 
 
-def _largest(profile: ProfileData) -> str:
-    if profile.contents is None:
-        worst = max(profile.worst.items(), key=lambda item: float(item[1]), default=("", 0))
-        return f"most of it is {worst[0]}, {number(float(worst[1]))} B"
-    held = profile.contents.variables_on(profile.worst_tile)
+def _fullest(profile: Profile) -> tuple[int, int, int]:
+    """The fullest tile, its bytes, and those of any tile."""
+    use = profile.memory
+    return use.worst_tile, use.max_tile_bytes, use.limit
+
+
+def _largest(profile: Profile) -> str:
+    held = profile.contents.variables_on(profile.memory.worst_tile)
     return "the largest there: " + ", ".join(f"{v.name} {number(b)} B" for v, b in held[:3])
 
 
-def _compute_steps(profile: ProfileData) -> list[StepData]:
-    return [s for s in profile.steps if s.kind == "compute" and s.tiles and s.parts["compute"]]
+def _compute_steps(profile: Profile) -> list[StepProfile]:
+    return [s for s in profile.steps if s.kind == "compute" and s.tiles and s.compute]
 
 
-def _waiting(step: StepData, tiles: int) -> float:
+def _waiting(step: StepProfile, tiles: int) -> float:
     """Cycles that the tiles which compute in a step wait for the slowest of them, on average."""
-    return step.parts["compute"] * (1 - step.balance * tiles / step.tiles)
+    return step.compute * (1 - step.balance * tiles / step.tiles)
 
 
-def _imbalance(profile: ProfileData) -> Finding | None:
-    tiles, names = _tile_count(profile), short_names(profile)
+def _imbalance(profile: Profile) -> Finding | None:
+    tiles, names = profile.target.tiles, short_names(profile)
     # Work that a few tiles do for all is not an imbalance, nor is where blocks spilled to.
     passing = set(map(id, _propagation(profile)))
     steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
@@ -132,15 +131,11 @@ def _imbalance(profile: ProfileData) -> Finding | None:
     )
 
 
-def _unused(profile: ProfileData) -> Finding | None:
-    if profile.tiles is None or not profile.cycles:
+def _unused(profile: Profile) -> Finding | None:
+    tiles, used = profile.target.tiles, int(np.count_nonzero(profile.tile_cycles))
+    if not used or not profile.cycles:
         return None
-    tiles = len(profile.tiles.cycles)
-    used = int(np.count_nonzero(profile.tiles.cycles))
-    if not used:
-        return None
-    compute = profile.parts["compute"]
-    share = compute * (1 - used / tiles) / profile.cycles
+    share = profile.compute_cycles * (1 - used / tiles) / profile.cycles
     if share < _LEAST:
         return None
     return Finding(
@@ -154,18 +149,18 @@ def _unused(profile: ProfileData) -> Finding | None:
     )
 
 
-def _exchange(profile: ProfileData) -> Finding | None:
-    spent = profile.parts["exchange"]
+def _exchange(profile: Profile) -> Finding | None:
+    spent = profile.exchange_cycles
     if not profile.cycles or spent < 0.1 * profile.cycles:
         return None
     names = short_names(profile)
-    worst = max(range(len(names)), key=lambda i: profile.steps[i].parts["exchange"])
+    worst = max(range(len(names)), key=lambda i: profile.steps[i].exchange)
     step = profile.steps[worst]
     return Finding(
         "exchange",
         "Data on its way",
         f"Moving data takes {percent(spent, profile.cycles)} of the cycles, most of it in "
-        f"{names[worst]} ({number(step.parts['exchange'])} cycles for {number(step.received)} B).",
+        f"{names[worst]} ({number(step.exchange)} cycles for {number(step.received)} B).",
         "Move less for what is computed: a larger --batch for the same weights; of sparse products "
         "a larger --block-size, or fewer parts along the dimension that is summed over "
         "(--plan-constraints). A higher --available-memory-proportion lets plans keep what they "
@@ -174,8 +169,8 @@ def _exchange(profile: ProfileData) -> Finding | None:
     )
 
 
-def _sync(profile: ProfileData) -> Finding | None:
-    spent = profile.parts["sync"]
+def _sync(profile: Profile) -> Finding | None:
+    spent = profile.sync_cycles
     runs = sum(step.runs for step in profile.steps)
     if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
@@ -190,8 +185,8 @@ def _sync(profile: ProfileData) -> Finding | None:
     )
 
 
-def _host(profile: ProfileData) -> Finding | None:
-    spent = profile.parts["host"]
+def _host(profile: Profile) -> Finding | None:
+    spent = profile.host_cycles
     if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
     return Finding(
@@ -206,7 +201,7 @@ def _host(profile: ProfileData) -> Finding | None:
     )
 
 
-def _propagation(profile: ProfileData) -> list[StepData]:
+def _propagation(profile: Profile) -> list[StepProfile]:
     return [
         step
         for name, step in zip(short_names(profile), profile.steps, strict=True)
@@ -214,7 +209,7 @@ def _propagation(profile: ProfileData) -> list[StepData]:
     ]
 
 
-def _spilled(profile: ProfileData) -> Finding | None:
+def _spilled(profile: Profile) -> Finding | None:
     spent = sum(step.cycles for step in _propagation(profile))
     if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
@@ -229,20 +224,20 @@ def _spilled(profile: ProfileData) -> Finding | None:
     )
 
 
-def _below_peak(profile: ProfileData) -> Finding | None:
+def _below_peak(profile: Profile) -> Finding | None:
     steps = [s for s in _compute_steps(profile) if s.flops and s.peak_flops]
-    tiles = _tile_count(profile)
+    tiles = profile.target.tiles
 
-    def lost(step: StepData) -> float:
+    def lost(step: StepProfile) -> float:
         """Cycles in which the mean tile that computes does not do what its units could."""
-        busy = step.parts["compute"] * step.balance * tiles / step.tiles
+        busy = step.compute * step.balance * tiles / step.tiles
         return max(busy - step.flops / (step.tiles * step.peak_flops), 0.0)
 
     total = sum(map(lost, steps))
     if not profile.cycles or total < 0.3 * profile.cycles:
         return None
     worst = max(steps, key=lost)
-    done = worst.flops / (worst.parts["compute"] * worst.tiles * worst.peak_flops)
+    done = worst.flops / (worst.compute * worst.tiles * worst.peak_flops)
     return Finding(
         "below peak",
         "Matrix units without work",
@@ -256,15 +251,15 @@ def _below_peak(profile: ProfileData) -> Finding | None:
     )
 
 
-def _rearranging(profile: ProfileData) -> Finding | None:
+def _rearranging(profile: Profile) -> Finding | None:
     """Copies inside tiles, which compute nothing: exchanges that have compute, and such alone."""
-    moved = [s for s in profile.steps if s.kind == "exchange" and s.parts["compute"]]
-    copies = {node.step for node in profile.program if _is_copy(node)}
+    moved = [s for s in profile.steps if s.kind == "exchange" and s.compute]
+    copies = {node.step for node in profile.tree() if node.kind == "Copy"}
     moved += [s for i, s in enumerate(profile.steps) if s.kind == "compute" and i in copies]
-    spent = sum(step.parts["compute"] for step in moved)
+    spent = sum(step.compute for step in moved)
     if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
-    worst = max(moved, key=lambda step: step.parts["compute"])
+    worst = max(moved, key=lambda step: step.compute)
     return Finding(
         "rearranging",
         "Data is put in order on its tile",
@@ -275,14 +270,6 @@ def _rearranging(profile: ProfileData) -> Finding | None:
         "vertex read what another wrote without a copy between them.",
         spent / profile.cycles,
     )
-
-
-def _is_copy(node: ProgramNode) -> bool:
-    return node.kind == "Copy"
-
-
-def _tile_count(profile: ProfileData) -> int:
-    return int(profile.target.get("tiles", 1))
 
 
 RULES: dict[str, Rule] = {
@@ -302,7 +289,7 @@ RULES: dict[str, Rule] = {
 
 
 @typed
-def findings(profile: ProfileData) -> list[Finding]:
+def findings(profile: Profile) -> list[Finding]:
     """The findings of a run, the costliest first; memory that does not suffice before all."""
     results = (rule(profile) for rule in RULES.values())
     return sorted(

@@ -2,82 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dynsparse._core.checks import check_integer, typed
-from popsparse.machine import ProgramNode
+from popsparse.machine import Contents, Profile, ProgramNode, StepProfile, Target
+from popsparse.machine.profile import PARTS
 from popsparse.report.charts import bar, esc, indent, legend, number, percent, table
-from popsparse.report.data import ContentsData, ProfileData, StepData
-
-_LONGEST_BODY = 64
-"""Parts of a loop body that is recognised; a loop inside is one part."""
-_MOST_DEPTH, _MOST_SPANS = 3, 5000
 
 
-@dataclass
-class Run:
-    """A stretch of the run: one step (`body` empty) or a loop of `count` times the body.
-
-    `first` and `length` are its rows of the timeline, all iterations together; runs with the same
-    `key` have the same steps.
-    """
-
-    first: int
-    length: int
-    key: int
-    count: int = 1
-    body: list[Run] = field(default_factory=list)
-
-
-def fold(order: list[int]) -> list[Run]:
-    """Collapse what repeats: steps in time to stretches and loops, loops inside loops included."""
-    keys: dict[Any, int] = {}
-    runs = [Run(i, 1, keys.setdefault(step, len(keys))) for i, step in enumerate(order)]
-    return _fold(runs, keys)
-
-
-def _fold(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
-    """Fold until nothing repeats: what was folded may repeat itself, which is the outer loop."""
-    while True:
-        folded = _fold_once(runs, keys)
-        if len(folded) == len(runs):
-            return folded
-        runs = folded
-
-
-def _fold_once(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
-    """At each place the repetition that covers most is taken, of equals the shorter body."""
-    folded: list[Run] = []
-    order = [run.key for run in runs]
-    at, size = 0, len(runs)
-    while at < size:
-        best_body, best_count = 1, 1
-        for body in range(1, min(_LONGEST_BODY, (size - at) // 2) + 1):
-            if order[at] != order[at + body]:
-                continue
-            count = 1
-            unit = order[at : at + body]
-            while order[at + count * body : at + (count + 1) * body] == unit:
-                count += 1
-            if count > 1 and count * body > best_count * best_body:
-                best_body, best_count = body, count
-        covered = runs[at : at + best_body * best_count]
-        if best_count == 1:
-            folded.append(covered[0])
-        else:
-            inner = _fold(covered[:best_body], keys)
-            key = keys.setdefault((best_count, *(run.key for run in inner)), len(keys))
-            length = sum(run.length for run in covered)
-            folded.append(Run(covered[0].first, length, key, best_count, inner))
-        at += len(covered)
-    return folded
-
-
-def short_names(profile: ProfileData) -> list[str]:
+def short_names(profile: Profile) -> list[str]:
     """Names of the steps without the path that all which ran share."""
     parts = [step.name.split("/") for step in profile.steps if step.runs]
     shared = 0
@@ -87,11 +23,11 @@ def short_names(profile: ProfileData) -> list[str]:
     return [step.name.removeprefix(path) for step in profile.steps]
 
 
-def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
+def phases(profile: Profile) -> list[tuple[str, int, int]]:
     """Stretches of the timeline in one part of the program: (name, first row, end row)."""
     names = [name.split("/")[0] for name in short_names(profile)]
     spans: list[tuple[str, int, int]] = []
-    for row, step in enumerate(profile.order.tolist()):
+    for row, (step, *_) in enumerate(profile.timeline):
         if spans and spans[-1][0] == names[step]:
             spans[-1] = (spans[-1][0], spans[-1][1], row + 1)
         else:
@@ -99,55 +35,22 @@ def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
     return spans
 
 
-def merge_numbered_steps(profile: ProfileData) -> tuple[list[int], list[str]]:
-    """The timeline with steps that differ in a number at the end of their name taken as one.
-
-    A program with two buffers has each step of a loop twice ("pass on 0", "pass on 1"): told
-    apart, its loops would hardly repeat.
-
-    Returns:
-        For each run of a step a number, and the names of these numbers.
-    """
-    names = [re.sub(r"(?<=[^/\d])\s*\d+$", "", name) for name in short_names(profile)]
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    number_of = np.array([numbers[name] for name in names], np.int64)
-    return number_of[profile.order].tolist(), list(numbers)
-
-
-def timeline_data(profile: ProfileData, loops: list[Run]) -> dict[str, Any]:
+def timeline_data(profile: Profile) -> dict[str, Any]:
     """Rows for the script: equal rows are stored once and named by number.
 
     Keys: `steps` (names), `kinds` ([step, compute, exchange, sync, host]), `order` (one kind a
-    run), `phases` and `loops` (first row, end row, and the name or the count; loops inside loops
-    follow with their depth, as long as there are not too many to draw).
+    run), `phases` (first row, end row and the name).
     """
-    rows = np.column_stack([profile.order, profile.rows])
+    rows = np.array(
+        [[row.step, *(getattr(row, part) for part in PARTS)] for row in profile.timeline], float
+    )
     kinds, order = np.unique(rows, axis=0, return_inverse=True)
     return {
         "steps": short_names(profile),
         "kinds": [[_plain(v) for v in kind] for kind in kinds.tolist()],
         "order": order.ravel().tolist(),
         "phases": [[first, end, name] for name, first, end in phases(profile)],
-        "loops": _spans(loops),
     }
-
-
-def _spans(loops: list[Run]) -> list[list[int]]:
-    """Every time a loop ran: [first row, end row, count, depth], from the outside inwards."""
-    spans: list[list[int]] = []
-    level = [(run, run.first) for run in loops if run.body]
-    depth = 0
-    while level and depth < _MOST_DEPTH and len(spans) + len(level) <= _MOST_SPANS:
-        spans += [[at, at + run.length, run.count, depth] for run, at in level]
-        level = [
-            (inner, at + turn * (run.length // run.count) + inner.first - run.first)
-            for run, at in level
-            for inner in run.body
-            if inner.body
-            for turn in range(run.count)
-        ]
-        depth += 1
-    return spans
 
 
 def _plain(value: float) -> float | int:
@@ -185,7 +88,7 @@ class Operation:
 
 
 @typed
-def operations(profile: ProfileData, depth: int = 1) -> list[Operation]:
+def operations(profile: Profile, depth: int = 1) -> list[Operation]:
     """The operations of a run, in the order of the program.
 
     Args:
@@ -197,17 +100,16 @@ def operations(profile: ProfileData, depth: int = 1) -> list[Operation]:
     """
     depth = check_integer("depth", depth, 1)
     names = short_names(profile)
-    groups: dict[str, list[StepData]] = {}
+    groups: dict[str, list[StepProfile]] = {}
     for name, step in zip(names, profile.steps, strict=True):
         if step.runs:
             path = name.split("/")
             for size in range(1, min(depth, len(path)) + 1):
                 groups.setdefault("/".join(path[:size]), []).append(step)
-    clock = profile.target.get("clock_hz") or 0.0
-    return [_operation(name, steps, float(clock)) for name, steps in groups.items()]
+    return [_operation(name, steps, profile.target) for name, steps in groups.items()]
 
 
-def _operation(name: str, steps: list[StepData], clock: float) -> Operation:
+def _operation(name: str, steps: list[StepProfile], target: Target) -> Operation:
     cycles = sum(step.cycles for step in steps)
     flops = sum(step.flops for step in steps)
     tiles = max(step.tiles for step in steps)
@@ -222,12 +124,12 @@ def _operation(name: str, steps: list[StepData], clock: float) -> Operation:
         cycles,
         flops,
         tiles,
-        cycles / clock if clock else 0.0,
+        target.seconds(cycles),
         flops / could if could else None,
     )
 
 
-def render_operations(profile: ProfileData) -> str:
+def render_operations(profile: Profile) -> str:
     """Operations and those inside them, to the third part of their names."""
     entries = operations(profile, 3)
     rows = []
@@ -269,7 +171,7 @@ def _steps_of(program: list[ProgramNode]) -> list[int]:
     """The steps of a program in its order, those of branches that were not taken included."""
     order: dict[int, None] = {}
     seen: set[int] = set()
-    waiting = [0] if program else []
+    waiting = [0]
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -283,25 +185,23 @@ def _steps_of(program: list[ProgramNode]) -> list[int]:
 
 
 @typed
-def memory_steps(profile: ProfileData) -> list[int]:
+def memory_steps(profile: Profile) -> list[int]:
     """The steps that hold memory, in the order of the program; of all programs if none ran."""
-    if profile.contents is None:
-        return []
-    live = profile.contents.live
-    order = _steps_of(profile.program) if profile.program else sorted(live)
+    live, tree = profile.contents.live, profile.tree()
+    order = _steps_of(tree) if tree else sorted(live)
     return [step for step in order if step in live]
 
 
 @typed
-def peak_step(profile: ProfileData, tile: int | None = None) -> int | None:
-    """The step at which most is live, on a tile or on all together; None without contents."""
+def peak_step(profile: Profile, tile: int | None = None) -> int | None:
+    """The step at which most is live, on a tile or on all together; None without any."""
     steps = memory_steps(profile)
-    if not steps or profile.contents is None:
+    if not steps:
         return None
     return steps[int(profile.contents.over_steps(steps, tile)[1].argmax())]
 
 
-def contents_data(contents: ContentsData) -> dict[str, Any]:
+def contents_data(contents: Contents) -> dict[str, Any]:
     """Variables and vertices for the script: [name, type, kind, calls, stretches flat]."""
     largest, _ = _kept(contents)
     rows = [
@@ -317,7 +217,7 @@ def contents_data(contents: ContentsData) -> dict[str, Any]:
     }
 
 
-def _kept(contents: ContentsData) -> tuple[list[int], dict[int, int]]:
+def _kept(contents: Contents) -> tuple[list[int], dict[int, int]]:
     """The largest variables, and their numbers among them."""
     order = np.argsort([-v.bytes for v in contents.variables], kind="stable")
     largest = sorted(order[:_MOST_VARIABLES].tolist())
@@ -328,17 +228,17 @@ def _flatten(stretches: list[tuple[int, int, int]]) -> list[int]:
     return [value for stretch in stretches for value in stretch]
 
 
-def live_data(profile: ProfileData, contents_of: str) -> dict[str, Any]:
+def live_data(profile: Profile, contents_of: str) -> dict[str, Any]:
     """The steps for the script: names, what each holds beside the variables that always live, and
     at which pages begin: the peak, on the fullest tile.
 
     Args:
         contents_of: under which key `contents_data` is.
     """
-    assert profile.contents is not None
     steps = memory_steps(profile)
     _, number_of = _kept(profile.contents)
-    peak = peak_step(profile, profile.worst_tile)
+    tile = profile.memory.worst_tile
+    peak = peak_step(profile, tile)
     names = short_names(profile)
     # From step to step little changes, however much is live.
     changes, before = [], set[int]()
@@ -352,17 +252,17 @@ def live_data(profile: ProfileData, contents_of: str) -> dict[str, Any]:
         "names": {step: names[step] for step in range(len(names))},
         "changes": changes,
         "runs": [profile.steps[s].runs for s in steps],
-        "tile": profile.worst_tile,
+        "tile": tile,
         "at": steps.index(peak) if peak is not None else 0,
-        "limit": profile.limit,
+        "limit": profile.memory.limit,
     }
 
 
-def render_live_memory(profile: ProfileData, identity: str) -> str:
+def render_live_memory(profile: Profile, identity: str) -> str:
     """The frame of the charts and of the table of a chosen step."""
     contents = profile.contents
     peak = peak_step(profile)
-    if contents is None or peak is None:
+    if peak is None:
         return ""
     always, other = contents.over_steps([peak])
     left = len(contents.variables) - _MOST_VARIABLES

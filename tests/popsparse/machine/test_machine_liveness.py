@@ -180,7 +180,7 @@ def test_the_error_names_the_step():
     with pytest.raises(OutOfMemoryError, match="needs 1,600 bytes at step 'second'"):
         Engine(graph, Sequence(*chain))
     use = Engine(graph, Sequence(*chain[:2]), check_memory=False).memory_use
-    assert use.all_variables.tolist() == [0, 1600]
+    assert use.data_bytes.tolist() == [0, 1600]
 
 
 def test_undefined_memory_is_poisoned():

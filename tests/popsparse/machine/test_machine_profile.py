@@ -76,7 +76,6 @@ def test_plain_data():
         "exchanges": 1,
     }
     assert plain["timeline_is_whole"] is True
-    assert "tiles" not in profile.to_dict(per_tile=False)
 
 
 def test_long_timelines_are_cut(monkeypatch):

@@ -57,6 +57,9 @@ def browse(tmp_path, text: str, *flags: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
+EMPTY = {"groups": 1, "grad_a_words_used": None, "grad_a_words_capacity": 0, "travels": []}
+
+
 @pytest.fixture(scope="module")
 def page() -> str:
     graph = Graph(Target.bow())
@@ -68,11 +71,14 @@ def page() -> str:
     turn = Sequence(Execute(fill), Copy(rotation(x, y, 1), name="rotate"), name="turns")
     profile = Engine(graph, Sequence(Repeat(30, turn), Copy(y, x, name="back"))).run()
     encoding = {
+        **EMPTY,
         "partition": [4, 3, 2],
         "nz_used": list(range(24)),
         "nz_capacity": 20,
         "words_used": [5] * 24,
         "words_capacity": 9,
+        "sub_groups": [1] * 24,
+        "foreign": [0] * 24,
         "spilled": 3,
         "propagated": 2,
         "propagation_steps": 4,
@@ -173,11 +179,14 @@ def test_choosing_a_tile_and_a_step(tmp_path, page):
 
 def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
     encoding = {
+        **EMPTY,
         "partition": [4, 300, 1],
         "nz_used": [7] * 1200,
         "nz_capacity": 20,
         "words_used": [5] * 1200,
         "words_capacity": 9,
+        "sub_groups": [1] * 1200,
+        "foreign": [0] * 1200,
         "wanted": [10] * 1200,
         "spilled": 0,
         "propagated": 0,

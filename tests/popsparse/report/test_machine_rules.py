@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from popsparse.report import findings, operations, read_profiles
+from popsparse.machine import Contents, HeldVariable, Profile, ProgramNode, StepProfile, Target
+from popsparse.machine.memory import MemoryUse
+from popsparse.report import findings, operations
 from popsparse.report.rules import RULES
 
-EVEN = [100.0] * 10
-HALF = [90.0] * 5 + [0.0] * 5
-PARTS = ("compute", "exchange", "sync", "host")
 
-
-def made(*steps, tiles=10, used=EVEN, memory=500, limit=1000, contents=None, tree=()):
-    """A profile of some steps (name, kind and what they have)."""
-    rows = []
-    for name, kind, more in steps:
-        row = {"name": name, "kind": kind, "runs": 1, "balance": 0.0, "tiles": 0}
-        row |= dict.fromkeys(PARTS, 0)
-        rows.append(row | more)
-    parts = {part: sum(row[part] for row in rows) for part in PARTS}
-    plain = {
-        "target": {"name": "mine", "tiles": tiles, "clock_hz": 1e9},
-        "cycles": {"total": sum(parts.values()), **parts},
-        "seconds": 1e-6,
-        "memory": {"limit": limit, "max_tile_bytes": memory, "worst_tile": 3,
-                   "by_category": {"always live": memory}},
-        "steps": rows,
-        "tree": list(tree),
-        "tiles": {"bytes": [memory] * tiles, "cycles": used, "exchange": EVEN, "received": EVEN,
-                  "sent": EVEN},
-    }  # fmt: skip
-    if contents is not None:
-        plain["contents"] = contents
-    return read_profiles(plain)[0]
+def made(*steps, memory=500, contents=None, tree=()):
+    """A profile of some steps on ten tiles of 1,000 bytes, of which the fourth is fullest."""
+    target = Target(name="mine", tiles=10, bytes_per_tile=1000, clock_hz=1e9)
+    use = MemoryUse({"always live": np.where(np.arange(10) == 3, memory, 0)}, 1000)
+    contents = held() if contents is None else contents
+    cycles = sum(step.cycles for step in steps)
+    return Profile(target, use, list(steps), contents, cycles=cycles, _kept_tree=list(tree))
 
 
 def compute(cycles, balance=1.0, tiles=10, name="work", **more):
-    return name, "compute", {"compute": cycles, "balance": balance, "tiles": tiles, **more}
+    """A step in which the first tiles compute, as long as makes this balance over all ten."""
+    busy = np.where(np.arange(10) < tiles, 10 * balance * cycles / tiles, 0.0)
+    return StepProfile(name, "compute", 1, compute=cycles, tile_cycles=busy, **more)
+
+
+def step(name, kind, runs=1, **more):
+    return StepProfile(name, kind, runs, **more)
 
 
 def held(*variables):
-    return {
-        "variables": [
-            {"name": name, "dtype": "half", "kind": kind, "made_by": [], "on": [[3, 4, size]]}
-            for name, kind, size in variables
-        ],
-        "live": [],
-        "vertices": [],
-    }
+    on = [
+        HeldVariable(name, "half", kind, size, [], [(3, 4, size)]) for name, kind, size in variables
+    ]
+    plain = {"variables": [vars(v) for v in on], "live": [], "vertices": []}
+    return Contents.from_dict(plain, 10)
 
 
-COPY = {"kind": "Copy", "name": "order", "step": 1, "runs": 1, "cycles": 1, "parts": []}
+COPY = ProgramNode("Copy", "order", 1, 1, 1.0, [])
 
 CASES = {
     "memory over": (made(compute(900), memory=1200), 1.2, "Tile 3 needs 1,200 B and has 1,000"),
@@ -72,21 +59,21 @@ CASES = {
         "most in uneven, where the mean tile works 70.0\u00a0% of the time",
     ),
     "tiles unused": (
-        made(compute(900, 0.5, 5), ("go", "exchange", {"exchange": 90}), used=HALF),
+        made(compute(900, 0.5, 5), step("go", "exchange", exchange=90)),
         0.5 * 900 / 990,
         "5 of 10 tiles compute nothing",
     ),
     "exchange": (
-        made(compute(600), ("go", "exchange", {"exchange": 400, "received_bytes": 77})),
+        made(compute(600), step("go", "exchange", exchange=400, received_bytes=np.full(7, 11))),
         0.4,
         "most of it in go (400 cycles for 77 B)",
     ),
     "sync": (
-        made(compute(800), ("go", "exchange", {"sync": 200, "runs": 3})),
+        made(compute(800), step("go", "exchange", 3, sync=200)),
         0.2,
         "4 steps of 250 cycles",
     ),
-    "host": (made(compute(700), ("in", "host", {"host": 300})), 0.3, "30.0\u00a0% of the cycles"),
+    "host": (made(compute(700), step("in", "host", host=300)), 0.3, "30.0\u00a0% of the cycles"),
     "propagation": (
         made(compute(700), compute(300, 0.01, name="propagation/loop/compute 0")),
         0.3,
@@ -99,7 +86,7 @@ CASES = {
     ),
     "rearranging": (
         made(compute(800), compute(150, name="order"),
-             ("fetch", "exchange", {"exchange": 0, "compute": 50}), tree=[COPY]),
+             step("fetch", "exchange", compute=50), tree=[COPY]),
         0.2,
         "most of it in order",
     ),
@@ -122,14 +109,14 @@ def test_a_rule_fires_alone(rule):
 
 
 def test_nothing_stands_out():
-    small = [("go", "exchange", {"exchange": 90, "sync": 40}), ("in", "host", {"host": 40})]
+    small = [step("go", "exchange", exchange=90, sync=40), step("in", "host", host=40)]
     fast = {"flops": 600 * 10 * 128, "peak_flops": 128}
     assert findings(made(compute(830, 0.95, **fast), *small)) == []
     assert findings(made(memory=100)) == []
 
 
 def test_the_costliest_comes_first_and_what_does_not_fit_before_all():
-    steps = [compute(300), ("go", "exchange", {"exchange": 450, "sync": 250})]
+    steps = [compute(300), step("go", "exchange", exchange=450, sync=250)]
     assert [one.rule for one in findings(made(*steps))] == ["exchange", "sync"]
     full = made(*steps, memory=990, contents=held(("w", "always live", 900)))
     rules = [one.rule for one in findings(full)]
@@ -142,9 +129,9 @@ def test_operations_by_hand():
     profile = made(
         compute(50, name="net/one/fetch"),
         compute(150, tiles=4, name="net/one/product", flops=128 * 4 * 100, peak_flops=128),
-        ("net/one/loop/go", "exchange", {"exchange": 60, "runs": 2}),
+        step("net/one/loop/go", "exchange", 2, exchange=60),
         compute(40, name="net/two", flops=1000, peak_flops=32),
-        ("net/never", "exchange", {"runs": 0}),
+        step("net/never", "exchange", 0),
     )
     one, two = operations(profile)
     assert (one.name, one.depth, one.steps, one.runs) == ("one", 1, 3, 4)
