@@ -177,7 +177,6 @@ RECIPES = {
         random_outside,
         pattern=pattern,
         k=lambda: 3,
-        exclude=lambda: (pattern().to_mask().flatten() == 0).nonzero().flatten()[:2],
         generator=generator,
     ),
     "dynsparse.ops.grow.best_free": call(
@@ -196,7 +195,6 @@ RECIPES = {
         pattern=pattern,
         k=lambda: 3,
         pooling=lambda: "sum",
-        exclude=lambda: (pattern().to_mask().flatten() == 0).nonzero().flatten()[:2],
         sort=lambda: True,
     ),
     "dynsparse.ops.grow.GrowCandidates": call(

@@ -46,26 +46,22 @@ def problems(draw):
         )
         for batch in draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
     ]
-    free = torch.ones(pattern.total, dtype=torch.bool)
-    free[pattern.flat] = False
-    exclude = free.nonzero().flatten()[:: draw(st.integers(2, 9))].contiguous()
-    k = draw(st.integers(0, pattern.total - nnz - len(exclude)))
-    return pairs, pattern, k, draw(st.sampled_from(POOLINGS)), exclude
+    k = draw(st.integers(0, pattern.total - nnz))
+    return pairs, pattern, k, draw(st.sampled_from(POOLINGS))
 
 
 @settings(max_examples=80)
-@given(problems(), st.sampled_from([1, 256, 8 << 20]), st.booleans())
-def test_the_best_positions_are_those_of_the_cpu(problem, panel_bytes, excluding):
-    pairs, pattern, k, pooling, exclude = problem
-    exclude = exclude if excluding else exclude[:0]
-    wanted = topk_outside(pairs, pattern, k, pooling=pooling, exclude=exclude, sort=False)
+@given(problems(), st.sampled_from([1, 256, 8 << 20]))
+def test_the_best_positions_are_those_of_the_cpu(problem, panel_bytes):
+    pairs, pattern, k, pooling = problem
+    wanted = topk_outside(pairs, pattern, k, pooling=pooling, sort=False)
     if not k:
         return
     for there in (pattern, SparsePattern._on_device(pattern.flat, pattern)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(on_device, "PANEL_BYTES", panel_bytes)
             dtype = wanted.scores.dtype
-            flat, scores = on_device.topk_on_device(pairs, there, k, pooling, exclude, dtype)
+            flat, scores = on_device.topk_on_device(pairs, there, k, pooling, dtype)
         assert torch.equal(flat, wanted.flat)
         assert torch.equal(scores, wanted.scores)
         assert scores.dtype is dtype
@@ -77,8 +73,7 @@ def test_random_numbers_in_float64_and_float32():
         x, dy = torch.randn(30, 160, dtype=dtype), torch.randn(30, 96, dtype=dtype)
         for pooling in ("sum", "avg", "max"):
             wanted, _ = topk_outside_naive([(x, dy)], pattern, 50, pooling=pooling)
-            none = torch.zeros(0, dtype=torch.int64)
-            flat, _ = on_device.topk_on_device([(x, dy)], pattern, 50, pooling, none, dtype)
+            flat, _ = on_device.topk_on_device([(x, dy)], pattern, 50, pooling, dtype)
             assert torch.equal(flat, wanted.sort().values)
 
 
@@ -86,13 +81,11 @@ def test_random_numbers_in_float64_and_float32():
 def test_random_positions_are_those_of_the_cpu(k, seed):
     pattern = SparsePattern.random((10, 12), 0.4)
     there = SparsePattern._on_device(pattern.flat, pattern)
-    exclude = torch.arange(120)[~pattern.contains(torch.arange(120))][:20]
-    for excluding in (None, exclude):
-        wanted, got = (
-            random_outside(p, k, exclude=excluding, generator=torch.Generator().manual_seed(seed))
-            for p in (pattern, there)
-        )
-        assert torch.equal(wanted, got)
+    wanted, got = (
+        random_outside(p, k, generator=torch.Generator().manual_seed(seed))
+        for p in (pattern, there)
+    )
+    assert torch.equal(wanted, got)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -130,7 +123,6 @@ def test_no_matrix_of_the_size_of_the_gradient_exists(monkeypatch):
             return out
 
     x, dy = torch.randn(3, 256), torch.randn(3, 512)
-    none = torch.zeros(0, dtype=torch.int64)
     with Watch():
-        on_device.topk_on_device([(x, dy)], like, 300, "sum", none, torch.float32)
+        on_device.topk_on_device([(x, dy)], like, 300, "sum", torch.float32)
     assert largest <= 8 * 256 + 300 + like.nnz

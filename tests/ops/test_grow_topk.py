@@ -57,7 +57,6 @@ def test_by_hand():
     best = topk_outside([(x, dy)], pattern, 3)
     assert best.flat.tolist() == [1, 3, 2]
     assert best.scores.tolist() == [4, 3, 2]
-    assert topk_outside([(x, dy)], pattern, 2, exclude=torch.tensor([1])).flat.tolist() == [3, 2]
 
 
 def test_signs_cancel_over_micro_batches_not_magnitudes():
@@ -146,7 +145,6 @@ X, DY = torch.ones(4, 3), torch.ones(4, 2)
     ("pairs", "k", "options", "error", "message"),
     [
         ([(X, DY)], 6, {}, ValueError, "only 5 of 6 are free"),
-        ([(X, DY)], 5, {"exclude": torch.tensor([3])}, ValueError, "only 4 of 6 are free"),
         ([(X, DY)], -1, {}, ValueError, "k must not be negative, got -1"),
         ([(X, DY)], 1.5, {}, TypeError, r"k must be an integer, got 1\.5"),
         ([], 1, {}, ValueError, "at least one pair"),
@@ -158,9 +156,6 @@ X, DY = torch.ones(4, 3), torch.ones(4, 2)
         ([(X / 0, DY)], 1, {}, ValueError, "x holds NaN or infinity"),
         ([(X, DY)], 1, {"pooling": "mean-ish"}, ValueError, "pooling must be one of"),
         ([(X, DY)], 1, {"pooling": None}, ValueError, "pooling must be one of"),
-        ([(X, DY)], 1, {"exclude": torch.tensor([1, 1])}, ValueError, "without duplicates"),
-        ([(X, DY)], 1, {"exclude": torch.tensor([6])}, ValueError, r"positions in \[0, 6\)"),
-        ([(X, DY)], 1, {"exclude": torch.tensor([1.0])}, TypeError, "int64"),
     ],
 )
 def test_bad_input(pairs, k, options, error, message):
@@ -180,21 +175,17 @@ def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     dy *= torch.rand(n, generator=generator).pow(3) * (torch.rand(n, generator=generator) > 0.2)
     pattern = SparsePattern.random((n, n), density=0.1, block_size=b, generator=generator)
     k = pattern.total // 30
-    none = pattern.flat[:0]
     dense = topk_outside_naive([(x, dy)], pattern, pattern.total - pattern.nnz)[1]
     scorer = Scorer([(x, dy)], b, "sum", torch.float64, 8)
-    low, high = guess_thresholds(scorer.sample, pattern, none, k)
+    low, high = guess_thresholds(scorer.sample, pattern, k)
     # The fewer rows are sampled, the more room their differences need.
     assert k <= int((dense > low).sum()) < (2 if b == 1 else 3) * k
     assert k >= int((dense > high).sum())
-    # What is excluded is not free: a sample of the whole knows it exactly.
-    small = SparsePattern.random((100, 120), nnz=1000, generator=generator)
-    exclude = SparsePattern.random((100, 120), nnz=500, generator=generator).flat
-    exclude = exclude[~small.contains(exclude)]
+    # What is present is not free: a sample of the whole knows it exactly.
+    small = SparsePattern.random((100, 120), nnz=1500, generator=generator)
     scores = torch.rand(100, 120, generator=generator)
-    taken = torch.cat([small.flat, exclude])
-    low, high = guess_thresholds(lambda rows, cols: scores[rows][:, cols], small, exclude, 700)
-    free = scores.view(-1).index_fill(0, taken, -1)
+    low, high = guess_thresholds(lambda rows, cols: scores[rows][:, cols], small, 700)
+    free = scores.view(-1).index_fill(0, small.flat, -1)
     assert 700 <= int((free > low).sum()) <= 705
     assert 695 <= int((free > high).sum()) <= 700
 

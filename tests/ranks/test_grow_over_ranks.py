@@ -30,7 +30,7 @@ from dynsparse.ranks import (
 
 @st.composite
 def layers(draw, size):
-    """Per layer its pattern, what is excluded, how many grow, and the pairs of each rank."""
+    """Per layer its pattern, how many grow, and the pairs of each rank."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     integers = draw(st.booleans())
     found = []
@@ -41,10 +41,7 @@ def layers(draw, size):
         pattern = SparsePattern.random(
             (height * b, width * b), density=density, block_size=b, generator=g
         )
-        some = torch.randperm(pattern.total, generator=g)[: draw(st.integers(0, 3))]
-        exclude = some.sort().values
-        held = set(pattern.flat.tolist()) | set(exclude.tolist())
-        count = draw(st.integers(0, pattern.total - len(held)))
+        count = draw(st.integers(0, pattern.total - pattern.nnz))
         dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
         pairs = []
         for rank in range(size):
@@ -59,14 +56,14 @@ def layers(draw, size):
                 else:
                     pair = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
                 pairs[rank].append(tuple(pair))
-        found.append((pattern, exclude, count, pairs))
+        found.append((pattern, count, pairs))
     return found
 
 
 def wanted(found, rank):
     return [
-        GrowRequest(f"layer{i}", pairs[rank], pattern, count, exclude)
-        for i, (pattern, exclude, count, pairs) in enumerate(found)
+        GrowRequest(f"layer{i}", pairs[rank], pattern, count)
+        for i, (pattern, count, pairs) in enumerate(found)
     ]
 
 
@@ -83,8 +80,8 @@ def test_it_grows_what_one_process_grows(exchange, data):
         return topk_over_ranks(ranks, asked, pooling=pooling, exchange=exchange)
 
     expected = [
-        topk_outside([*chain(*pairs)], pattern, count, pooling=pooling, exclude=exclude)
-        for pattern, exclude, count, pairs in found
+        topk_outside([*chain(*pairs)], pattern, count, pooling=pooling)
+        for pattern, count, pairs in found
     ]
     with chunks(data.draw(st.sampled_from([1 << 9, 1 << 12, 8 << 20]))):
         grown = over(size, work)

@@ -6,10 +6,8 @@ torch otherwise, with the same result.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -199,39 +197,6 @@ def membership_mask(numbers: Tensor, count: int) -> Tensor:
 def copy_tensor(tensor: Tensor) -> Tensor:
     """A copy in memory of `empty`."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def moves_in_place(tensor: Tensor) -> bool:
-    """Whether `move_entries_` needs no memory for this tensor."""
-    on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return tensor.numel() == 0 or (on_cpu and native.load() is not None)
-
-
-def move_entries_(tensors: Sequence[Tensor], source: Tensor) -> None:
-    """In place, entry j of each tensor ([nnz, ...]) becomes entry source[j]; zero where that is -1.
-
-    Entries of `source` (int32 [nnz]) other than -1 ascend.
-    """
-    compiled = [t for t in tensors if t.numel() and moves_in_place(t)]
-    library = native.load() if compiled and source.device.type == "cpu" else None
-    if library is None:
-        compiled = []
-    for tensor in tensors:
-        if not any(tensor is other for other in compiled) and tensor.numel():
-            tensor.copy_(move(tensor, source.to(tensor.device)))
-    if library is None:
-        return
-    for tensor in compiled:
-        tensor[:0].zero_()  # counts a write for autograd
-    many = len(compiled)
-    library.dynsparse_pattern_follow(
-        (ctypes.c_void_p * many)(*(t.data_ptr() for t in compiled)),
-        (ctypes.c_int64 * many)(*(t.nbytes // len(t) for t in compiled)),
-        many,
-        source.contiguous().data_ptr(),
-        len(source),
-        torch.get_num_threads(),
-    )
 
 
 def move_entries(tensor: Tensor, source: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from dynsparse.pattern.index_arrays import (
     membership_mask,
     merge,
     move_entries,
-    move_entries_,
     nonzero_positions,
     slots_of,
 )
@@ -315,21 +314,11 @@ class Rewiring:
         if self._reused is not None:
             for tensor in tensors:
                 tensor[self._reused] = 0
-        elif tensors and self._ascends:
-            move_entries_(tensors, self.source)
         else:
             for tensor in tensors:
                 tensor.copy_(move_entries(tensor, self.source))
         for tensor in tensors:
             self._filled(tensor, fill)
-
-    @cached_property
-    def _ascends(self) -> bool:
-        """Whether survivors keep their order, so that they can be moved in place on the CPU."""
-        if "_device_source" in vars(self) or self._reused is not None:
-            return True
-        kept = self.source[self.source >= 0]
-        return bool((kept[1:] > kept[:-1]).all())
 
     def _moves_on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is moved by `on_device.move`."""

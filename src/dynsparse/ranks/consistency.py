@@ -10,11 +10,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse._core import native
 from dynsparse.ranks.ranks import Ranks
 
 _KINDS = (ValueError, TypeError, RuntimeError, MemoryError)
@@ -185,47 +183,9 @@ def digest(*parts: Tensor | str) -> int:
             hashed.update(part.encode())
         else:
             raw = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            hashed.update(_fold(raw.numpy()).data)
+            hashed.update(raw.numpy().data)
         hashed.update(b"|")
     return int.from_bytes(hashed.digest()[:8], "little", signed=True)
-
-
-_WORDS = 512  # that are folded into one
-_AT_ONCE = 64  # folded words, of 256 KiB, which stay in the second-level cache
-
-
-def _make_weights() -> np.ndarray:
-    """Odd 64-bit numbers without a pattern (splitmix64), the same on every machine."""
-    mixed = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    return (mixed ^ (mixed >> np.uint64(27))) | np.uint64(1)
-
-
-_WEIGHTS = _make_weights()
-
-
-def _fold(raw: np.ndarray) -> np.ndarray:
-    """Bytes [n] as n / 512 bytes, in less than half of the time that hashing all of them takes.
-
-    A multilinear hash: words times odd weights, modulo 2^64. The high bits of a word are folded
-    onto its low bits first, since in a product they reach high bits only.
-    """
-    lines = len(raw) // (8 * _WORDS)
-    if not lines:
-        return raw
-    words, rest = np.split(raw, [8 * _WORDS * lines])
-    folded = np.empty(lines, np.uint64)
-    library = native.load()
-    if library is not None:
-        library.dynsparse_rank_fold(
-            words.ctypes.data, lines, _WORDS, _WEIGHTS.ctypes.data, folded.ctypes.data
-        )
-        return np.concatenate([folded.view(np.uint8), rest])
-    table = words.view(np.uint64).reshape(-1, _WORDS)
-    for first in range(0, lines, _AT_ONCE):
-        part = table[first : first + _AT_ONCE]
-        np.matmul(part ^ (part >> np.uint64(29)), _WEIGHTS, out=folded[first : first + _AT_ONCE])
-    return np.concatenate([folded.view(np.uint8), rest])
 
 
 def min_max_digest(*values: object) -> list[int]:

@@ -53,11 +53,10 @@ class GrowRequest:
             through the layer here.
         pattern: positions that are not free; the same on all ranks, as is what follows.
         count: number of positions to grow.
-        exclude: further positions that are not free: int64 [any], sorted and distinct.
         scores: computes the scores of all blocks from pairs and a pooling, on the backend of the
             layer; None: they are computed here.
-        spec: where this rank holds a shard of the layer: pattern, pairs and exclude are of the
-            shard, count is of the full layer.
+        spec: where this rank holds a shard of the layer: pattern and pairs are of the shard, count
+            is of the full layer.
         ranked: takes the scores that ranked the positions, if the caller checks them later without
             waiting for the device; None: they are checked here.
     """
@@ -66,7 +65,6 @@ class GrowRequest:
     pairs: Sequence[Pair]
     pattern: SparsePattern
     count: int
-    exclude: Tensor | None = None
     spec: ShardSpec | None = None
     scores: Callable[[Sequence[Pair], str], Tensor] | None = None
     ranked: list[Tensor] | None = None
@@ -164,9 +162,8 @@ class _Job:
         try:
             count = request.count
             if request.spec is not None:
-                taken = 0 if request.exclude is None else len(request.exclude)
-                count = min(count, request.pattern.total - request.pattern.nnz - taken)
-            self.count, self.exclude = check_free_positions(request.pattern, count, request.exclude)
+                count = min(count, request.pattern.total - request.pattern.nnz)
+            self.count = check_free_positions(request.pattern, count)
             if self.pairs:
                 check_pairs(self.pairs, request.pattern)
         except (TypeError, ValueError) as error:
@@ -288,7 +285,7 @@ class _Job:
             grad += part
         grad = grad.view(-1, width)
         scores = grad if b == 1 else pool(grad.abs_(), pooling, b)
-        self.best.add(scores, self.pattern, self.exclude, first)
+        self.best.add(scores, self.pattern, first)
 
     def finish(self) -> None:
         """Set `candidates` when all gradients are added."""
@@ -410,9 +407,7 @@ def _search(
     with failed:
         if job.most:
             pairs = [(all_x, all_dy.view(len(all_x), last - first))]
-            search = RowSearch(
-                pairs, job.pattern, job.exclude, pooling, job.dtype, job.first, job.last
-            )
+            search = RowSearch(pairs, job.pattern, pooling, job.dtype, job.first, job.last)
             # This rank's share of the rows, of the positions that join.
             share = -(-job.count * (job.last - job.first) // job.pattern.grid[0])
             low, high = search.guess(min(share, job.most)) if guess else NO_GUESS

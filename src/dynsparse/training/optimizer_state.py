@@ -13,7 +13,6 @@ from torch import Tensor
 from dynsparse._core.checks import typed
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring
-from dynsparse.pattern.index_arrays import moves_in_place
 
 
 @typed
@@ -58,12 +57,8 @@ def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callab
     in_place: dict[float, list[Tensor]] = {}
     prepared: list[tuple[StateEntry, Tensor]] = []
     for entry in entries:
-        if rewiring._reused is None:
-            follows = entry.fill == 0 and rewiring.keeps_size and moves_in_place(entry.tensor)
-            follows = follows and rewiring._ascends
-        else:
-            follows = entry.tensor.is_cpu and type(entry.tensor) in (Tensor, torch.nn.Parameter)
-        if follows:
+        plain = entry.tensor.is_cpu and type(entry.tensor) in (Tensor, torch.nn.Parameter)
+        if plain and rewiring._reused is not None:  # only grown slots are written
             in_place.setdefault(entry.fill, []).append(entry.tensor)
         else:
             prepared.append((entry, rewiring.apply(entry.tensor, entry.fill)))

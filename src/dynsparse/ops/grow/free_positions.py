@@ -10,41 +10,23 @@ from dynsparse.pattern import SparsePattern, sample_without_replacement
 from dynsparse.pattern.on_device import flat_positions, to_device
 
 
-def check_free_positions(
-    pattern: SparsePattern, k: int, exclude: Tensor | None
-) -> tuple[int, Tensor]:
-    """`k` as an int, and the positions of `exclude` that are not in the pattern.
+def check_free_positions(pattern: SparsePattern, k: int) -> int:
+    """`k` as an int.
 
     Raises:
-        TypeError: `k` is not an integer, or `exclude` is not int64 [any].
-        ValueError: positions that are out of range or not sorted and distinct; fewer than `k` free
-            positions.
+        TypeError: `k` is not an integer.
+        ValueError: it is negative, or fewer positions are free.
     """
-    exclude = torch.zeros(0, dtype=torch.int64, device="cpu") if exclude is None else exclude
-    if exclude.dtype != torch.int64 or exclude.dim() != 1:
-        raise TypeError(
-            f"exclude must be flat block positions, int64 [any], got {exclude.dtype} "
-            f"{list(exclude.shape)}"
-        )
-    if len(exclude):
-        exclude = exclude.cpu()
-        if int(exclude[0]) < 0 or int(exclude[-1]) >= pattern.total:
-            raise ValueError(f"exclude must hold positions in [0, {pattern.total})")
-        if not bool((exclude[1:] > exclude[:-1]).all()):
-            raise ValueError(
-                "exclude must be sorted and without duplicates: sort it, or use unique()"
-            )
-        exclude = exclude[~pattern.contains(exclude)]
     count = check_integer("k", k)
     if count < 0:
         raise ValueError(f"k must not be negative, got {count}")
-    free = pattern.total - pattern.nnz - len(exclude)
+    free = pattern.total - pattern.nnz
     if count > free:
         raise ValueError(
             f"cannot grow {count} positions: only {free} of {pattern.total} are free in {pattern}; "
             "ask for fewer"
         )
-    return count, exclude
+    return count
 
 
 def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
@@ -54,20 +36,11 @@ def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
     return flat_positions(row_ptr, pattern.sorted_cols[low:high], pattern.grid[1])
 
 
-def positions_between(flat: Tensor, begin: int, end: int) -> Tensor:
-    """The positions of `flat` (sorted) that lie in [begin, end), counted from `begin`."""
-    if not len(flat):
-        return flat
-    low, high = torch.searchsorted(flat, torch.tensor([begin, end], device="cpu")).tolist()
-    return flat[low:high] - begin
-
-
 @typed
 def random_outside(
     pattern: SparsePattern,
     k: int,
     *,
-    exclude: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """`k` distinct free positions, uniform over subsets: flat block positions, sorted, int64 [k].
@@ -78,17 +51,14 @@ def random_outside(
     Args:
         pattern: its blocks are not free.
         k: number of positions.
-        exclude: further positions that are not free: int64 [any], sorted and distinct.
         generator: draws the positions; defaults to torch's own.
 
     Raises:
-        ValueError: `k` is larger than the number of free positions, or a bad `exclude`.
+        ValueError: `k` is larger than the number of free positions.
     """
-    k, exclude = check_free_positions(pattern, k, exclude)
+    k = check_free_positions(pattern, k)
     device = pattern._device
     taken = pattern._sorted_flat_on(device)
-    if len(exclude):
-        taken = torch.cat([taken, exclude.to(device)]).sort().values
     ranks = to_device(sample_without_replacement(pattern.total - len(taken), k, generator), device)
     # taken[j] - j positions are free before taken[j], so the free position of rank r comes after
     # every taken one with taken[j] - j <= r.

@@ -37,7 +37,6 @@ def topk_on_device(
     pattern: SparsePattern,
     k: int,
     pooling: str,
-    exclude: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The positions of largest |sum over pairs of dY^T X| outside the pattern, int64 [k], sorted,
@@ -49,8 +48,6 @@ def topk_on_device(
     device, x_is_matrix = pairs[0][0].device, pairs[0][0].dim() == 2
     (height, width), b = pattern.grid, pattern.block_size
     occupied = pattern._flat_on(device)
-    if len(exclude):
-        occupied = torch.cat([occupied, exclude.to(device)])
     pooled = dtype is torch.float32 and x_is_matrix and can_score_blocks(pairs, b)
     rows = max(1, PANEL_BYTES // (dtype.itemsize * width * (1 if pooled else b * b)))
     room = torch.empty(min(rows, height) * width + 1, dtype=dtype, device=device)

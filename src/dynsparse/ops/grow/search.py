@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynsparse._core import native
 from dynsparse.ops.conv.patches import are_patches
-from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
+from dynsparse.ops.grow.free_positions import positions_in_rows
 from dynsparse.ops.grow.scores import Pair, Scorer
 from dynsparse.ops.grow.selection import select
 from dynsparse.ops.linear.cpu import dot_products
@@ -63,7 +63,6 @@ class RowSearch:
     Args:
         pairs: (x [batch, in], dY [batch, outputs of these rows]) of every micro-batch.
         pattern: of the full layer; its positions are not free.
-        exclude: further positions that are not free: int64 [any], sorted.
         pooling: see `topk_outside`.
         dtype: in which the gradient is added up.
         first, last: block rows; default to all.
@@ -73,13 +72,12 @@ class RowSearch:
         self,
         pairs: Sequence[Pair],
         pattern: SparsePattern,
-        exclude: Tensor,
         pooling: str,
         dtype: torch.dtype,
         first: int = 0,
         last: int | None = None,
     ) -> None:
-        self._pairs, self._pattern, self._exclude = pairs, pattern, exclude
+        self._pairs, self._pattern = pairs, pattern
         self._first, self._last = first, pattern.grid[0] if last is None else last
         self._rows = _chunk_rows(pattern, dtype)
         held = min(self._rows, self._last - first)
@@ -96,7 +94,7 @@ class RowSearch:
         if are_patches(*self._pairs[0]):
             return NO_GUESS
         rows = self._first, self._last
-        return guess_thresholds(self._scorer.sample, self._pattern, self._exclude, k, rows)
+        return guess_thresholds(self._scorer.sample, self._pattern, k, rows)
 
     def best(self, k: int, low: float, high: float = torch.inf) -> Candidates:
         """The `k` best of the positions whose scores exceed `low`, or all of these.
@@ -112,7 +110,7 @@ class RowSearch:
         for begin in range(self._first, self._last, self._rows):
             end = min(begin + self._rows, self._last)
             chunk = scorer.chunk(begin - self._first, end - self._first)
-            best.add(chunk, self._pattern, self._exclude, begin)
+            best.add(chunk, self._pattern, begin)
         best.compact()
         return Candidates.of(best.scores[: best.count], best.flat[: best.count])
 
@@ -120,9 +118,7 @@ class RowSearch:
         """`best` by screening; None where that is not faster."""
         if not can_screen(self._pairs, low):
             return None
-        screened = screen_positions(
-            self._pairs, self._pattern, self._exclude, k, low, high, self._first
-        )
+        screened = screen_positions(self._pairs, self._pattern, k, low, high, self._first)
         if screened is None:
             return None
         scores, flat, sure = screened
@@ -165,22 +161,18 @@ class RunningBest:
         self.threshold = threshold
         self._library = library
 
-    def add(self, scores: Tensor, pattern: SparsePattern, exclude: Tensor, first: int) -> None:
+    def add(self, scores: Tensor, pattern: SparsePattern, first: int) -> None:
         """Add the scores [rows, in/b] of the block rows from `first` on, which are overwritten.
 
-        Positions of the pattern and of `exclude` are skipped. Signs do not matter.
+        Positions of the pattern are skipped. Signs do not matter.
         """
         # A score equal to the threshold is skipped: equal scores at smaller positions come first.
         offset = first * pattern.grid[1]
-        excluded = positions_between(exclude, offset, offset + scores.numel())
         if self._library is None:
             flat = scores.view(-1).abs_()
             flat[positions_in_rows(pattern, first, first + len(scores)).to(scores.device)] = -1.0
-            flat[excluded.to(scores.device)] = -1.0
             self._scan(flat, offset)
         else:
-            if len(excluded):
-                scores.view(-1)[excluded] = float("nan")
             self._scan_compiled(self._library, scores, pattern, first, offset)
 
     def _scan(self, scores: Tensor, offset: int) -> None:
@@ -264,7 +256,6 @@ SampleScores = Callable[[Tensor, Tensor], Tensor]
 def guess_thresholds(
     scores_at: SampleScores,
     pattern: SparsePattern,
-    exclude: Tensor,
     k: int,
     among: tuple[int, int] | None = None,
 ) -> tuple[float, float]:
@@ -290,7 +281,7 @@ def guess_thresholds(
         for size, side in zip((height, width), sides, strict=True)
     )
     scores = scores_at(rows, cols)
-    taken_rows, taken_cols = _taken_in_sample(pattern, exclude, rows + first, cols)
+    taken_rows, taken_cols = _taken_in_sample(pattern, rows + first, cols)
     scores[taken_rows.to(scores.device), taken_cols.to(scores.device)] = -1.0
 
     count = scores.numel()
@@ -317,11 +308,8 @@ def _of_rank(scores: Tensor, rank: int) -> float:
     return float(flat[select(flat, min(rank + 1, len(flat)))].min())
 
 
-def _taken_in_sample(
-    pattern: SparsePattern, exclude: Tensor, rows: Tensor, cols: Tensor
-) -> tuple[Tensor, Tensor]:
+def _taken_in_sample(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Which entries of the submatrix `rows` x `cols` are not free: their rows and columns in it."""
-    height, width = pattern.grid
     begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
     lengths = end - begin
     # int32: allocating fresh memory takes the longest.
@@ -329,19 +317,11 @@ def _taken_in_sample(
     before = lengths.cumsum(0, dtype=torch.int32) - lengths
     slots = (begin - before).index_select(0, row_of)
     slots += torch.arange(len(row_of), dtype=torch.int32, device="cpu")
-    index_of_col = torch.full((width,), -1, dtype=torch.int32, device="cpu")
+    index_of_col = torch.full((pattern.grid[1],), -1, dtype=torch.int32, device="cpu")
     index_of_col[cols] = torch.arange(len(cols), dtype=torch.int32, device="cpu")
     col_of = index_of_col.index_select(0, pattern.sorted_cols.index_select(0, slots))
     sampled = (col_of >= 0).nonzero().flatten()
-    row_of, col_of = row_of[sampled].long(), col_of[sampled].long()
-    if len(exclude):
-        index_of_row = torch.full((height,), -1, device="cpu")
-        index_of_row[rows] = torch.arange(len(rows), device="cpu")
-        also_rows, also_cols = index_of_row[exclude // width], index_of_col[exclude % width]
-        sampled = (also_rows >= 0) & (also_cols >= 0)
-        row_of = torch.cat([row_of, also_rows[sampled]])
-        col_of = torch.cat([col_of, also_cols[sampled]])
-    return row_of, col_of
+    return row_of[sampled].long(), col_of[sampled].long()
 
 
 # ---- screening in 16-bit integers ----
@@ -377,7 +357,6 @@ def can_screen(pairs: Sequence[Pair], threshold: float) -> bool:
 def screen_positions(
     pairs: Sequence[Pair],
     pattern: SparsePattern,
-    exclude: Tensor,
     k: int,
     low: float,
     high: float,
@@ -394,7 +373,6 @@ def screen_positions(
     Args:
         pairs: (x [batch, in], dY [batch, rows]) float32 on the CPU.
         pattern: of single elements; its positions are not free.
-        exclude: further positions that are not free: int64 [any], sorted.
         k: number of positions searched for.
         low, high: 0 < low <= high. Positions that certainly exceed `high` come without scores;
             infinity: all have scores.
@@ -406,7 +384,6 @@ def screen_positions(
         parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*pairs, strict=True)
     )
     height, width = dy.shape[1], pattern.shape[1]
-    excluded = positions_between(exclude, offset * width, (offset + height) * width)
     room = min(2 * k + (1 << 12), int(_MOST * height * width))
     counts = torch.zeros(height + 1, dtype=torch.int32, device="cpu")
     cols = empty(room, dtype=torch.int32, brief=True)
@@ -422,8 +399,7 @@ def screen_positions(
         width,
         pattern.row_ptr.data_ptr() + offset * pattern.row_ptr.itemsize,
         pattern.sorted_cols.data_ptr(),
-        excluded.data_ptr(),
-        len(excluded),
+        *(None, 0),  # no further positions that are not free
         0.999 * low,
         1.001 * high,
         counts.data_ptr() + counts.itemsize,

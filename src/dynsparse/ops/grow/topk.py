@@ -40,7 +40,6 @@ def topk_outside(
     k: int,
     *,
     pooling: str = "sum",
-    exclude: Tensor | None = None,
     sort: bool = True,
 ) -> GrowCandidates:
     """The exact `k` positions of largest |sum over pairs of dY^T X| that are not in `pattern`.
@@ -59,8 +58,6 @@ def topk_outside(
         k: number of positions.
         pooling: reduces the magnitudes of a block to its score: "sum", "avg" or "max"; "none" ranks
             by the sum. Elements (block size 1) need no pooling.
-        exclude: further positions that are not free: flat block positions, int64 [any], sorted and
-            distinct; for instance those just dropped.
         sort: best first; False saves time and leaves them in order of position.
 
     Raises:
@@ -71,7 +68,7 @@ def topk_outside(
     Graphcore's dynamic sparsity application: magnitudes first, then the reduction.
     """
     pooling = check_pooling(pooling)
-    k, exclude = check_free_positions(pattern, k, exclude)
+    k = check_free_positions(pattern, k)
     dtype = check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
         return GrowCandidates(
@@ -79,9 +76,9 @@ def topk_outside(
             torch.zeros(0, dtype=dtype, device="cpu"),
         )
     if not pairs[0][0].is_cpu:
-        return _order(*topk_on_device(pairs, pattern, k, pooling, exclude, dtype), sort)
+        return _order(*topk_on_device(pairs, pattern, k, pooling, dtype), sort)
 
-    candidates = _search(pairs, pattern, k, pooling, exclude, dtype, scored=True)
+    candidates = _search(pairs, pattern, k, pooling, dtype, scored=True)
     return _order(candidates.flat, candidates.scores, sort)
 
 
@@ -103,7 +100,7 @@ def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:
     check_tensor("scores", scores)
     if tuple(scores.shape) != tuple(pattern.grid):
         raise ValueError(f"expected scores {list(pattern.grid)}, got {list(scores.shape)}")
-    k, _ = check_free_positions(pattern, k, None)
+    k = check_free_positions(pattern, k)
     free = scores.flatten().clone()
     free[pattern.flat.to(free.device)] = -torch.inf
     return select(free, k)
@@ -115,9 +112,9 @@ def best_positions(
     """The positions of `topk_outside`, in order of position, mostly without computing scores."""
     if not k or not isinstance(pairs, Sequence) or not pairs or not pairs[0][0].is_cpu:
         return topk_outside(pairs, pattern, k, pooling=pooling, sort=False).flat
-    k, exclude = check_free_positions(pattern, k, None)
+    k = check_free_positions(pattern, k)
     dtype = check_pairs(pairs, pattern)
-    candidates = _search(pairs, pattern, k, check_pooling(pooling), exclude, dtype, scored=False)
+    candidates = _search(pairs, pattern, k, check_pooling(pooling), dtype, scored=False)
     ranked = candidates.flat.index_select(0, select(candidates.scores, k - len(candidates.sure)))
     return merge_sorted(candidates.sure, ranked)
 
@@ -127,13 +124,12 @@ def _search(
     pattern: SparsePattern,
     k: int,
     pooling: str,
-    exclude: Tensor,
     dtype: torch.dtype,
     *,
     scored: bool,
 ) -> Candidates:
     """At least `k` positions with the best among them; exactly `k` if all of them are scored."""
-    search = RowSearch(pairs, pattern, exclude, pooling, dtype)
+    search = RowSearch(pairs, pattern, pooling, dtype)
     low, high = search.guess(k) if search.is_long(pattern, dtype) else NO_GUESS
     candidates = search.best(k, low, torch.inf if scored else high)
     if candidates.count < k or candidates.above > k:  # the guess was wrong
