@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lenet_pictures import Bent
+from masked_rigl import MaskedRigL
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import dynsparse as ds
-from dynsparse.bench.contenders import MaskedRigL, masked_twin
+from dynsparse.bench.contenders import masked_twin
 from dynsparse.data import DataSet, load
 
 SIZES = (784, 300, 100, 10)

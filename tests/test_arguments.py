@@ -19,7 +19,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CALLED_BY_OTHERS = {
     "dynsparse/apps/common/run.py": {"ask"},  # signal
-    "dynsparse/bench/models.py": {"after"},  # hooks of torch
     "dynsparse/cli/app.py": {"_show_warning"},  # warnings
     "dynsparse/integrations/huggingface.py": {
         "on_train_begin",
@@ -38,7 +37,6 @@ CALLED_BY_OTHERS = {
     "popsparse/machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
     "dynsparse/nn/attend.py": {"load_pattern"},  # torch's hooks before a state is loaded
     "dynsparse/nn/linear.py": {"__torch_dispatch__"},
-    "dynsparse/report/bench.py": {"_law", "_steps"},  # one of several tables, by name
     # Hooks of torch.
     "dynsparse/tracing/models.py": {"_begin_forward", "_end_forward", "_begin_backward"},
     "dynsparse/training/layer_shards.py": {

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from masked_rigl import MaskedRigL
 from pieces import (
     CorrelationGrowth,
     LateCosine,
@@ -35,7 +39,7 @@ from dynsparse.apps.lm.corpus import Corpus, load_corpus
 from dynsparse.apps.lm.model import scale_matrices
 from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
-from dynsparse.bench.contenders import MaskedLinear, MaskedRigL
+from dynsparse.bench.contenders import MaskedLinear
 
 NOISE_AT = (0.05, 0.2, 0.4, 0.6)  # of the training
 

@@ -16,25 +16,25 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench_laws import POPSPARSE, BreakEven, break_even, fit_laws, most_threads, points
+
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse.bench.results import load_results
 from dynsparse.report import bench as tables
 from dynsparse.report.bench import (
     NAMES,
-    Table,
     between,
     collect_cells,
     describe_measurement,
     footnotes,
     format_spread,
     machine_name,
-    milliseconds,
-    model_view,
     size_columns,
     table,
 )
 
 Figures = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
 Summary = dict[str, tuple[float, float, float]]
 """contender -> median, smallest and largest cell."""
 
@@ -122,12 +122,17 @@ def _break_even(results: Figures, names: list[str]) -> str:
         ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
         for c in collect_cells(results, names)
     }
-    threads = max(results["break_even"], key=int, default="")
-    found = [
-        one for one in results["break_even"].get(threads, []) if (one["n"], one["batch"]) in layers
-    ]
-    blocks = sorted({one["block"] for one in found})
-    by_key = {(one["n"], one["batch"], one["block"]): one for one in found}
+    threads = most_threads(results)
+    # Of figures entered by hand the crossings may be entered, too, and not all of the cells.
+    entered = results.get("break_even", {}).get(f"{threads}")
+    crossings = (
+        [BreakEven(**one) for one in entered]
+        if entered
+        else break_even(list(points(results, "dense", threads)))
+    )
+    found = [one for one in crossings if (one.n, one.batch) in layers]
+    blocks = sorted({one.block for one in found})
+    by_key = {(one.n, one.batch, one.block): one for one in found}
     rows = []
     for (n, batch), layer in layers.items():
         row = [layer, f"{batch}"]
@@ -137,15 +142,15 @@ def _break_even(results: Figures, names: list[str]) -> str:
     return table(["features", "batch", *[f"block {block}" for block in blocks]], rows)
 
 
-def _break_even_text(one: Figures | None) -> str:
-    if one is None or (not one["crosses"] and one["speedup_there"] > 2):
+def _break_even_text(one: BreakEven | None) -> str:
+    if one is None or (not one.crosses and one.speedup_there > 2):
         return ""  # measured only where dense is far behind
-    there = f"{one['speedup_there']:.2f} at {one['densest']:g}"
-    if one["density"] is None:
+    there = f"{one.speedup_there:.2f} at {one.densest:g}"
+    if one.density is None:
         return f"slower everywhere; {there}"
-    if not one["crosses"]:
-        return f"above {one['densest']:g}; {there}"
-    return f"{one['density']:.2f}; {there}"
+    if not one.crosses:
+        return f"above {one.densest:g}; {there}"
+    return f"{one.density:.2f}; {there}"
 
 
 def _overhead(results: Figures, names: list[str]) -> str:
@@ -158,6 +163,119 @@ def _overhead(results: Figures, names: list[str]) -> str:
         rows.append([*sizes(cell), f"{own:.1f}", f"{other:.1f}", f"{own - other:.1f}"])
     columns = ["dynsparse, µs", "F.linear in nn.Linear, µs", "difference, µs"]
     return table([*head, *columns], rows) + footnotes(results, names, cells)
+
+
+_SIZES = ("layer", "density", "block", "dtype")
+_SIZE_NAMES = ["model", "density", "block", "type"]
+
+
+def _sizes(cell: Figures) -> list[str]:
+    return [f"{cell[key]:g}" if key == "density" else f"{cell[key]}" for key in _SIZES]
+
+
+def _by_model(cells: list[Figures]) -> list[Figures]:
+    """The cells of each model together, in the order in which the models come."""
+    models = list(dict.fromkeys(cell["layer"] for cell in cells))
+    return sorted(cells, key=lambda cell: models.index(cell["layer"]))
+
+
+def _model_ratio(figure: Figures, disturbed: bool) -> str:
+    texts = [f"{figure[key]:.2f}" for key in ("median", "low", "high")]
+    return f"{texts[0]} ({texts[1]} to {texts[2]})" + "\\*" * disturbed
+
+
+def steps_table(cells: list[Figures]) -> Table:
+    """A training step: of the blocks, and of the whole model."""
+    who = ["masked", "dense"]
+    head = [*_SIZE_NAMES, "ms, blocks", *[f"{name}, blocks" for name in who]]
+    head += ["ms, whole", *[f"{name}, whole" for name in who]]
+    rows = []
+    for cell in _by_model(cells):
+        row = _sizes(cell)
+        for part in (cell, cell["whole"]):
+            row.append(milliseconds(part["times"]["dynsparse"]["median"]))
+            row += [_model_ratio(part["ratios"][name], cell["disturbed"]) for name in who]
+        rows.append(row)
+    return head, rows
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}"
+
+
+def memory_table(cells: list[Figures]) -> Table:
+    """Peaks in GB, and how many times smaller the state of the blocks is than when dense."""
+    who = ["dynsparse", "masked", "dense"]
+    head = [*_SIZE_NAMES, *[f"{name}, GB" for name in who], "state of the blocks, MB",
+            "masked / that", "dense / that"]  # fmt: skip
+    rows = []
+    for cell in _by_model(cells):
+        memory = cell["memory"]
+        row = _sizes(cell) + [f"{memory[name]['peak'] / 1e9:.2f}" for name in who]
+        sparse = memory["dynsparse"]["blocks"]
+        row.append(f"{sparse / 1e6:.0f}")
+        row += [f"{memory[name]['blocks'] / sparse:.1f}" for name in who[1:]]
+        rows.append(row)
+    return head, rows
+
+
+def _law(results: Figures, names: list[str]) -> str:
+    """The fitted laws beside PopSparse's."""
+    head = ["speed-up over", "c", "a (features)", "b (density)", "e (block)", "spread", "cells"]
+    rows = []
+    for name, law in fit_laws(results).items():
+        # Rounded first: what is a little below zero is zero, not -0.00.
+        powers = [
+            "-" if power is None else f"{round(power, 2) + 0.0:.2f}"
+            for power in (law.a, law.b, law.e)
+        ]
+        spread = f"x or / {law.factor:.2f}, at worst {law.worst:.2f}"
+        rows.append([NAMES[name], f"{law.c:.2g}", *powers, spread, f"{law.cells}"])
+    powers = [f"{POPSPARSE[key]:.2f}" for key in "abe"]
+    published = ["dense, PopSparse on an IPU (published)", f"{POPSPARSE['c']:g}"]
+    return table(head, [*rows, [*published, *powers, "", ""]])
+
+
+def _with_figures(results: Figures) -> Figures:
+    """The results with what commands have written in place of cells measured here."""
+    entries = results["benchmarks"].items()
+    return {**results, "benchmarks": {name: one.get("figures", one) for name, one in entries}}
+
+
+def _trainings(results: Figures, names: list[str]) -> str:
+    """A row per seed: steps, ratio of the times, the part that updates took."""
+    results = _with_figures(results)
+    rows = []
+    cells = collect_cells(results, names)
+    for cell in cells:
+        for training in cell["training"]:
+            sparse, masked = (training["contenders"][name] for name in ("dynsparse", "masked"))
+            sparsity = f"{100 * (1 - training['density']):.1f} %"
+            row = [cell["layer"], sparsity, f"{cell['block']}", f"{training['seed']}"]
+            row += [_steps(sparse, training), _steps(masked, training)]
+            reached = sparse["seconds"] and masked["seconds"]
+            row.append(f"{masked['seconds'] / sparse['seconds']:.1f}" if reached else "")
+            share = sparse["update_seconds"] / sparse["curve"][-1][1]
+            row.append(f"{sparse['updates']} ({100 * share:.1f} % of the time)")
+            rows.append(row)
+    head = ["network", "sparsity", "block", "seed", "steps, dynsparse", "steps, masked dense",
+            "masked dense's time / dynsparse's", "updates"]  # fmt: skip
+    return table(head, rows) + footnotes(results, names, cells)
+
+
+def _steps(run: Figures, training: Figures) -> str:
+    if run["steps"] is None:
+        return f"not within {run['curve'][-1][0]}"
+    return f"{run['steps']}"
+
+
+def model_view(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
+    def view(results: Figures, names: list[str]) -> str:
+        results = _with_figures(results)
+        cells = collect_cells(results, names)
+        return table(*make(cells)) + footnotes(results, names, cells)
+
+    return view
 
 
 def parts_table(cells: list[Figures]) -> Table:
@@ -185,6 +303,10 @@ def parts_table(cells: list[Figures]) -> Table:
 
 VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     **tables.VIEWS,
+    "law": _law,
+    "training": _trainings,
+    "models": model_view(steps_table),
+    "model-memory": model_view(memory_table),
     "summary": _summary,
     "losses": _losses,
     "medium": _medium,

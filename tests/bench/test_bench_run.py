@@ -9,17 +9,13 @@ import torch
 from dynsparse.bench.results import (
     empty_results,
     load_results,
-    points,
     save_results,
-    summarise,
 )
 from dynsparse.bench.run import run_benchmark
 from dynsparse.bench.spec import Benchmark, read_spec
 from dynsparse.ops.linear.choice import ROUTES
 
 pytest.importorskip("yaml")
-# The trainings are of two steps.
-pytestmark = pytest.mark.filterwarnings("ignore:the pattern never changes:UserWarning")
 
 SPEC = """
 defaults: {seconds: 0, rounds: 2, repeats: 0, foreign: 1}
@@ -34,14 +30,6 @@ benchmarks:
   forwards: {about: f, measure: forward, grid: {layer: 16, batch: 2, density: 0.5, block: [1, 4]}}
   network: {about: n, measure: network, grid: {layer: 20-8-4, batch: 2, density: 0.5}}
   updates: {about: u, measure: update, grid: {layer: 16, batch: 2, density: 0.5, block: [1, 4]}}
-  training:
-    about: t
-    measure: training
-    steps: 2
-    evaluate: 1
-    accuracy: 1
-    seeds: 2
-    grid: {layer: 3072-8-10, batch: 2, density: 0.1}
   command: {about: c, command: [python, -c, "print('done')"]}
 """
 SPREAD = {"median", "low", "high"}
@@ -57,7 +45,6 @@ def results(tmp_path_factory):
         found["benchmarks"][benchmark.name] = run_benchmark(
             benchmark, folder, tell=lambda line: None
         )
-    summarise(found)
     return found
 
 
@@ -77,9 +64,6 @@ def test_the_json_has_its_schema(results, tmp_path):
             for spread in (*cell["times"].values(), *cell["ratios"].values()):
                 assert spread.keys() == SPREAD
                 assert 0 < spread["low"] <= spread["median"] <= spread["high"]
-    assert data["laws"].keys() == {"masked", "dense"}
-    assert data["laws"]["dense"]["cells"] == 12
-    assert len(data["break_even"]["1"]) == 2 * 2 + 1
 
 
 def test_cells_that_do_not_fit_are_refused_and_the_rest_is_measured(results):
@@ -93,24 +77,12 @@ def test_cells_that_do_not_fit_are_refused_and_the_rest_is_measured(results):
     assert len(steps["cells"]) == 13
 
 
-def test_small_layers_and_dense_ones_do_not_count_for_the_law(results):
-    found = list(points(results, "masked", 1))
-    assert len(found) == 13
-    assert {round(p.n) for p in found} == {10, 256, 362}
-    assert list(points(results, "masked", 2)) == []
-
-
 def test_the_kernels_are_those_the_layers_chose(results):
     known = {*ROUTES}
     for name in ("steps", "forwards", "network", "updates"):
         for cell in results["benchmarks"][name]["cells"]:
             assert set(cell["kernel"].replace("; ", ", ").split(", ")) <= known
             assert cell["kernel"]
-
-
-def test_a_training_has_a_run_per_seed(results):
-    (cell,) = results["benchmarks"]["training"]["cells"]
-    assert [found["seed"] for found in cell["training"]] == [0, 1]
 
 
 def test_a_command_leaves_what_it_printed_or_its_figures(results, tmp_path):

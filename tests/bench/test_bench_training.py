@@ -1,13 +1,16 @@
 """Whole trainings on the synthetic task, small ones."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from dynsparse.bench.cells import CLASSES, PIXELS, Cell
-from dynsparse.bench.spec import TrainingOptions
-from dynsparse.bench.training import Task, make_task, train_side_by_side
+from dynsparse.bench.cells import Cell
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from whole_trainings import CLASSES, PIXELS, Settings, Task, make_task, train_side_by_side
 
 CELL = Cell((PIXELS, 16, CLASSES), 8, 0.2)
 
@@ -37,7 +40,7 @@ def test_the_task_is_that_of_its_seed():
 
 
 def test_both_train_on_the_same_and_stay_the_same(task):
-    options = TrainingOptions(accuracy=1.0, steps=6, interval=2, evaluate=2)
+    options = Settings(accuracy=1.0, steps=6, interval=2, evaluate=2)
     before = torch.random.get_rng_state()
     found = train_side_by_side(CELL, options, 3, task=task, read=lambda: None)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -57,7 +60,7 @@ def test_both_train_on_the_same_and_stay_the_same(task):
 def test_a_training_ends_when_both_have_the_accuracy(task):
     easy = Task(task.train, torch.zeros_like(task.train_labels), task.test,
                 torch.zeros_like(task.test_labels))  # fmt: skip
-    options = TrainingOptions(accuracy=0.9, steps=200, interval=10, evaluate=5, learning_rate=0.1)
+    options = Settings(accuracy=0.9, steps=200, interval=10, evaluate=5, learning_rate=0.1)
     found = train_side_by_side(CELL, options, task=easy, read=lambda: None)
     for run in found["contenders"].values():
         assert run["steps"] is not None
@@ -68,6 +71,6 @@ def test_a_training_ends_when_both_have_the_accuracy(task):
 
 def test_blocks_are_taken_where_they_fit(task):
     cell = Cell((PIXELS, 32, 16, CLASSES), 8, 0.2, block=16)
-    options = TrainingOptions(accuracy=1.0, steps=2, interval=1, evaluate=2)
+    options = Settings(accuracy=1.0, steps=2, interval=1, evaluate=2)
     found = train_side_by_side(cell, options, task=task, read=lambda: None)
     assert 0.2 <= found["density"] < 0.22

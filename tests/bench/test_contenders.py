@@ -1,5 +1,8 @@
 """All contenders of a cell compute the same thing; otherwise their times mean nothing."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,6 @@ from dynsparse._core.processor import available_memory
 from dynsparse.bench.cells import Cell, refusal
 from dynsparse.bench.contenders import (
     MaskedLinear,
-    MaskedRigL,
     MklLinear,
     build_layer,
     forwards,
@@ -21,6 +23,9 @@ from dynsparse.bench.contenders import (
 )
 from dynsparse.bench.host import medium_precision, medium_product_dtype, product_dtype
 from dynsparse.training import CosineSchedule
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from masked_rigl import MaskedRigL
 
 NEEDS_MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
 CELL = Cell((24, 16), 5, 0.3)

@@ -4,10 +4,9 @@ import itertools
 import math
 
 import pytest
+from bench_laws import POPSPARSE, Law, Point, break_even, fit, fit_laws, most_threads, points
 from hypothesis import given
 from hypothesis import strategies as st
-
-from dynsparse.bench.results import POPSPARSE, Law, Point, break_even, fit
 
 SIZES = list(itertools.product((256, 1024, 4096), (0.01, 0.1, 0.3), (1, 4, 16)))
 
@@ -85,3 +84,19 @@ def test_break_even_is_the_first_crossing_of_each_layer_and_block():
     assert (first.block, first.density) == (1, pytest.approx(math.sqrt(0.1 * 0.2)))
     assert (second.block, second.density) == (16, 0.1)
     assert break_even([]) == []
+
+
+def test_small_batches_and_dense_layers_do_not_count_for_the_law():
+    def cell(n, batch, density):
+        return {"features": [n, n], "batch": batch, "density": density, "block": 1, "threads": 2,
+                "dtype": "float32", "ratios": {"dense": {"median": n * density}}}  # fmt: skip
+
+    sizes = [(n, 128, d) for n in (256, 512) for d in (0.1, 0.2)]
+    cells = [cell(*size) for size in [*sizes, (64, 128, 0.1), (256, 1, 0.1), (256, 128, 0.5)]]
+    results = {"benchmarks": {"a": {"measure": "step", "cells": cells}, "b": {"output": ""}}}
+    assert most_threads(results) == 2
+    assert len(list(points(results, "dense", 2))) == 7
+    assert list(points(results, "dense", 1)) == list(points(results, "masked", 2)) == []
+    laws = fit_laws(results)
+    assert laws.keys() == {"dense"}
+    assert laws["dense"].cells == 4

@@ -1,29 +1,34 @@
 """Whole models: the contenders compute the same, and every part of a step is accounted for."""
 
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from bench_tables import parts_table
+from bench_tables import memory_table, parts_table, steps_table
 from torch import nn
 
-from dynsparse.bench.cells import MODELS, Cell, refusal
 from dynsparse.bench.contenders import MaskedLinear
-from dynsparse.bench.models import (
+from dynsparse.bench.timing import Effort
+from dynsparse.nn import SparseLinear
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from models import (
     BLOCK_PARTS,
+    MODELS,
     PARTS,
     Clock,
+    ModelCell,
     build_model,
     find_blocks,
     measure_memory,
     measure_model,
     training_step,
     watch,
+    why_refused,
 )
-from dynsparse.bench.timing import Effort
-from dynsparse.nn import SparseLinear
-from dynsparse.report.bench import memory_table, steps_table
 
 pytest.importorskip("transformers")
 
@@ -50,7 +55,7 @@ def tiny(monkeypatch):
 
 
 def cell(name, block=1, dtype="float32"):
-    return Cell((32, 64), 2, 0.3, block, 1, dtype, name)
+    return ModelCell((32, 64), 2, 0.3, block, 1, dtype, name)
 
 
 def test_the_contenders_are_one_model():
@@ -172,7 +177,7 @@ def test_a_training_that_fails_is_named():
 
 
 def test_what_does_not_fit_is_refused():
-    assert refusal(cell("vit-b", 5), None) == "block 5 does not divide 32 features"
-    assert "GB of memory" in refusal(cell("vit-b"), 1000)
-    assert refusal(cell("vit-b"), 1 << 40) is None
+    assert why_refused(cell("vit-b", 5), None) == "block 5 does not divide 32 features"
+    assert "GB of memory" in why_refused(cell("vit-b"), 1000)
+    assert why_refused(cell("vit-b"), 1 << 40) is None
     assert cell("vit-b").layer == "vit-b"

@@ -46,16 +46,6 @@ def test_a_network_is_written_with_dashes_even_where_it_looks_like_a_date(tmp_pa
     assert [cell.layer for cell in benchmark.cells] == ["1024-10-10", "78-32-10-5"]
 
 
-def test_models_go_by_their_names(tmp_path):
-    grid = "grid: {layer: [bert-base, vit-b], batch: 2, density: 0.5, block: 16}"
-    benchmark = one(tmp_path, f"measure: model\n    {grid}")
-    assert benchmark.cells == tuple(
-        Cell((768, 3072), 2, 0.5, 16, model=name) for name in ("bert-base", "vit-b")
-    )
-    with pytest.raises(ValueError, match=r"layer: expected one of gpt2-small, .* got 'bert'"):
-        one(tmp_path, "measure: model-memory\n    grid: {layer: bert, batch: 2, density: 0.5}")
-
-
 def test_defaults_hold_unless_a_benchmark_says_otherwise(tmp_path):
     spec = read(
         tmp_path,
@@ -150,14 +140,6 @@ WRONG = [
     (STEP + f"rounds: 0, grid: {{{CELL}}}}}}}", "rounds: expected an integer of at least 1"),
     (STEP + f"foreign: 2, grid: {{{CELL}}}}}}}", "foreign: expected a number in [0, 1], got 2"),
     (STEP + f"accuracy: 0.5, grid: {{{CELL}}}}}}}", "accuracy: expected one of the keys"),
-    (
-        "benchmarks: {a: {about: x, measure: training, grid: {layer: 8-8, batch: 2, density: 1}}}",
-        "layer: expected 3072 features at first and 10 at last, got '8-8'",
-    ),
-    (
-        "benchmarks: {a: {about: x, measure: training, accuracy: 90, grid: {}}}",
-        "accuracy: expected a number in [0.01, 1], got 90",
-    ),
 ]
 
 

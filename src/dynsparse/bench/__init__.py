@@ -1,7 +1,7 @@
 """The benchmarks behind `dynsparse bench`: dynsparse beside other products.
 
-`spec` reads the YAML file; `contenders`, `models` and `training` do the work that is timed;
-`timing` and `host` measure it and how busy the machine is; `results` stores figures and fits laws.
+`spec` reads the YAML file; `contenders` does the work that is timed; `timing` and `host` measure it
+and how busy the machine is; `results` stores the figures.
 """
 
 from dynsparse.bench.spec import find_spec, read_spec

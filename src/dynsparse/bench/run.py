@@ -19,10 +19,8 @@ from dynsparse._core.files.limits import parse_json
 from dynsparse._core.processor import available_memory
 from dynsparse.bench.cells import Cell, refusal
 from dynsparse.bench.contenders import forwards, network_steps, steps, update_parts
-from dynsparse.bench.models import measure_memory, measure_model
 from dynsparse.bench.spec import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
-from dynsparse.bench.training import train_side_by_side
 from dynsparse.nn import SparseLinear
 
 Tell = Callable[[str], None]
@@ -88,17 +86,6 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 
 
 def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
-    if benchmark.measure == "training":
-        assert benchmark.training is not None
-        options, limit = benchmark.training, benchmark.effort.foreign
-        trainings = [train_side_by_side(cell, options, seed) for seed in range(options.seeds)]
-        shares = [training["foreign"] for training in trainings if training["foreign"] is not None]
-        foreign = max(shares, default=None)
-        return {"training": trainings, "foreign": foreign, "disturbed": (foreign or 0.0) > limit}
-    if benchmark.measure == "model":
-        return measure_model(cell, benchmark.contenders, benchmark.effort)
-    if benchmark.measure == "model-memory":
-        return measure_memory(cell, benchmark.contenders)
     model, work = _contenders(benchmark, cell)
     timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
     return {"kernel": _kernels(model, cell, benchmark.measure != "forward"), **asdict(timing)}
@@ -164,50 +151,17 @@ def _threads(count: int) -> str:
 
 
 def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
-    if benchmark.measure == "model-memory":
-        return ", ".join(f"{who} {m['peak'] / 1e9:.2f} GB" for who, m in figures["memory"].items())
     foreign = figures["foreign"]
     notes = []
     if figures["disturbed"]:
         notes.append(f"DISTURBED: others took {100 * foreign:.0f} % of the machine")
-    if benchmark.measure == "training":
-        return "; ".join([_training_line(figures["training"]), *notes])
     reference = MEASURES[benchmark.measure or ""].reference
     own = figures["times"][reference]["median"]
     parts = [f"{reference} {_duration(own)}"]
     for name, ratio in figures["ratios"].items():
         spread = f"[{ratio['low']:.2f}-{ratio['high']:.2f}]"
         parts.append(f"{name} {ratio['median']:.2f}x {spread}")
-    lines = [", ".join(parts), *notes]
-    if benchmark.measure == "model":
-        lines += _model_lines(figures)
-    return "; ".join(lines)
-
-
-def _model_lines(figures: dict[str, Any]) -> list[str]:
-    """Of the whole model, whose blocks are what the line before is about; and of its parts."""
-    ratios = [f"{who} {r['median']:.2f}x" for who, r in figures["whole"]["ratios"].items()]
-    by_contender = figures["parts"]
-    parts = [
-        f"\n      {part}: "
-        + ", ".join(f"{who} {_duration(seconds[part])}" for who, seconds in by_contender.items())
-        for part in by_contender["dynsparse"]
-    ]
-    return [f"the whole model: {', '.join(ratios)}" + "".join(parts)]
-
-
-def _training_line(trainings: list[dict[str, Any]]) -> str:
-    lines = []
-    for training in trainings:
-        parts = []
-        for name, run in training["contenders"].items():
-            if run["steps"] is None:
-                best = max((accuracy for *_, accuracy in run["curve"]), default=0.0)
-                parts.append(f"{name} did not reach {training['accuracy']:.0%}, best {best:.1%}")
-            else:
-                parts.append(f"{name} {run['seconds']:.2f} s, {run['steps']} steps")
-        lines.append(f"seed {training['seed']}: " + ", ".join(parts))
-    return "; ".join(lines)
+    return "; ".join([", ".join(parts), *notes])
 
 
 def _duration(seconds: float) -> str:

@@ -7,12 +7,12 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from dynsparse._core.checks import shortened, typed
-from dynsparse.bench.cells import CLASSES, DTYPES, MODELS, PIXELS, Cell
+from dynsparse.bench.cells import DTYPES, Cell
 from dynsparse.bench.timing import Effort
-from dynsparse.options import Kind, choice, integer, number, option, options_of
+from dynsparse.options import Kind, choice, integer, number, options_of
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,8 @@ MEASURES: dict[str, Measure] = {
     "forward": Measure("dynsparse", ("masked", "dense", "mkl", "bsr", "scipy", "one_thread")),
     "network": Measure("dynsparse", ("masked", "dense")),
     "update": Measure("step"),
-    "training": Measure("dynsparse"),
-    "model": Measure("dynsparse", ("masked", "dense")),
-    "model-memory": Measure("dynsparse", ("masked", "dense")),
 }
 """What each is stands at the head of benchmarks.yml."""
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """Of a whole training: RigL by SGD with momentum on synthetic data."""
-
-    accuracy: float = option(0.9, "To be reached on held-out examples.", number(0.01, 1))
-    steps: int = option(400, "Largest number of steps.", integer(1))
-    interval: int = option(100, "Steps between pattern updates.", integer(1))
-    evaluate: int = option(20, "Steps between evaluations.", integer(1))
-    learning_rate: float = option(0.05, "Of the optimizer.", number(1e-6, 10))
-    seeds: int = option(1, "How many trainings, with seeds 0, 1, ...", integer(1))
-
-
-_Fields = TypeVar("_Fields", Effort, TrainingOptions)
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,6 @@ class Benchmark:
     contenders: tuple[str, ...] = ()
     cells: tuple[Cell, ...] = ()
     effort: Effort = field(default_factory=Effort)
-    training: TrainingOptions | None = None
     command: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
 
@@ -199,7 +180,7 @@ def read_spec(file: Path) -> Spec:
     top.allow("defaults", "benchmarks")
     defaults = _Entries(file.name, content.get("defaults") or {}, "defaults")
     defaults.allow(*options_of(Effort))
-    effort = _options(defaults, Effort())
+    effort = _effort(defaults, Effort())
     listed = content.get("benchmarks")
     if not isinstance(listed, dict) or not listed:
         top.fail("benchmarks", "a mapping from names to benchmarks", listed)
@@ -283,10 +264,6 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
         for contender in contenders:
             if contender not in baselines:
                 entries.fail("contenders", f"among {', '.join(baselines)}", contender)
-    training = None
-    if measure == "training":
-        keys.extend(options_of(TrainingOptions))
-        training = _options(entries, TrainingOptions())
     entries.allow(*keys)
     grids = entries.content.get("grid")
     cells: list[Cell] = []
@@ -299,14 +276,13 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
         measure=measure,
         contenders=contenders,
         cells=tuple(dict.fromkeys(cells)),
-        effort=_options(entries, effort),
-        training=training,
+        effort=_effort(entries, effort),
     )
 
 
-def _options(entries: _Entries, default: _Fields) -> _Fields:
+def _effort(entries: _Entries, default: Effort) -> Effort:
     """`default` with the values of the entries."""
-    known = options_of(type(default))
+    known = options_of(Effort)
     changes = {
         key: entries.check(key, known[key].kind, value)
         for key, value in entries.content.items()
@@ -334,9 +310,7 @@ def _cells(grid: _Entries, measure: str) -> list[Cell]:
     for thread, dtype, block, density, layer, batch in itertools.product(
         *order, layers, sizes["batch"]
     ):
-        model = layer if isinstance(layer, str) else ""
-        features = MODELS[model].features if isinstance(layer, str) else layer
-        cells.append(Cell(features, batch, density, block, thread, dtype, model))
+        cells.append(Cell(layer, batch, density, block, thread, dtype))
     return cells
 
 
@@ -348,24 +322,14 @@ def _values(grid: _Entries, key: str, default: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...] | str:
-    """1024, 784x300 (in x out), of networks 784-320-10; the names of models."""
-    if measure in ("model", "model-memory"):
-        if not isinstance(value, str) or value not in MODELS:
-            grid.fail("layer", f"one of {', '.join(MODELS)}", value)
-        return value
-    network = measure in ("network", "training")
-    expected = "features such as " + ("784-320-10" if network else "1024 or 784x300")
+def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
+    """1024, 784x300 (in x out), of networks 784-320-10."""
+    network = measure == "network"
     if isinstance(value, int) and not isinstance(value, bool) and not network:
         value = f"{value}x{value}"
-    if not isinstance(value, str):
+    size = "0*[1-9][0-9]{0,8}"
+    form = f"{size}(-{size})+" if network else f"{size}x{size}"
+    if not isinstance(value, str) or not re.fullmatch(form, value):
+        expected = "features such as " + ("784-320-10" if network else "1024 or 784x300")
         grid.fail("layer", expected, value)
-    parts = value.split("-" if network else "x")
-    if len(parts) < 2 or (len(parts) > 2 and not network):
-        grid.fail("layer", expected, value)
-    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
-        grid.fail("layer", expected, value)
-    features = tuple(int(part) for part in parts)
-    if measure == "training" and (features[0], features[-1]) != (PIXELS, CLASSES):
-        grid.fail("layer", f"{PIXELS} features at first and {CLASSES} at last", value)
-    return features
+    return tuple(int(part) for part in value.split("-" if network else "x"))

@@ -49,7 +49,7 @@ class _Request:
     )
     cell: tuple[str, ...] | None = _measured(
         None,
-        "Of these, run the cells that match all of this, as 'bert-base, bfloat16'.",
+        "Of these, run the cells that match all of this, as '1024, bfloat16'.",
         many(TEXT, "texts"),
         by_default="all",
     )
@@ -141,7 +141,6 @@ def _measure(
         load_results,
         merge_cells,
         save_results,
-        summarise,
     )
     from dynsparse.bench.run import run_benchmark, set_threads
     from dynsparse.report.bench import describe_machine
@@ -174,7 +173,6 @@ def _measure(
             # Written after each cell: an interrupted run keeps what it has measured.
             with _figures_of(*source):
                 results["benchmarks"][name] = merge_cells(before, found, whole)
-                summarise(results)
             if json is not None:
                 save_results(results, json)
 

@@ -15,61 +15,6 @@ if TYPE_CHECKING:
 
 
 Figures = dict[str, Any]
-Table = tuple[list[str], list[list[str]]]
-
-_SIZES = ("layer", "density", "block", "dtype")
-_SIZE_NAMES = ["model", "density", "block", "type"]
-
-
-def _sizes(cell: Figures) -> list[str]:
-    return [f"{cell[key]:g}" if key == "density" else f"{cell[key]}" for key in _SIZES]
-
-
-def _by_model(cells: list[Figures]) -> list[Figures]:
-    """The cells of each model together, in the order in which the models come."""
-    models = list(dict.fromkeys(cell["layer"] for cell in cells))
-    return sorted(cells, key=lambda cell: models.index(cell["layer"]))
-
-
-def _model_ratio(figure: Figures, disturbed: bool) -> str:
-    texts = [f"{figure[key]:.2f}" for key in ("median", "low", "high")]
-    return f"{texts[0]} ({texts[1]} to {texts[2]})" + "\\*" * disturbed
-
-
-def steps_table(cells: list[Figures]) -> Table:
-    """A training step: of the blocks, and of the whole model."""
-    who = ["masked", "dense"]
-    head = [*_SIZE_NAMES, "ms, blocks", *[f"{name}, blocks" for name in who]]
-    head += ["ms, whole", *[f"{name}, whole" for name in who]]
-    rows = []
-    for cell in _by_model(cells):
-        row = _sizes(cell)
-        for part in (cell, cell["whole"]):
-            row.append(milliseconds(part["times"]["dynsparse"]["median"]))
-            row += [_model_ratio(part["ratios"][name], cell["disturbed"]) for name in who]
-        rows.append(row)
-    return head, rows
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f}"
-
-
-def memory_table(cells: list[Figures]) -> Table:
-    """Peaks in GB, and how many times smaller the state of the blocks is than when dense."""
-    who = ["dynsparse", "masked", "dense"]
-    head = [*_SIZE_NAMES, *[f"{name}, GB" for name in who], "state of the blocks, MB",
-            "masked / that", "dense / that"]  # fmt: skip
-    rows = []
-    for cell in _by_model(cells):
-        memory = cell["memory"]
-        row = _sizes(cell) + [f"{memory[name]['peak'] / 1e9:.2f}" for name in who]
-        sparse = memory["dynsparse"]["blocks"]
-        row.append(f"{sparse / 1e6:.0f}")
-        row += [f"{memory[name]['blocks'] / sparse:.1f}" for name in who[1:]]
-        rows.append(row)
-    return head, rows
-
 
 NAMES = {
     "masked": "masked dense",
@@ -178,21 +123,6 @@ def footnotes(results: Figures, names: list[str], cells: list[Figures]) -> str:
     return "".join(f"\n\n{line}" for line in lines)
 
 
-def _law(results: Figures, names: list[str]) -> str:
-    """The fitted laws beside PopSparse's."""
-    head = ["speed-up over", "c", "a (features)", "b (density)", "e (block)", "spread", "cells"]
-    rows = []
-    for name, law in results["laws"].items():
-        # Rounded first: what is a little below zero is zero, not -0.00.
-        powers = ["-" if law[key] is None else f"{round(law[key], 2) + 0.0:.2f}" for key in "abe"]
-        spread = f"x or / {law['factor']:.2f}, at worst {law['worst']:.2f}"
-        rows.append([NAMES[name], f"{law['c']:.2g}", *powers, spread, f"{law['cells']}"])
-    published = results["popsparse_law"]
-    powers = [f"{published[key]:.2f}" for key in "abe"]
-    rows.append(["dense, PopSparse on an IPU (published)", f"{published['c']:g}", *powers, "", ""])
-    return table(head, rows)
-
-
 def _updates(results: Figures, names: list[str]) -> str:
     """Costs in training steps, and the share of an update every 100 steps."""
     cells = collect_cells(results, names)
@@ -209,32 +139,6 @@ def _updates(results: Figures, names: list[str]) -> str:
         rows.append([*sizes(cell), *parts, f"{format_spread(extra)}{mark}", share])
     columns = [*_PARTS.values(), "whole update", "share of training, every 100 steps"]
     return table([*head, *columns], rows) + footnotes(results, names, cells)
-
-
-def _trainings(results: Figures, names: list[str]) -> str:
-    """A row per seed: steps, ratio of the times, the part that updates took."""
-    rows = []
-    cells = collect_cells(results, names)
-    for cell in cells:
-        for training in cell["training"]:
-            sparse, masked = (training["contenders"][name] for name in ("dynsparse", "masked"))
-            sparsity = f"{100 * (1 - training['density']):.1f} %"
-            row = [cell["layer"], sparsity, f"{cell['block']}", f"{training['seed']}"]
-            row += [_steps(sparse, training), _steps(masked, training)]
-            reached = sparse["seconds"] and masked["seconds"]
-            row.append(f"{masked['seconds'] / sparse['seconds']:.1f}" if reached else "")
-            share = sparse["update_seconds"] / sparse["curve"][-1][1]
-            row.append(f"{sparse['updates']} ({100 * share:.1f} % of the time)")
-            rows.append(row)
-    head = ["network", "sparsity", "block", "seed", "steps, dynsparse", "steps, masked dense",
-            "masked dense's time / dynsparse's", "updates"]  # fmt: skip
-    return table(head, rows) + footnotes(results, names, cells)
-
-
-def _steps(run: Figures, training: Figures) -> str:
-    if run["steps"] is None:
-        return f"not within {run['curve'][-1][0]}"
-    return f"{run['steps']}"
 
 
 def _command(results: Figures, names: list[str]) -> str:
@@ -255,21 +159,9 @@ def describe_measurement(results: Figures, names: list[str]) -> str:
     return f"Measured {when} on: {describe_machine(results)}{note}"
 
 
-def model_view(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
-    def view(results: Figures, names: list[str]) -> str:
-        cells = collect_cells(results, names)
-        return table(*make(cells)) + footnotes(results, names, cells)
-
-    return view
-
-
 VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "speed-up": _speedups,
-    "law": _law,
     "updates": _updates,
-    "training": _trainings,
-    "models": model_view(steps_table),
-    "model-memory": model_view(memory_table),
     "command": _command,
 }
 """How benchmarks are shown: view(results, names) -> Markdown."""
@@ -279,9 +171,6 @@ _VIEW_OF = {
     "forward": "speed-up",
     "network": "speed-up",
     "update": "updates",
-    "training": "training",
-    "model": "models",
-    "model-memory": "model-memory",
     None: "command",
 }
 
@@ -292,8 +181,6 @@ def full_report(results: Figures) -> str:
     for name, benchmark in results["benchmarks"].items():
         view = _VIEW_OF[benchmark.get("measure")]
         parts += [f"## {name}", benchmark["about"], VIEWS[view](results, [name])]
-    if results["laws"]:
-        parts += ["## The law", _law(results, [])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -23,7 +23,6 @@ _RESULTS = {
             "cells": [_CELL], "refused": [{"cell": "x", "why": "y"}],
         }
     },
-    "popsparse_law": {"c": 1.0, "a": 1.0, "b": 1.0, "e": 1.0}, "laws": {}, "break_even": {},
 }  # fmt: skip
 SEEDS = [
     b'\0{"period": 0.5, "x": [1, 2]}',

@@ -13,8 +13,8 @@ SEEDS = [
     "defaults: {seconds: 2, repeats: 0}\nbenchmarks:\n  a: &b\n    about: x\n"
     f"    measure: forward\n    contenders: [dense]\n    {_GRID}\n  c: *b\n".encode(),
     b"benchmarks:\n  a: {about: x, command: [python, -V]}\n  b: {about: y, runs: [a]}\n",
-    b"benchmarks:\n  a:\n    about: >\n      long\n      text\n    measure: training\n"
-    b"    accuracy: 0.9\n    steps: 10\n    grid: {layer: 784-320-10, batch: 8, density: 0.1}\n",
+    b"benchmarks:\n  a:\n    about: >\n      long\n      text\n    measure: network\n"
+    b"    seconds: 0.9\n    rounds: 10\n    grid: {layer: 784-320-10, batch: 8, density: 0.1}\n",
 ]
 
 

@@ -1,24 +1,53 @@
-"""Whole trainings side by side: the time until the same accuracy is reached."""
+"""Whole trainings side by side: the time until the same accuracy is reached.
+
+    python benchmarks/whole_trainings.py [--block 16] [--seeds 3] [--threads 2] [--json FILE]
+
+RigL by SGD with momentum, on the sparse network and on its masked twin, on synthetic data of
+CIFAR-10's shape.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from masked_rigl import MaskedRigL
 from torch import Tensor, nn
 
-from dynsparse.bench.cells import CHANNELS, CLASSES, SIDE, Cell
-from dynsparse.bench.contenders import MaskedRigL, masked_twin, mlp
+from dynsparse.bench.cells import Cell
+from dynsparse.bench.contenders import masked_twin, mlp
 from dynsparse.bench.host import CpuTimes, foreign_share, read_cpu_times
-from dynsparse.bench.spec import TrainingOptions
 from dynsparse.nn import sparsify
 from dynsparse.training import CosineSchedule, RigL
 
+CHANNELS, SIDE = 3, 32
+PIXELS = CHANNELS * SIDE * SIDE
+CLASSES = 10
+"""Sizes of an example."""
+
 _COARSE = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How both train.
+
+    accuracy: to be reached on held-out examples; steps: at most so many; interval, evaluate: steps
+    between pattern updates, and between evaluations.
+    """
+
+    accuracy: float = 0.9
+    steps: int = 1000
+    interval: int = 100
+    evaluate: int = 20
+    learning_rate: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -107,7 +136,7 @@ class Runner:
         return None
 
 
-def _runners(cell: Cell, options: TrainingOptions, seed: int) -> dict[str, Runner]:
+def _runners(cell: Cell, options: Settings, seed: int) -> dict[str, Runner]:
     torch.manual_seed(seed)
     sparse = mlp(cell.features, nn.Linear)
     fits = [f"{i}" for i, m in enumerate(sparse) if isinstance(m, nn.Linear) and not _fits(m, cell)]
@@ -131,7 +160,7 @@ def _fits(layer: nn.Linear, cell: Cell) -> bool:
 
 def train_side_by_side(
     cell: Cell,
-    options: TrainingOptions,
+    options: Settings,
     seed: int = 0,
     *,
     task: Task | None = None,
@@ -196,3 +225,34 @@ def _density(model: nn.Module) -> float:
             total += module.weight.numel()
             present += module.weight.numel() if mask is None else int(mask.sum())
     return present / total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sparse and masked trainings side by side.")
+    parser.add_argument("--hidden", nargs="+", type=int, default=[2048, 2048])
+    parser.add_argument("--density", type=float, default=0.05)
+    parser.add_argument("--block", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=1, help="how many trainings, from seed 0")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    cell = Cell((PIXELS, *asked.hidden, CLASSES), asked.batch, asked.density, asked.block)
+    trainings = []
+    for seed in range(asked.seeds):
+        training = train_side_by_side(cell, Settings(), seed)
+        trainings.append(training)
+        runs = training["contenders"].items()
+        parts = [
+            f"{who} {run['seconds'] or '-'} s, {run['steps'] or '-'} steps" for who, run in runs
+        ]
+        print(f"{cell}, seed {seed}: {'; '.join(parts)}", flush=True)
+    if asked.json is not None:
+        sizes = asdict(cell) | {"features": list(cell.features)}
+        found = {"layer": cell.layer, **sizes, "training": trainings}
+        asked.json.write_text(json.dumps({"cells": [found], "refused": []}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,28 +1,182 @@
-"""Time and memory of a training step of a whole model: sparse, masked and dense."""
+"""Time and memory of a training step of models people have: sparse, masked and dense.
+
+    python benchmarks/models.py [--models gpt2-small bert-base] [--memory] [--json FILE]
+
+Models of transformers with random weights, on one thread unless --threads says otherwise. Timed are
+models of two blocks, part by part; figures of blocks are those of all of them.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynsparse.bench.cells import DEPTH, MODELS, Cell
+from dynsparse._core.processor import available_memory
+from dynsparse.bench.cells import DTYPES, Cell, refusal
 from dynsparse.bench.contenders import MaskedLinear, dense_layer
 from dynsparse.bench.timing import Effort, in_rounds, least_disturbed, timing_of
 from dynsparse.nn import SparseLinear, sparsify
+
+DEPTH = 2
+"""How many blocks of a model are timed; the others are like them."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model is made of.
+
+    cls: a class of transformers; blocks: how many the model has, which `depth_key` of its
+        configuration sets; settings: further changes of the configuration.
+    tokens: of one example; pixels: the edge of its picture, 0 where it is text.
+    hidden, inner: features of a block; outputs: of the head; table: entries of the embedding.
+    """
+
+    cls: str
+    depth_key: str
+    tokens: int
+    outputs: int
+    table: int = 0
+    pixels: int = 0
+    blocks: int = 12
+    examples: int = 8
+    hidden: int = 768
+    inner: int = 3072
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, depth: int) -> nn.Module:
+        """The model with `depth` blocks, in training mode."""
+        library = _transformers()
+        kind = getattr(library, self.cls)
+        config = kind.config_class(
+            **{self.depth_key: depth, "num_labels": self.outputs}, **self.settings
+        )
+        return kind(config).train()
+
+    def batch(self, examples: int, generator: torch.Generator) -> tuple[dict[str, Any], Tensor]:
+        """What the model is called with, and labels for its logits."""
+
+        def draw(below: int, *shape: int) -> Tensor:
+            return torch.randint(below, shape, generator=generator)
+
+        if self.pixels:
+            shape = (examples, 3, self.pixels, self.pixels)
+            inputs = {"pixel_values": torch.randn(shape, generator=generator)}
+        else:
+            inputs = {"input_ids": draw(self.table, examples, self.tokens)}
+        # A language model has logits for every token, a classifier for every example.
+        labels = (examples, self.tokens) if self.is_language_model else (examples,)
+        return inputs, draw(self.outputs, *labels)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """What the matrices of its blocks have."""
+        return self.hidden, self.inner
+
+    def bytes_needed(self, examples: int) -> int:
+        """Of three contenders in training, `DEPTH` blocks each; a generous estimate."""
+        tokens = examples * self.tokens
+        matrices = DEPTH * (4 * self.hidden**2 + 2 * self.hidden * self.inner)
+        state = 4 * 6 * (matrices + (self.table + self.outputs) * self.hidden)
+        heads = self.hidden // 64
+        activations = DEPTH * (16 * self.hidden + 10 * self.inner + 8 * heads * self.tokens)
+        logits = 4 * self.outputs if self.is_language_model else 0
+        return 3 * state + 4 * tokens * (activations + logits)
+
+    @property
+    def is_language_model(self) -> bool:
+        return self.outputs == self.table
+
+
+_GPT2 = Model(
+    "GPT2LMHeadModel",
+    "n_layer",
+    tokens=128,
+    outputs=50257,
+    table=50257,
+    settings={"use_cache": False},
+)
+# The same functions in one operator, where GPT-2's own activation takes eight; and no dropout.
+_LEAN = {
+    "use_cache": False,
+    "activation_function": "gelu_pytorch_tanh",
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+MODELS: dict[str, Model] = {
+    "gpt2-small": _GPT2,
+    "gpt2-small-long": replace(_GPT2, tokens=1024),
+    "gpt2-small-lean": replace(_GPT2, settings=_LEAN),
+    "bert-base": Model(
+        "BertForSequenceClassification", "num_hidden_layers", tokens=128, outputs=2, table=30522
+    ),
+    "vit-b": Model(
+        "ViTForImageClassification",
+        "num_hidden_layers",
+        tokens=197,
+        outputs=1000,
+        pixels=224,
+        examples=4,
+    ),
+}
+"""name -> the model. The first three are one: as it comes, with sequences of 1024 tokens in place
+of 128, and without dropout and with torch's own operator for its activation."""
+
+
+def _transformers() -> ModuleType:
+    """The package, also where torchvision was built for another torch: its import breaks theirs,
+    and these models need none of it."""
+    if "torchvision" not in sys.modules:
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError):
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(
+            "benchmarks of models need the package transformers: "
+            "pip install 'dynsparse[huggingface]'"
+        ) from None
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+@dataclass(frozen=True)
+class ModelCell(Cell):
+    """Sizes of one measurement of a model; the features are those of its blocks' matrices."""
+
+    model: str = ""
+
+    @property
+    def layer(self) -> str:
+        return self.model
+
+
+def why_refused(cell: ModelCell, available: int | None) -> str | None:
+    """See `dynsparse.bench.cells.refusal`; the memory is that of the model."""
+    need = MODELS[cell.model].bytes_needed(cell.batch)
+    if available is not None and need > available:
+        return f"needs about {need / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free"
+    return refusal(cell, None)
+
 
 BLOCK_PARTS = (
     "matrices of attention",
@@ -158,7 +312,7 @@ def _watch(module: nn.Module, clock: Clock, part: str) -> None:
     module.register_forward_hook(after)
 
 
-def build_model(cell: Cell, who: str, depth: int) -> nn.Module:
+def build_model(cell: ModelCell, who: str, depth: int) -> nn.Module:
     """The cell's model, as "dynsparse", "masked" or "dense"; the same weights and patterns each.
 
     Sparse is what is in the blocks; densities are shared by ERK.
@@ -176,7 +330,7 @@ def build_model(cell: Cell, who: str, depth: int) -> nn.Module:
     return model
 
 
-def training_step(cell: Cell, model: nn.Module) -> Callable[[], dict[str, float]]:
+def training_step(cell: ModelCell, model: nn.Module) -> Callable[[], dict[str, float]]:
     """zero_grad, forward, cross entropy, backward, AdamW; gives the seconds of every part.
 
     The parameters are float32; bfloat16 is autocast's.
@@ -215,7 +369,7 @@ def training_step(cell: Cell, model: nn.Module) -> Callable[[], dict[str, float]
     return step
 
 
-def measure_model(cell: Cell, names: Iterable[str], effort: Effort) -> dict[str, Any]:
+def measure_model(cell: ModelCell, names: Iterable[str], effort: Effort) -> dict[str, Any]:
     """Plain types, as `results` describes them."""
     contenders = ["dynsparse", *names]
     models = {who: build_model(cell, who, DEPTH) for who in contenders}
@@ -256,7 +410,7 @@ def measure_model(cell: Cell, names: Iterable[str], effort: Effort) -> dict[str,
     }
 
 
-def _kernels(model: nn.Module, cell: Cell) -> str:
+def _kernels(model: nn.Module, cell: ModelCell) -> str:
     """What computed the sparse layers' passes."""
     batch = cell.batch * MODELS[cell.model].tokens
     layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
@@ -268,7 +422,7 @@ def _kernels(model: nn.Module, cell: Cell) -> str:
     return ", ".join(dict.fromkeys(kernels))
 
 
-def measure_memory(cell: Cell, names: Iterable[str]) -> dict[str, Any]:
+def measure_memory(cell: ModelCell, names: Iterable[str]) -> dict[str, Any]:
     """Bytes of every contender, the model with all its blocks: plain types.
 
     - peak: how far the resident memory rises above that of a process which has imported everything,
@@ -287,8 +441,8 @@ def measure_memory(cell: Cell, names: Iterable[str]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def _measure_apart(cell: Cell, who: str) -> dict[str, int]:
-    words = [sys.executable, "-m", __name__, json.dumps(asdict(cell)), who]
+def _measure_apart(cell: ModelCell, who: str) -> dict[str, int]:
+    words = [sys.executable, __file__, "--alone", json.dumps(asdict(cell)), who]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -296,7 +450,7 @@ def _measure_apart(cell: Cell, who: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _train(cell: Cell, who: str) -> dict[str, int]:
+def _train(cell: ModelCell, who: str) -> dict[str, int]:
     torch.set_num_threads(cell.threads)
     MODELS[cell.model].make(1)  # imports
     before = _resident("VmRSS")
@@ -329,6 +483,64 @@ def _state(model: nn.Module) -> int:
     return total
 
 
+def cells_of(asked: argparse.Namespace) -> list[ModelCell]:
+    """Every model, density and block in the first type; the first density in the others."""
+    return [
+        ModelCell(
+            features=MODELS[name].features,
+            batch=asked.batch or MODELS[name].examples,
+            density=density,
+            block=block,
+            threads=asked.threads,
+            dtype=dtype,
+            model=name,
+        )
+        for dtype in asked.dtypes
+        for block in asked.blocks
+        for density in (asked.densities if dtype == asked.dtypes[0] else asked.densities[:1])
+        for name in asked.models
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and memory of training whole models.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2-small", "bert-base"])
+    parser.add_argument("--batch", type=int, help="8 texts or 4 pictures if left out")
+    parser.add_argument("--densities", nargs="+", type=float, default=[0.1, 0.05])
+    parser.add_argument("--blocks", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", action="store_true", help="peak memory in place of times")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)  # of `_measure_apart`
+    asked = parser.parse_args()
+    if asked.alone is not None:
+        sizes = json.loads(asked.alone[0])
+        cell = ModelCell(**sizes | {"features": tuple(sizes["features"])})
+        print(json.dumps(_train(cell, asked.alone[1])))
+        return
+    torch.set_num_threads(asked.threads)
+    found: dict[str, list[dict[str, Any]]] = {"cells": [], "refused": []}
+    for cell in cells_of(asked):
+        why = why_refused(cell, available_memory())
+        if why is not None:
+            found["refused"].append({"cell": str(cell), "why": why})
+            print(f"{cell}: refused, {why}", flush=True)
+            continue
+        if asked.memory:
+            figures = measure_memory(cell, ["masked", "dense"])
+            peaks = ((who, one["peak"]) for who, one in figures["memory"].items())
+            line = ", ".join(f"{who} {peak / 1e9:.2f} GB" for who, peak in peaks)
+        else:
+            figures = measure_model(cell, ["masked", "dense"], Effort(0, 3, 0.05, 1))
+            ratios = figures["whole"]["ratios"].items()
+            line = ", ".join(f"{who} {ratio['median']:.2f}x" for who, ratio in ratios)
+        print(f"{cell}: {line}", flush=True)
+        sizes = asdict(cell) | {"features": list(cell.features)}
+        found["cells"].append({"layer": cell.layer, **sizes, **figures})
+        if asked.json is not None:  # after each: an interrupted run keeps what it has measured
+            asked.json.write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
-    sizes = json.loads(sys.argv[1])
-    print(json.dumps(_train(Cell(**sizes | {"features": tuple(sizes["features"])}), sys.argv[2])))
+    main()
