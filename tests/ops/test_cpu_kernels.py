@@ -1,7 +1,10 @@
-"""The compiled products against dense float64, on every instruction set this machine runs."""
+"""Every kind of CPU kernel against dense float64, on every instruction set this machine runs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +13,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_of import needs_kernels
+from kernels_of import needs_kernels, with_library
+from product_checks import LAYOUTS, LOW, activations, check, dense_weight
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear import LayerIndex, choice, cpu_dense, grad_input, grad_weight, linear
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
 
-sparse = KERNELS["sparse"]
+sparse, bfloat16 = KERNELS["sparse"], KERNELS["bfloat16"]
 
 ISAS = [isa for isa in native.supported_isas() if isa in native.describe()["available"]]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the compiled kernels are not built")
 
 BLOCK_SIZES = [1, 2, 3, 4, 5, 8, 16, 32, 48, 64, 128]
+KINDS = ["sparse", "small", "dense", "bfloat16"]
+BLOCKS_OF = {
+    "sparse": BLOCK_SIZES,
+    "small": list(choice.SMALL_BLOCKS),
+    "dense": [1, 2, 3, 4, 8, 16, 64],
+    "bfloat16": [1, 3, 4, 8, 16, 32, 48, 64, 128],
+}
+TYPES = {kind: [torch.float32, LOW] if kind == "bfloat16" else [torch.float32] for kind in KINDS}
 
 
 @pytest.fixture(params=ISAS or ["none"])
@@ -41,218 +53,137 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
-def strided(shape: tuple[int, int], layout: str, generator: torch.Generator) -> Tensor:
-    """Random activations [batch, features] in memory of the given layout."""
-    batch, features = shape
-    if layout == "transposed":
-        return torch.randn(features, batch, generator=generator).t()
-    if layout == "sliced rows":
-        return torch.randn(batch, features + 5, generator=generator)[:, 3 : features + 3]
-    if layout == "sliced both":
-        return torch.randn(2 * batch, 3 * features, generator=generator)[::2, ::3]
-    if layout == "expanded batch":
-        return torch.randn(1, features, generator=generator).expand(batch, features)
-    if layout == "expanded features":
-        return torch.randn(batch, 1, generator=generator).expand(batch, features)
-    return torch.randn(batch, features, generator=generator)
-
-
-LAYOUTS = [
-    "contiguous",
-    "transposed",
-    "sliced rows",
-    "sliced both",
-    "expanded batch",
-    "expanded features",
-]
-
-
-def dense_weight(pattern: SparsePattern, values: Tensor) -> Tensor:
-    b = pattern.block_size
-    height, width = pattern.grid
-    weight = torch.zeros(height, b, width, b, dtype=torch.float64)
-    weight[pattern.rows.long(), :, pattern.cols.long()] = values.double().view(-1, b, b)
-    return weight.view(pattern.shape)
-
-
-def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Generator) -> None:
-    """Forward and backward, all combinations of what is needed, against dense float64."""
-    values = torch.randn(pattern.values_shape, generator=generator)
-    bias = torch.randn(pattern.shape[0], generator=generator)
-    weight = dense_weight(pattern, values)
-    b = pattern.block_size
-    height, width = pattern.grid
-    gradient = (dy.double().t() @ x.double()).view(height, b, width, b)
-    expected_dvalues = gradient[pattern.rows.long(), :, pattern.cols.long()].view(values.shape)
-    expected_y = x.double() @ weight.t()
-    expected_dx = dy.double() @ weight
-
-    def close(got: Tensor, expected: Tensor, terms: int) -> None:
-        assert got.dtype is torch.float32
-        assert got.shape == expected.shape
-        assert got.is_contiguous()
-        # Rounding errors of a sum of normal products grow with the square root of its length.
-        tolerance = 2e-6 * (terms + 4) ** 0.5
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=tolerance)
-
-    close(
-        sparse.forward(x, values, LayerIndex(pattern.index, values), None),
-        expected_y,
-        pattern.shape[1],
-    )
-    close(
-        sparse.forward(x, values, LayerIndex(pattern.index, values), bias),
-        expected_y + bias,
-        pattern.shape[1],
-    )
-    for need_input in (True, False):
-        for need_values in (True, False):
-            dbias = torch.empty(pattern.shape[0])
-            dx, dvalues = sparse.backward(
-                dy, x, values, LayerIndex(pattern.index, values), need_input, need_values, dbias
-            )
-            close(dbias, dy.double().sum(0), len(x))
-            assert (dx is not None) == need_input
-            assert (dvalues is not None) == need_values
-            if dx is not None:
-                close(dx, expected_dx, pattern.shape[0])
-            if dvalues is not None:
-                close(dvalues, expected_dvalues, len(x))
-
-
 @needs_kernels
-@given(
-    block=st.sampled_from(BLOCK_SIZES),
-    height=st.integers(1, 40),
-    width=st.integers(1, 40),
-    batch=st.one_of(st.integers(1, 20), st.integers(1, 200)),
-    density=st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]),
-    x_layout=st.sampled_from(LAYOUTS),
-    dy_layout=st.sampled_from(LAYOUTS),
-    seed=st.integers(0, 2**31),
-)
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_any_shape_pattern_and_stride(
-    block: int,
-    height: int,
-    width: int,
-    batch: int,
-    density: float,
-    x_layout: str,
-    dy_layout: str,
-    seed: int,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_any_shape_pattern_and_stride(kind: str, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    block = data.draw(st.sampled_from(BLOCKS_OF[kind]))
     # The same number of features for every block size, so that large blocks stay quick.
-    shape = (max(1, 2 * height // block) * block, max(1, 2 * width // block) * block)
+    shape = [
+        max(1, 2 * data.draw(st.integers(1, 40)) // block + data.draw(st.integers(0, 1))) * block
+        for _ in range(2)
+    ]
+    batches = [st.integers(0, 20), st.integers(1, 300)]
+    batch = data.draw(batches[0] if kind == "small" else st.one_of(*batches))
+    density = data.draw(st.sampled_from([0.0, 0.02, 0.1, 0.3, 0.6, 1.0]))
     pattern = SparsePattern.random(shape, density, block_size=block, generator=generator)
-    x = strided((batch, shape[1]), x_layout, generator)
-    dy = strided((batch, shape[0]), dy_layout, generator)
-    check(pattern, x, dy, generator)
+    dtype = LOW if kind == "bfloat16" else torch.float32
+    x, dy = (
+        activations((batch, size), data.draw(st.sampled_from(LAYOUTS)), generator, dtype)
+        for size in reversed(shape)
+    )
+    values_dtype = data.draw(st.sampled_from(TYPES[kind]))
+    with_library(
+        data.draw(st.sampled_from(ISAS)),
+        lambda: check(kind, pattern, x, dy, generator, values_dtype),
+    )
 
 
-@pytest.mark.parametrize("block", BLOCK_SIZES)
-def test_each_instruction_set(isa: str, threads: int, block: int) -> None:
+def check_batches(
+    kind: str,
+    pattern: SparsePattern,
+    batches: tuple[int, ...],
+    generator: torch.Generator,
+    layout: str = "contiguous",
+) -> None:
+    for dtype in TYPES[kind]:
+        for batch in batches:
+            low = LOW if kind == "bfloat16" else torch.float32
+            x = activations((batch, pattern.shape[1]), layout, generator, low)
+            dy = activations((batch, pattern.shape[0]), layout, generator, low)
+            check(kind, pattern, x, dy, generator, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "threads"),
+    [
+        (kind, block, threads)
+        for kind in KINDS
+        for block in BLOCKS_OF[kind]
+        for threads in ([1, 2] if kind == "sparse" else [1])
+    ],
+)
+def test_each_instruction_set(isa: str, kind: str, block: int, threads: int) -> None:
+    torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(block)
     shape = (77, 131) if block == 1 else (7 * block, 11 * block)
-    if block > 48:
+    if block >= 48:
         shape = (3 * block, 4 * block)
     pattern = SparsePattern.random(shape, 0.3, block_size=block, generator=generator)
-    for batch in (1, 7, 33, 64, 103):
-        x = strided((batch, shape[1]), "contiguous", generator)
-        dy = strided((batch, shape[0]), "contiguous", generator)
-        check(pattern, x, dy, generator)
+    batches = {
+        "sparse": (0, 1, 7, 33, 64, 103),
+        "small": (0, *range(1, 18)) if block == 1 else (0, 1, 3, 8),
+        "dense": (0, 1, 8, 33),
+        "bfloat16": (0, 1, 31, 64, 103, 290),
+    }
+    check_batches(kind, pattern, batches[kind], generator)
 
 
+@pytest.mark.parametrize("kind", ["sparse", "bfloat16"])
 @pytest.mark.parametrize("block", [1, 4, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_on_each_instruction_set(isa: str, block: int, layout: str) -> None:
+def test_strides_on_each_instruction_set(isa: str, block: int, layout: str, kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    shape = (48, 80)
-    pattern = SparsePattern.random(shape, 0.4, block_size=block, generator=generator)
-    x = strided((70, 80), layout, generator)
-    dy = strided((70, 48), layout, generator)
-    check(pattern, x, dy, generator)
+    pattern = SparsePattern.random((48, 80), 0.4, block_size=block, generator=generator)
+    check_batches(kind, pattern, (70,), generator, layout)
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 16])
-def test_more_tiles_than_are_packed_at_once(isa: str, threads: int, block: int) -> None:
+SHAPES = {
+    "more tiles than are packed at once": ((4, 5), 0.5, 16 * 64 + 71, (1, 3, 8, 16)),
+    "too wide for full tiles": ((12, 3_000), 0.01, 75, (1,)),
+    "far too wide for full tiles": ((12, 20_000), 0.01, 75, (1,)),
+    "too high for full tiles": ((20_000, 12), 0.01, 75, (1,)),
+    "two strips": ((256, 257), 0.02, 75, (1,)),
+    "strips of another size": ((257, 512), 0.02, 75, (1,)),
+    "several strips": ((800, 255), 0.02, 75, (1,)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "density", "batch", "block"),
+    [
+        pytest.param(*sizes, block, id=f"{name}, {block}")
+        for name, (*sizes, blocks) in SHAPES.items()
+        for block in blocks
+    ],
+)
+def test_layers_that_are_cut(
+    isa: str, threads: int, shape: tuple[int, int], density: float, batch: int, block: int
+) -> None:
+    torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(2)
-    shape = (4 * block, 5 * block)
-    pattern = SparsePattern.random(shape, 0.5, block_size=block, generator=generator)
-    batch = 16 * 64 + 71
-    check(
-        pattern,
-        torch.randn(batch, shape[1], generator=generator),
-        torch.randn(batch, shape[0], generator=generator),
-        generator,
-    )
-
-
-@pytest.mark.parametrize("shape", [(12, 3_000), (12, 20_000), (20_000, 12)])
-def test_layers_too_wide_for_full_tiles(isa: str, shape: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(2)
-    pattern = SparsePattern.random(shape, 0.01, generator=generator)
-    x = torch.randn(75, shape[1], generator=generator)
-    dy = torch.randn(75, shape[0], generator=generator)
-    check(pattern, x, dy, generator)
-
-
-@pytest.mark.parametrize("shape", [(256, 257), (257, 512), (800, 255)])
-def test_layers_of_several_strips(isa: str, threads: int, shape: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(14)
-    pattern = SparsePattern.random(shape, density=0.02, generator=generator)
-    x = torch.randn(75, shape[1], generator=generator)
-    dy = torch.randn(75, shape[0], generator=generator)
-    check(pattern, x, dy, generator)
+    size = (shape[0] * block, shape[1] * block)
+    pattern = SparsePattern.random(size, density, block_size=block, generator=generator)
+    check_batches("sparse", pattern, (batch,), generator)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])
-def test_empty_rows_and_columns(isa: str, block: int) -> None:
+@pytest.mark.parametrize("rows", [[1, 1, 5], [2] * 50])
+def test_empty_rows_and_columns(isa: str, block: int, rows: list[int]) -> None:
+    cols = [0, 4, 4] if len(rows) == 3 else range(50)
+    shape = (8 * block, 50 * block)
+    pattern = SparsePattern(rows, cols, shape=shape, block_size=block)
+    check_batches("sparse", pattern, (9, 70), torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("rows_at_once", [12, 0])  # a block row at least
+def test_dense_products_in_chunks(monkeypatch, block, density, rows_at_once) -> None:
+    monkeypatch.setattr(cpu_dense, "CHUNK_BYTES", max(1, rows_at_once * 4 * 9 * block))
     generator = torch.Generator().manual_seed(3)
-    pattern = SparsePattern([1, 1, 5], [0, 4, 4], shape=(8 * block, 7 * block), block_size=block)
-    x = torch.randn(9, 7 * block, generator=generator)
-    dy = torch.randn(9, 8 * block, generator=generator)
-    check(pattern, x, dy, generator)
-
-
-@pytest.mark.parametrize("block", [1, 4, 16])
-def test_one_row_holds_everything(isa: str, block: int) -> None:
-    generator = torch.Generator().manual_seed(4)
-    pattern = SparsePattern([2] * 50, range(50), shape=(4 * block, 50 * block), block_size=block)
-    x = torch.randn(70, 50 * block, generator=generator)
-    dy = torch.randn(70, 4 * block, generator=generator)
-    check(pattern, x, dy, generator)
-
-
-@pytest.mark.parametrize("block", [1, 4, 16])
-def test_empty_batch(isa: str, block: int) -> None:
-    pattern = SparsePattern.random((16, 32), 0.5, block_size=block)
-    values = torch.randn(pattern.values_shape)
-    y = sparse.forward(
-        torch.empty(0, 32), values, LayerIndex(pattern.index, values), torch.zeros(16)
-    )
-    assert y.shape == (0, 16)
-    dx, dvalues = sparse.backward(
-        torch.empty(0, 16),
-        torch.empty(0, 32),
-        values,
-        LayerIndex(pattern.index, values),
-        True,
-        True,
-    )
-    assert dx is not None
-    assert dvalues is not None
-    assert dx.shape == (0, 32)
-    assert bool((dvalues == 0).all())
+    pattern = SparsePattern.random((11 * block, 9 * block), density, block_size=block)
+    check_batches("dense", pattern, (5,), generator)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])
@@ -260,12 +191,10 @@ def test_what_earlier_calls_left_in_scratch_memory_does_not_show(isa: str, block
     generator = torch.Generator().manual_seed(5)
     pattern = SparsePattern.random((48, 64), 0.5, block_size=block, generator=generator)
     values = torch.randn(pattern.values_shape)
-    nan = torch.full((200, 64), torch.nan)
-    sparse.forward(nan, values, LayerIndex(pattern.index, values), None)
-    sparse.backward(
-        torch.full((200, 48), torch.nan), nan, values, LayerIndex(pattern.index, values), True, True
-    )
-    check(pattern, torch.randn(37, 64), torch.randn(37, 48), generator)
+    p, nan = LayerIndex(pattern.index, values), torch.full((200, 64), torch.nan)
+    sparse.forward(nan, values, p, None)
+    sparse.backward(torch.full((200, 48), torch.nan), nan, values, p, True, True)
+    check_batches("sparse", pattern, (37,), generator)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])
@@ -297,26 +226,62 @@ def test_values_and_bias_of_any_alignment(isa: str, block: int) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("block", [1, 4, 16])
-def test_repeated_calls_agree_bit_for_bit(isa: str, block: int) -> None:
-    generator = torch.Generator().manual_seed(8)
-    pattern = SparsePattern.random((256, 192), 0.3, block_size=block, generator=generator)
+def passes(kind: str, pattern: SparsePattern, values, x, dy) -> list[Tensor]:
+    """Everything that a kind computes."""
+    p, dbias = LayerIndex(pattern.index, values), torch.empty(pattern.shape[0])
+    y = KERNELS[kind].forward(x, values, p, None)
+    gradients = KERNELS[kind].backward(dy, x, values, p, True, True, dbias)
+    return [y, dbias, *(gradient for gradient in gradients if gradient is not None)]
+
+
+def operands(shape, block, batch, density=0.3, seed=8):
+    generator = torch.Generator().manual_seed(seed)
+    pattern = SparsePattern.random(shape, density, block_size=block, generator=generator)
     values = torch.randn(pattern.values_shape, generator=generator)
-    x = torch.randn(150, 192, generator=generator)
-    dy = torch.randn(150, 256, generator=generator)
-    results = []
-    before = torch.get_num_threads()
-    for threads in (1, 2, 2, 2):
+    x, dy = (torch.randn(batch, size, generator=generator) for size in reversed(shape))
+    return pattern, values, x, dy
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "batch", "shape"),
+    [
+        *(("sparse", block, 150, (256, 192)) for block in (1, 4, 16)),
+        ("sparse", 1, 400, (333, 257)),  # in panels
+        *(("small", b, 5, (300 // b * b, 700 // b * b)) for b in choice.SMALL_BLOCKS),
+    ],
+)
+def test_calls_agree_bit_for_bit_for_any_number_of_threads(isa, kind, block, batch, shape) -> None:
+    case = operands(shape, block, batch, density=0.4)
+    torch.set_num_threads(1)
+    first = passes(kind, *case)
+    assert len(first) == 4
+    for threads in (2, 2, 3, 5):
         torch.set_num_threads(threads)
-        p, dbias = LayerIndex(pattern.index, values), torch.empty(256)
-        y = sparse.forward(x, values, p, None)
-        results.append((y, dbias, *sparse.backward(dy, x, values, p, True, True, dbias)))
-    torch.set_num_threads(before)
-    for result in results[1:]:
-        for got, first in zip(result, results[0], strict=True):
-            assert got is not None
-            assert first is not None
-            assert torch.equal(got, first)
+        assert all(map(torch.equal, passes(kind, *case), first))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"), [("sparse", 1), ("sparse", 4), ("sparse", 16), ("dense", 1)]
+)
+def test_calls_from_several_python_threads(isa: str, kind: str, block: int) -> None:
+    cases = [operands((96, size), block, 300, 0.5) for size in (64, 160, 96)]
+    alone = [passes(kind, *case) for case in cases]
+    wrong: list[int] = []
+
+    def work(which: int) -> None:
+        for _ in range(20):
+            if not all(map(torch.equal, passes(kind, *cases[which]), alone[which])):
+                wrong.append(which)
+
+    workers = [threading.Thread(target=work, args=(which,)) for which in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    cpu_dense.release_memory()
+    assert not cpu_dense._pool
+    assert torch.equal(passes(kind, *cases[0])[0], alone[0][0])
 
 
 @pytest.mark.parametrize(("out", "features"), [(2000, 8), (8, 2000)])
@@ -325,56 +290,13 @@ def test_a_bias_gets_its_gradient_from_threads_without_other_work(
 ) -> None:
     generator = torch.Generator().manual_seed(10)
     pattern = SparsePattern.random((out, features), 0.3, generator=generator)
-    values = torch.randn(pattern.values_shape, generator=generator)
-    x, dy = torch.randn(100, features), torch.randn(100, out, generator=generator)
-    before = torch.get_num_threads()
-    try:
-        for threads in (5, 1):
-            torch.set_num_threads(threads)
-            for needs in ((True, True), (True, False), (False, True), (False, False)):
-                dbias = torch.empty(out)
-                sparse.backward(dy, x, values, LayerIndex(pattern.index, values), *needs, dbias)
-                torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=0, atol=2e-5)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("block", [1, 4, 16])
-def test_calls_from_two_python_threads(isa: str, block: int) -> None:
-    generator = torch.Generator().manual_seed(9)
-    cases = []
-    for features in (64, 160):
-        pattern = SparsePattern.random((96, features), 0.3, block_size=block, generator=generator)
-        values = torch.randn(pattern.values_shape, generator=generator)
-        x = torch.randn(100, features, generator=generator)
-        dy = torch.randn(100, 96, generator=generator)
-        alone = (
-            sparse.forward(x, values, LayerIndex(pattern.index, values), None),
-            *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True),
-        )
-        cases.append((pattern, values, x, dy, alone))
-    wrong: list[int] = []
-
-    def work(which: int) -> None:
-        pattern, values, x, dy, alone = cases[which]
-        for _ in range(20):
-            got = (
-                sparse.forward(x, values, LayerIndex(pattern.index, values), None),
-                *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True),
-            )
-            if not all(torch.equal(a, b) for a, b in zip(got, alone, strict=True)):
-                wrong.append(which)
-
-    workers = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    for threads in (5, 1):
+        torch.set_num_threads(threads)
+        check_batches("sparse", pattern, (100,), generator)
 
 
 def test_offsets_past_two_to_the_31(isa: str, tmp_path: Path) -> None:
-    # Three samples 2^30 floats apart, in a file of zeros that takes no room.
+    # Three samples 2^30 floats apart, in a file of zeros that takes no space.
     stride = 2**30
     path = tmp_path / "zeros"
     with path.open("wb") as file:
@@ -384,4 +306,107 @@ def test_offsets_past_two_to_the_31(isa: str, tmp_path: Path) -> None:
     x.copy_(torch.arange(24.0).view(3, 8))
     generator = torch.Generator().manual_seed(10)
     pattern = SparsePattern.random((4, 8), 0.5, generator=generator)
-    check(pattern, x, torch.randn(3, 4, generator=generator), generator)
+    check("sparse", pattern, x, torch.randn(3, 4, generator=generator), generator)
+
+
+# bfloat16 alone.
+
+
+def test_rounding_of_odd_values(isa: str) -> None:
+    """NaN stays NaN, infinities stay, halves go to the even neighbour: as torch rounds."""
+    odd = torch.tensor(
+        [
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            3.4e38,
+            1.00390625,
+            1.01171875,
+            -0.0,
+            torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32).item(),
+        ]
+    )
+    index = torch.arange(len(odd), dtype=torch.int32)
+    pattern = SparsePattern(index, torch.zeros_like(index), shape=(len(odd), 1))
+    values = torch.zeros(len(odd))
+    p = LayerIndex(pattern.index, values)
+    y = bfloat16.forward(torch.zeros(3, 1, dtype=LOW), values, p, odd)
+    expected = odd.to(LOW).expand(3, -1)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("block", [1, 4, 16, 32, 64])
+def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> None:
+    """The layer's operator in bfloat16 equals the kernels, with float32 gradients of the values."""
+    calls = []
+
+    def counted(name):
+        def kernel(*args):
+            calls.append(name)
+            return getattr(bfloat16, name)(*args)
+
+        return kernel
+
+    kernels = bfloat16._replace(forward=counted("forward"), backward=counted("backward"))
+    monkeypatch.setitem(KERNELS, "bfloat16", kernels)
+    generator = torch.Generator().manual_seed(0)
+    pattern = SparsePattern.random((256, 512), 0.05, block_size=block, generator=generator)
+    values = torch.randn(pattern.values_shape, generator=generator).to(LOW).float()
+    values.requires_grad_()
+    x = torch.randn(4, 32, 512, generator=generator).to(LOW).requires_grad_()
+    y = linear(x, values, pattern)
+    assert y.dtype is LOW
+    y.sum().backward()
+    assert calls == ["forward", "backward"]
+    assert x.grad is not None
+    assert x.grad.dtype is LOW
+    assert values.grad is not None
+    assert values.grad.dtype is torch.float32
+    dy = torch.ones(128, 256, dtype=LOW)
+    torch.testing.assert_close(x.grad.view(128, 512), grad_input(dy, values, pattern))
+    torch.testing.assert_close(
+        values.grad, grad_weight(dy, x.detach().view(128, 512), values, pattern)
+    )
+    calls.clear()
+    with torch.autocast("cpu", dtype=LOW):
+        again = linear(x.detach().float(), values, pattern)
+    assert calls == ["forward"]
+    torch.testing.assert_close(again, y.detach(), rtol=0, atol=0)
+
+
+LESSER_UNIT = """
+import sys
+import pytest
+from dynsparse._core import native
+
+tests = "test_each_instruction_set and bfloat16 or test_bfloat16_of_wide_layers"
+status = pytest.main([sys.argv[1], "-q", "-k", tests, "-p", "no:cacheprovider", "-m", ""])
+print(native.bfloat16_unit())
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_bfloat16_of_wide_layers(block: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (max(160 // block, 2) * block, 1024)
+    pattern = SparsePattern.random(shape, 0.3, block_size=block, generator=generator)
+    check_batches("bfloat16", pattern, (1, 50, 131), generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["0", "1"])
+def test_less_than_the_processor_has(unit: str) -> None:
+    """DYNSPARSE_BF16_UNIT keeps from the matrix units, and from the dot products."""
+    done = subprocess.run(
+        [sys.executable, "-c", LESSER_UNIT, __file__],
+        env={**os.environ, "DYNSPARSE_BF16_UNIT": unit},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    units = ("float32", "AVX-512", "AMX")
+    best = native.bfloat16_unit()
+    assert done.stdout.split()[-1] == units[min(int(unit), units.index(best))]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from product_checks import activations, check
 from torch import Tensor
 
 from dynsparse._core import native
@@ -41,52 +42,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def check(
-    pattern: SparsePattern,
-    x: Tensor,
-    dy: Tensor,
-    generator: torch.Generator,
-    p: LayerIndex | None = None,
-) -> Tensor:
-    """Products with `p`, or else with fresh indexes, beside those in float64."""
-    values = torch.randn(pattern.nnz, generator=generator)
-    bias = torch.randn(pattern.shape[0], generator=generator)
-    weight = torch.zeros(pattern.shape, dtype=torch.float64)
-    weight[pattern.rows.long(), pattern.cols.long()] = values.double()
-
-    def close(got: Tensor | None, expected: Tensor, terms: int) -> None:
-        assert got is not None
-        tolerance = 2e-6 * (terms + 4) ** 0.5
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=tolerance)
-
-    product = x.double() @ weight.t()
-    y = sparse.forward(x, values, p or LayerIndex(pattern.index, values), bias)
-    close(y, product + bias, pattern.shape[1])
-    close(
-        sparse.forward(x, values, p or LayerIndex(pattern.index, values), None),
-        product,
-        pattern.shape[1],
-    )
-    gradient = (dy.double().t() @ x.double())[pattern.rows.long(), pattern.cols.long()]
-    for need_input, need_values in ((True, False), (False, True), (True, True)):
-        dbias = torch.empty(pattern.shape[0])
-        dx, dw = sparse.backward(
-            dy,
-            x,
-            values,
-            p or LayerIndex(pattern.index, values),
-            need_input,
-            need_values,
-            dbias,
-        )
-        close(dbias, dy.double().sum(0), x.shape[0])
-        if need_input:
-            close(dx, dy.double() @ weight, pattern.shape[0])
-        if need_values:
-            close(dw, gradient, x.shape[0])
-    return y
-
-
 @given(
     out=st.integers(1, 300),
     features=st.integers(1, 500),
@@ -110,11 +65,9 @@ def test_any_shape(
     torch.set_num_threads(thread_count)
     pattern = SparsePattern.random((out, features), density, generator=generator)
     batch = 256 + more
-    x = torch.randn(batch, features, generator=generator)
-    dy = torch.randn(batch, out, generator=generator)
-    if transposed:
-        x, dy = x.t().contiguous().t(), dy.t().contiguous().t()
-    check(pattern, x, dy, generator)
+    layout = "transposed" if transposed else "contiguous"
+    x, dy = (activations((batch, size), layout, generator) for size in (features, out))
+    check("sparse", pattern, x, dy, generator)
 
 
 def test_many_rows_with_few_features() -> None:
@@ -123,7 +76,7 @@ def test_many_rows_with_few_features() -> None:
     x, dy = torch.randn(300, 70, generator=generator), torch.randn(300, 4500, generator=generator)
     for thread_count in (1, 2):
         torch.set_num_threads(thread_count)
-        check(pattern, x, dy, generator)
+        check("sparse", pattern, x, dy, generator)
 
 
 @pytest.mark.parametrize("shape", [(1500, 1700), (2600, 90), (90, 2600)])
@@ -135,7 +88,7 @@ def test_several_panels(shape: tuple[int, int], batch: int) -> None:
     dy = torch.randn(batch, shape[0], generator=generator)
     for thread_count in (1, 3):
         torch.set_num_threads(thread_count)
-        check(pattern, x, dy, generator)
+        check("sparse", pattern, x, dy, generator)
 
 
 @pytest.mark.parametrize("size", [16, 48, 256, 1024, 2**16])
@@ -152,7 +105,7 @@ def test_panels_of_any_size(size: int) -> None:
     ]
     for thread_count in (1, 3):
         torch.set_num_threads(thread_count)
-        check(pattern, x, dy, generator, p)
+        check("sparse", pattern, x, dy, generator, p=p)
 
 
 @pytest.mark.parametrize("kib", [16, 32, 48, 64, 128])
@@ -181,26 +134,8 @@ def test_rows_and_tiles_without_entries() -> None:
     mask[1, 290:] = True
     pattern = SparsePattern.from_mask(mask)
     x, dy = torch.randn(700, 400, generator=generator), torch.randn(700, 40, generator=generator)
-    y = check(pattern, x, dy, generator)
+    y = check("sparse", pattern, x, dy, generator)
     assert y[:, 2].unique().numel() == 1  # the bias alone
-
-
-def test_number_of_threads_does_not_matter() -> None:
-    generator = torch.Generator().manual_seed(3)
-    pattern = SparsePattern.random((333, 257), 0.4, generator=generator)
-    values = torch.randn(pattern.nnz, generator=generator)
-    x, dy = torch.randn(400, 257, generator=generator), torch.randn(400, 333, generator=generator)
-    results = []
-    for thread_count in (1, 2, 5):
-        torch.set_num_threads(thread_count)
-        p, dbias = LayerIndex(pattern.index, values), torch.empty(333)
-        y = sparse.forward(x, values, p, None)
-        results.append((y, dbias, *sparse.backward(dy, x, values, p, True, True, dbias)))
-    for found in results[1:]:
-        for one, other in zip(found, results[0], strict=True):
-            assert one is not None
-            assert other is not None
-            assert torch.equal(one, other)
 
 
 def shuffled_inside(ptr: Tensor, generator: torch.Generator) -> Tensor:

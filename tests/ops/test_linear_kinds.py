@@ -1,160 +1,25 @@
-"""Every kind of kernel against plain torch in float64; what chooses among them."""
+"""Layers that compute with every kind of kernel, and what chooses among the kinds."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, ops
 from dynsparse._core import native
 from dynsparse._core.processor import Processor
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import LayerIndex, choice, cost_table, cpu_dense, naive
+from dynsparse.ops.linear import choice, cost_table, cpu_dense
 from dynsparse.ops.linear.cost_table import Layer
-from dynsparse.ops.linear.cpu import KERNELS
-
-dense, small = KERNELS["dense"], KERNELS["small"]
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
-
-PASSES = {kind: KERNELS[kind] for kind in ("sparse", "small", "dense")}
 
 
 @pytest.fixture(autouse=True)
 def _same_costs():
     yield
     cost_table._active = None
-
-
-def operands(out, in_features, density, block_size, batch, layout="contiguous"):
-    pattern = SparsePattern.random(
-        (out * block_size, in_features * block_size), density, block_size=block_size
-    )
-
-    def activations(features):
-        return {
-            "contiguous": lambda: torch.randn(batch, features),
-            "transposed": lambda: torch.randn(features, batch).t(),
-            "expanded": lambda: torch.randn(1, features).expand(batch, features),
-            "strided": lambda: torch.randn(2 * batch, 3 * features)[::2, 1::3],
-        }[layout]()
-
-    values = torch.randn(pattern.values_shape)
-    bias = torch.randn(pattern.shape[0])
-    return pattern, activations(pattern.shape[1]), activations(pattern.shape[0]), values, bias
-
-
-def agrees(kind, out, in_features, density, block_size, batch, layout="contiguous"):
-    pattern, x, dy, values, bias = operands(out, in_features, density, block_size, batch, layout)
-    passes, p, index = PASSES[kind], LayerIndex(pattern.index, values), pattern.index
-    wide = (x.double(), values.double(), index)
-    torch.testing.assert_close(
-        passes.forward(x, values, p, bias),
-        naive.forward(*wide, bias.double()).float(),
-        rtol=1e-4,
-        atol=1e-4,
-    )
-    expected = (
-        naive.grad_input(dy.double(), values.double(), index).float(),
-        naive.grad_weight(dy.double(), *wide).float(),
-    )
-    for needs in ((True, True), (True, False), (False, True)):
-        dbias = torch.full((pattern.shape[0],), torch.nan)
-        got = passes.backward(dy, x, values, p, *needs, dbias)
-        torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=1e-5, atol=1e-4)
-        for need, tensor, wanted in zip(needs, got, expected, strict=True):
-            assert (tensor is not None) == need
-            if tensor is not None:
-                torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-4)
-
-
-sizes = st.integers(1, 70)
-layouts = st.sampled_from(["contiguous", "transposed", "expanded", "strided"])
-
-
-@settings(max_examples=60)
-@given(sizes, sizes, st.floats(0, 1), st.integers(0, 20), layouts)
-def test_small_passes(out, in_features, density, batch, layout):
-    agrees("small", out, in_features, density, 1, batch, layout)
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(1, 20),
-    st.integers(1, 20),
-    st.floats(0, 1),
-    st.sampled_from([4, 8, 16, 32, 4, 8, 16, 32, 64, 128]),
-    st.integers(0, 9),
-    layouts,
-)
-def test_small_passes_of_blocks(out, in_features, density, block_size, batch, layout):
-    most = 640 // block_size  # so that large blocks stay quick
-    agrees("small", min(out, most), min(in_features, most), density, block_size, batch, layout)
-
-
-@settings(max_examples=40)
-@given(
-    st.integers(1, 20),
-    st.integers(1, 20),
-    st.floats(0, 1),
-    st.sampled_from([1, 2, 3, 4, 8, 16, 64]),
-    st.integers(0, 9),
-    layouts,
-)
-def test_dense_passes(out, in_features, density, block_size, batch, layout):
-    agrees("dense", out, in_features, density, block_size, batch, layout)
-
-
-@pytest.mark.parametrize("batch", range(1, 18))
-def test_small_passes_at_every_small_batch(batch):
-    agrees("small", 67, 129, 0.4, 1, batch)
-
-
-@pytest.mark.parametrize("density", [0.3, 1.0])
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_dense_passes_in_slabs(monkeypatch, block_size, density):
-    monkeypatch.setattr(cpu_dense, "CHUNK_BYTES", 12 * 4 * 9 * block_size)
-    agrees("dense", 11, 9, density, block_size, 5)
-    monkeypatch.setattr(cpu_dense, "CHUNK_BYTES", 1)  # a block row at least
-    agrees("dense", 11, 9, density, block_size, 5)
-
-
-@pytest.mark.parametrize("isa", native.describe()["available"])
-def test_small_and_dense_on_every_instruction_set(monkeypatch, isa):
-    monkeypatch.setattr(native, "load", lambda: native.load_isa(isa))
-    for batch in (1, 3, 8):
-        agrees("small", 21, 50, 0.5, 1, batch)
-        for block_size in (4, 8, 16, 32):
-            agrees("small", 5, 7, 0.5, block_size, batch)
-        for block_size in (64, 128):
-            agrees("small", 2, 3, 0.5, block_size, batch)
-        agrees("dense", 21, 50, 0.5, 1, batch)
-
-
-@pytest.mark.parametrize("block_size", choice.SMALL_BLOCKS)
-def test_large_products_use_all_threads_and_do_not_depend_on_their_number(block_size):
-    sizes = (300 // block_size, 700 // block_size)
-    pattern, x, dy, values, bias = operands(*sizes, 0.4, block_size, 5)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            p = LayerIndex(pattern.index, values)
-            results.append(
-                (
-                    small.forward(x, values, p, bias),
-                    *small.backward(dy, x, values, p, True, True),
-                )
-            )
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("kind", choice.KINDS)
@@ -272,29 +137,6 @@ def test_remembered_choices_stay_few():
     for batch in range(1, 300):
         layer.kernel(batch)
     assert len(layer._state.index.choices[0]) <= choice._MOST_CHOICES
-
-
-def test_dense_products_of_several_threads_have_memory_of_their_own():
-    sets = [operands(40 + i, 50, 0.8, 1, 300) for i in range(8)]
-
-    def run(operand):
-        pattern, x, dy, values, bias = operand
-        p = LayerIndex(pattern.index, values)
-        for _ in range(20):
-            found = (
-                dense.forward(x, values, p, bias),
-                *dense.backward(dy, x, values, p, True, True),
-            )
-        return found
-
-    expected = [run(operand) for operand in sets]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, sets))
-    for one, other in zip(found, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    cpu_dense.release_memory()
-    assert not cpu_dense._pool
-    assert torch.equal(run(sets[0])[0], expected[0][0])
 
 
 def test_dense_products_after_inference_mode():
