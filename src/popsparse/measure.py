@@ -18,7 +18,7 @@ from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.static import make_plan
 from popsparse.planning.static_layout import StaticPlan
 from popsparse.plans import tile_memory
-from popsparse.programs.dense import Layout, Operand, add_product, create_operand
+from popsparse.programs.dense import Layout, add_product, create_operand
 from popsparse.programs.static import add_product as add_static_product
 from popsparse.programs.static import add_values, dense_operand
 
@@ -195,10 +195,9 @@ def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
     rng, kind = np.random.default_rng(seed), np.dtype(plan.dtype.name)
     a, b = (rng.uniform(-1, 1, size).astype(kind) for size in ((plan.m, plan.k), (plan.k, plan.n)))
     for operand, values in zip(operands, (a, b), strict=True):
-        tensor = operand.tensor() if isinstance(operand, Operand) else operand
-        engine.write(tensor, values[None])
+        engine.write(operand, values[None])
     profile = engine.run()
-    product = engine.read(result.tensor())[0]
+    product = engine.read(result)[0]
     return Run(profile, relative_error(product, a.astype(np.float64) @ b.astype(np.float64)))
 
 

@@ -411,5 +411,5 @@ def matmul(
         available_memory_proportion=available_memory_proportion,
     )
     operands = a.expand_dims(0), b.expand_dims(0)
-    product = add_product(graph, Layout(plan), *operands, program, name).tensor()
+    product = add_product(graph, Layout(plan), *operands, program, name)
     return product.reshape(a.shape[0], b.shape[1])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from popsparse import dense
 from popsparse.machine import Engine, Graph, Sequence, Target
 from popsparse.planning.cycles import AMP, HMAC, reduce_stage, reduction_depths
-from popsparse.programs.dense import Layout, Operand, add_product, create_operand
+from popsparse.programs.dense import Layout, add_product, create_operand
 
 FREE = settings(deadline=None, max_examples=30)
 
@@ -37,9 +37,9 @@ def run(plan, target, *, groups=1, transposed=(False, False), foreign=False, num
         return None, None, engine.run()
     for one, array, turn in zip(operands, arrays, transposed, strict=True):
         given_array = array.swapaxes(1, 2) if turn else array
-        engine.write(one.tensor() if isinstance(one, Operand) else one, given_array)
+        engine.write(one, given_array)
     profile = engine.run()
-    found = engine.read(result.tensor())
+    found = engine.read(result)
     a, b = (array.astype(np.float64) for array in arrays)
     return found, a @ b, profile
 

@@ -12,6 +12,7 @@ what `planning.cycles` says, exchanges what the machine finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from popsparse.machine import (
     as_dtype,
     codelets,
 )
-from popsparse.machine.target import KERNEL_CODE, SUM_CODE, Fact
+from popsparse.machine.target import KERNEL_CODE, SUM_CODE
 from popsparse.planning import cycles
 from popsparse.planning.dense import DensePlan
 from popsparse.planning.params import DataType, ceil_div
@@ -74,36 +75,49 @@ class Matrix(NamedTuple):
     def is_padded(self) -> bool:
         return any(e.steps * e.parts * e.each != e.size for e in (self.rows, self.cols))
 
-    def join(self, parts: np.ndarray) -> np.ndarray:
-        """[steps, groups, row parts, column parts, numel] as [groups, rows, cols]; each part may
-        have more than its elements, at the end."""
+    def view(self, home: Tensor) -> Tensor:
+        """[steps, groups, row parts, column parts, tiles, share] as [groups, rows, cols]; the tiles
+        that share a part may have more than its elements, at the end."""
         groups, rows, cols = self
-        at = parts.reshape(rows.steps, cols.steps, groups, rows.parts, cols.parts, -1)
+        at = home.addresses().reshape(rows.steps, cols.steps, groups, rows.parts, cols.parts, -1)
         at = at[..., : self.numel].reshape(*at.shape[:-1], rows.each, cols.each)
         at = at.transpose(2, 0, 3, 5, 1, 4, 6)
         at = at.reshape(groups, rows.steps * rows.parts * rows.each, -1)
-        return at[:, : rows.size, : cols.size]
+        at = at[:, : rows.size, : cols.size]
+        return Tensor(home.graph, home.dtype, at.shape, addresses=at)
 
 
+@dataclass(frozen=True)
 class Layout:
     """The cut of a plan, once for each of some groups that share a machine's tiles evenly."""
 
-    def __init__(self, plan: DensePlan, groups: int = 1) -> None:
-        self.plan, self.groups = plan, groups
-        vertex = plan.vertex
-        fields, outs = (plan.n, plan.m) if plan.swapped else (plan.m, plan.n)
-        out_groups, in_groups = (
-            ceil_div(outs, vertex.out_channels),
-            ceil_div(plan.k, vertex.in_channels),
+    plan: DensePlan
+    groups: int = 1
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of a tile in one step: field elements, groups of in- and of out-channels."""
+        plan, vertex = self.plan, self.plan.vertex
+        out_groups = ceil_div(plan.m if plan.swapped else plan.n, vertex.out_channels)
+        in_groups = ceil_div(plan.k, vertex.in_channels)
+        return (
+            ceil_div(plan.n if plan.swapped else plan.m, plan.field),
+            ceil_div(in_groups, plan.in_ * plan.serial_in),
+            ceil_div(out_groups, plan.out * plan.serial_out),
         )
-        # Of a tile in one step: field elements, groups of in- and of out-channels.
-        self.field = ceil_div(fields, plan.field)
-        self.in_groups = ceil_div(in_groups, plan.in_ * plan.serial_in)
-        self.out_groups = ceil_div(out_groups, plan.out * plan.serial_out)
-        streamed = Extent(fields, 1, plan.field, self.field)
-        made = Extent(outs, plan.serial_out, plan.out, self.out_groups * vertex.out_channels)
-        self.m, self.n = (made, streamed) if plan.swapped else (streamed, made)
-        self.k = Extent(plan.k, plan.serial_in, plan.in_, self.in_groups * vertex.in_channels)
+
+    @cached_property
+    def extents(self) -> dict[str, Extent]:
+        """Of "m", "k" and "n"."""
+        plan, (field, in_groups, out_groups) = self.plan, self.sizes
+        streamed, outs = ("n", "m") if plan.swapped else ("m", "n")
+        made = out_groups * plan.vertex.out_channels
+        summed = in_groups * plan.vertex.in_channels
+        return {
+            streamed: Extent(getattr(plan, streamed), 1, plan.field, field),
+            outs: Extent(getattr(plan, outs), plan.serial_out, plan.out, made),
+            "k": Extent(plan.k, plan.serial_in, plan.in_, summed),
+        }
 
     @cached_property
     def tiles(self) -> np.ndarray:
@@ -132,60 +146,59 @@ class Layout:
 
     def matrix(self, which: str, *, transposed: bool = False) -> Matrix:
         """The cut of "a" [m, k], "b" [k, n] or "c" [m, n]; `transposed`: of its transpose."""
-        rows, cols = {"a": (self.m, self.k), "b": (self.k, self.n), "c": (self.m, self.n)}[which]
+        names = {"a": "mk", "b": "kn", "c": "mn"}[which]
+        rows, cols = (self.extents[name] for name in names)
         return Matrix(self.groups, cols, rows) if transposed else Matrix(self.groups, rows, cols)
 
-    def home_tiles(self, which: str, *, transposed: bool) -> np.ndarray:
-        """The tiles of "a" or "b", [groups, row parts, column parts, tiles that share a part]."""
-        order = {"a": (0, 1, 2, 3), "b": (0, 2, 3, 1)}[which]
-        tiles = self.tiles.transpose(order)
-        return tiles.swapaxes(1, 2) if transposed else tiles
 
-
+@dataclass(frozen=True)
 class Operand:
-    """An operand "a" or "b" on the machine.
+    """How an operand "a" or "b" of a product lies: its home is [steps, groups, row parts, column
+    parts, tiles that share a part, share]. `transposed`: its user has it transposed."""
 
-    Attributes:
-        home: [steps, groups, row parts, column parts, tiles that share a part, share].
-        matrix: its cut.
-    """
+    layout: Layout
+    which: str
+    transposed: bool = False
 
-    def __init__(
-        self, graph: Graph, layout: Layout, which: str, name: str, *, transposed: bool = False
-    ) -> None:
-        self.layout, self.which, self.transposed = layout, which, transposed
-        self.matrix = layout.matrix(which, transposed=transposed)
-        self.tiles = layout.home_tiles(which, transposed=transposed)
-        self.share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
-        dtype: DType = as_dtype(layout.plan.dtype.name)
-        shape = [self.matrix.steps, *self.tiles.shape, self.share]
-        self.home = graph.add_variable(dtype, shape, name)
-        graph.set_tile_mapping(self.home, np.broadcast_to(self.tiles, shape[:-1]))
+    @cached_property
+    def matrix(self) -> Matrix:
+        return self.layout.matrix(self.which, transposed=self.transposed)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Where the dimensions of `Layout.tiles` are in those of `tiles`."""
+        order = (0, 1, 2, 3) if self.which == "a" else (0, 3, 1, 2)
+        swapped = {1: 2, 2: 1} if self.transposed else {}
+        return tuple(swapped.get(axis, axis) for axis in order)
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """[groups, row parts, column parts, tiles that share a part]."""
+        return self.layout.tiles.transpose(*np.argsort(self.order))
+
+    def add(self, graph: Graph, name: str) -> PlannedTensor:
+        """A new operand, [groups, rows, cols], that lies so."""
+        share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
+        shape = [self.matrix.steps, *self.tiles.shape, share]
+        home = graph.add_variable(as_dtype(self.layout.plan.dtype.name), shape, name)
+        graph.set_tile_mapping(home, np.broadcast_to(self.tiles, shape[:-1]))
         if self.matrix.is_padded:
-            graph.set_initial_value(self.home, 0)
-
-    def matches(self, layout: Layout, which: str, *, transposed: bool) -> bool:
-        mine = (self.layout.plan, self.layout.groups, self.which, self.transposed)
-        return mine == (layout.plan, layout.groups, which, transposed)
-
-    def tensor(self) -> Tensor:
-        """The matrix [groups, rows, cols], wherever its elements lie."""
-        at = self.home.addresses()
-        at = self.matrix.join(at.reshape(*at.shape[:4], -1))
-        return Tensor(self.home.graph, self.home.dtype, at.shape, addresses=at)
+            graph.set_initial_value(home, 0)
+        return PlannedTensor(home, self.matrix.view(home).addresses(), self)
 
 
 def create_operand(
     graph: Graph, layout: Layout, which: str, name: str, *, transposed: bool = False
-) -> Operand | Tensor:
+) -> Tensor:
     """A new operand "a" [groups, m, k] or "b" [groups, k, n], where its user would have it: as the
     product wants it, or spread in order where that is not the vertex's.
 
     `transposed`: the user has it transposed.
     """
+    operand = Operand(layout, which, transposed)
     if not layout.is_rearranged[which]:
-        return Operand(graph, layout, which, name, transposed=transposed)
-    return spread_in_order(graph, layout, layout.matrix(which, transposed=transposed).shape, name)
+        return operand.add(graph, name)
+    return spread_in_order(graph, layout, operand.matrix.shape, name)
 
 
 def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
@@ -196,23 +209,11 @@ def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: 
     return made
 
 
-def _supervisor(
-    name: str,
-    fields: dict[str, Any],
-    compute: Callable[[VertexView], None],
-    spent: Any,
-    flops: Any = 0,
-    code: Fact | None = None,
-) -> Codelet:
-    size = 0 if code is None else int(code.typical)
-    return Codelet(name, fields, compute, spent, "supervisor", flops=flops, code_bytes=size)
-
-
 def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codelet:
     """A part of "a" times a part of "b"; `transposed`: which of them are stored transposed."""
     plan = layout.plan
     target = plan.target
-    sizes = (layout.field, layout.in_groups, layout.out_groups)
+    sizes = layout.sizes
     if isinstance(plan.vertex, cycles.AMP):
         load = target.coefficient_load_bytes_per_cycle
         spent = cycles.amp(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers, load)
@@ -231,7 +232,10 @@ def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codele
         return 2 * inner * v.partials.shape[-1] * v.partials.shape[-2]
 
     fields = {"a": In(), "b": In(), "partials": Out()}
-    return _supervisor("dense product", fields, compute, float(spent), flops, KERNEL_CODE)
+    code = int(KERNEL_CODE.typical)
+    return Codelet(
+        "dense product", fields, compute, float(spent), "supervisor", flops=flops, code_bytes=code
+    )
 
 
 def _reduce_codelet(layout: Layout, result: DataType) -> Codelet:
@@ -251,7 +255,10 @@ def _reduce_codelet(layout: Layout, result: DataType) -> Codelet:
         return v.out.shape[-1] * (v.own.shape[-2] + v.others.shape[-2] - 1)
 
     fields = {"own": In(), "others": In(), "out": Out()}
-    return _supervisor("dense reduce", fields, compute, spent, flops, SUM_CODE)
+    code = int(SUM_CODE.typical)
+    return Codelet(
+        "dense reduce", fields, compute, spent, "supervisor", flops=flops, code_bytes=code
+    )
 
 
 def _take_slice(layout: Layout) -> Codelet:
@@ -265,7 +272,7 @@ def _take_slice(layout: Layout) -> Codelet:
         return cycles.dynamic_slice(v.out.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
     fields = {"src": In(), "index": In(INT), "out": Out()}
-    return _supervisor("dynamic slice", fields, compute, spent)
+    return Codelet("dynamic slice", fields, compute, spent, "supervisor")
 
 
 def _write_slice(layout: Layout) -> Codelet:
@@ -279,7 +286,7 @@ def _write_slice(layout: Layout) -> Codelet:
         return cycles.dynamic_slice(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
     fields = {"src": In(), "index": In(INT), "out": InOut()}
-    return _supervisor("dynamic update", fields, compute, spent)
+    return Codelet("dynamic update", fields, compute, spent, "supervisor")
 
 
 def _add_codelet(layout: Layout) -> Codelet:
@@ -292,7 +299,9 @@ def _add_codelet(layout: Layout) -> Codelet:
         return cycles.add_in_place(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
     fields = {"src": In(), "total": InOut()}
-    return _supervisor("add in place", fields, compute, spent, lambda v: v.src.shape[-1])
+    return Codelet(
+        "add in place", fields, compute, spent, "supervisor", flops=lambda v: v.src.shape[-1]
+    )
 
 
 def _in_place(name: str, spent: Callable[[int], Any]) -> Codelet:
@@ -304,7 +313,7 @@ def _in_place(name: str, spent: Callable[[int], Any]) -> Codelet:
     def of_vertex(v: VertexView) -> Any:
         return spent(v.data.itemsize * v.data.size // max(v.count, 1))
 
-    return _supervisor(name, {"data": InOut()}, lambda v: None, of_vertex)
+    return Codelet(name, {"data": InOut()}, lambda v: None, of_vertex, "supervisor")
 
 
 class _Partials(NamedTuple):
@@ -413,36 +422,24 @@ def _join(
     return _Partials(out, tiles, outputs)
 
 
-class Result(NamedTuple):
-    """The product on the machine: `home` is [steps, groups, m parts, n parts, tiles, share], or
-    [groups, m, n] where it was brought into order."""
-
-    home: Tensor
-    matrix: Matrix | None
-
-    def tensor(self) -> Tensor:
-        """The result as [groups, m, n], wherever its elements lie."""
-        at = self.home.addresses()
-        if self.matrix is not None:
-            at = self.matrix.join(at.reshape(*at.shape[:4], -1))
-        return Tensor(self.home.graph, self.home.dtype, at.shape, addresses=at)
-
-
 def add_product(
     graph: Graph,
     layout: Layout,
-    a: Operand | Tensor,
-    b: Operand | Tensor,
+    a: Tensor,
+    b: Tensor,
     program: Sequence,
     name: str,
     *,
     transposed: tuple[bool, bool] = (False, False),
-) -> Result:
+) -> Tensor:
     """Add the product of "a" [groups, m, k] and "b" [groups, k, n] to a program.
 
     Args:
-        a, b: made by `layout.create_operand`; any other tensor is copied into such a one.
+        a, b: those of `create_operand` lie as the product wants them; others are copied.
         transposed: which of them are transposed.
+
+    Returns:
+        [groups, m, n].
     """
     return _Product(graph, layout, name).add((a, b), program, transposed)
 
@@ -467,26 +464,30 @@ class _Product:
 
     def add(
         self,
-        given: tuple[Operand | Tensor, Operand | Tensor],
+        given: tuple[Tensor, Tensor],
         program: Sequence,
         transposed: tuple[bool, bool],
-    ) -> Result:
+    ) -> Tensor:
         plan, layout = self.plan, self.layout
         steps = Sequence(name=self.name)
         program.add(steps)
-        a, b = self._at_home(given, transposed, steps)
+        operands = self._at_home(given, transposed, steps)
         tiles = layout.tiles
         if layout.steps > 1:
             self.index = self.variable(INT, "step", [*tiles.shape], tiles)
             fill = {"out": self.index, "value": 0}
             steps.add(self.execute("first step", [(codelets.FILL, tiles, fill)]))
         field = "b" if plan.swapped else "a"
-        once = {one.which: one for one in (a, b) if plan.broadcast_once and one.which == field}
-        local = self._fetch(list(once.values()), steps, "fetch field operand")
+        once = {
+            one: home
+            for one, home in operands.items()
+            if plan.broadcast_once and one.which == field
+        }
+        local = self._fetch(once, steps, "fetch field operand")
         body = Sequence()
-        later = [one for one in (a, b) if one.which not in once]
+        later = {one: home for one, home in operands.items() if one not in once}
         local |= self._fetch(later, body, "fetch")
-        sums = self._reduce(self._multiply(local, (a.transposed, b.transposed), body), body)
+        sums = self._reduce(self._multiply(local, transposed, body), body)
         home = self._collect(sums, body, steps)
         if layout.steps > 1:
             assert self.index is not None
@@ -500,42 +501,36 @@ class _Product:
             cast = {"src": home[0], "out": out}
             steps.add(self.execute("final cast", [(codelets.CAST, sums.tiles, cast)]))
             home = out.expand_dims(0)
-        product = Result(home, layout.matrix("c"))
+        product = layout.matrix("c").view(home)
         if not layout.is_rearranged["c"]:
             return product
-        view = product.tensor()
-        ordered = spread_in_order(self.graph, layout, view.shape, f"{self.name} result in order")
-        steps.add(Copy(view, ordered, name="regroup result"))
-        return Result(ordered, None)
+        ordered = spread_in_order(self.graph, layout, product.shape, f"{self.name} result in order")
+        steps.add(Copy(product, ordered, name="regroup result"))
+        return ordered
 
     def _at_home(
-        self,
-        given: tuple[Operand | Tensor, Operand | Tensor],
-        transposed: tuple[bool, bool],
-        steps: Sequence,
-    ) -> list[Operand]:
-        """The operands where the product wants them."""
-        operands, pairs = [], []
-        for which, one, turn in zip("ab", given, transposed, strict=True):
-            if isinstance(one, PlannedTensor) and isinstance(one.layout, Operand):
-                is_in_place = one.layout.matches(self.layout, which, transposed=turn)
-                one = one.layout if is_in_place else one
-            if not isinstance(one, Operand):
-                name = f"{self.name} {which} at home"
-                own = Operand(self.graph, self.layout, which, name, transposed=turn)
-                pairs.append((one, own.tensor()))
-                one = own
-            operands.append(one)
+        self, given: tuple[Tensor, Tensor], transposed: tuple[bool, bool], steps: Sequence
+    ) -> dict[Operand, Tensor]:
+        """The operands where the product wants them, and their homes."""
+        homes, pairs = {}, []
+        for which, tensor, turn in zip("ab", given, transposed, strict=True):
+            operand = Operand(self.layout, which, turn)
+            if isinstance(tensor, PlannedTensor) and tensor.layout == operand:
+                homes[operand] = tensor.home
+                continue
+            own = operand.add(self.graph, f"{self.name} {which} at home")
+            pairs.append((tensor, own))
+            homes[operand] = own.home
         if pairs:
             steps.add(Copy(pairs, name="regroup operands"))
-        self._rearrange(operands, steps)
-        return operands
+        self._rearrange(homes, steps)
+        return homes
 
-    def _rearrange(self, operands: list[Operand], steps: Sequence) -> None:
+    def _rearrange(self, operands: dict[Operand, Tensor], steps: Sequence) -> None:
         """Operands that are padded or not in the vertex's order are brought into it."""
         copy, width = int(self.plan.target.memcpy_bytes_per_cycle), self.plan.dtype.vector_width
         vertices = []
-        for one in operands:
+        for one, home in operands.items():
             if not self.layout.is_rearranged[one.which]:
                 continue
             coefficients = one.which == ("a" if self.plan.swapped else "b")
@@ -545,24 +540,23 @@ class _Product:
             def spent(held: int, odd: bool = odd) -> Any:
                 return cycles.rearrange(held, self.plan.dtype, copy, odd=odd)
 
-            data = one.home.transpose(1, 2, 3, 4, 0, 5)
-            edges = {"data": data}
+            edges = {"data": home.transpose(1, 2, 3, 4, 0, 5)}
             vertices.append((_in_place("rearrange", spent), one.tiles, edges))
         if vertices:
             steps.add(self.execute("rearrange operands", vertices))
 
-    def _fetch(self, operands: list[Operand], steps: Sequence, what: str) -> dict[str, Tensor]:
+    def _fetch(
+        self, operands: dict[Operand, Tensor], steps: Sequence, what: str
+    ) -> dict[str, Tensor]:
         """The part of each operand that each tile works on, [*tiles, rows, cols]."""
         pairs, slices, fetched = [], [], {}
-        for one in operands:
-            home = one.home
+        for one, home in operands.items():
             if one.matrix.steps > 1:
                 source = self.variable(
                     self.dtype, f"slice of {one.which}", [*home.shape[1:]], one.tiles
                 )
-                # The step counter of a tile: its own.
-                index = self._of_home(self.index, one)
-                edges = {"src": home.transpose(1, 2, 3, 4, 0, 5), "index": index, "out": source}
+                by_step = home.transpose(1, 2, 3, 4, 0, 5)
+                edges = {"src": by_step, "index": self._index_on(one.tiles), "out": source}
                 slices.append((_take_slice(self.layout), one.tiles, edges))
             else:
                 source = home[0]
@@ -570,40 +564,25 @@ class _Product:
             sharing = one.tiles.shape[-1]
             if sharing > 1:
                 # Every tile that shares the part gets all shares of it.
-                shape = [*one.tiles.shape, sharing, one.share]
+                shape = [*one.tiles.shape, sharing, home.shape[-1]]
                 local = self.variable(self.dtype, f"part of {one.which}", shape, one.tiles)
                 pairs.append((source.expand_dims(3).broadcast_to(*shape), local))
             rows, cols = one.matrix.rows.each, one.matrix.cols.each
-            local = local.reshape(*one.tiles.shape, sharing * one.share)[..., : one.matrix.numel]
-            fetched[one.which] = self._to_grid(local.reshape(*one.tiles.shape, rows, cols), one)
+            local = local.reshape(*one.tiles.shape, -1)[..., : one.matrix.numel]
+            local = local.reshape(*one.tiles.shape, rows, cols)
+            fetched[one.which] = local.transpose(*one.order, 4, 5)
         if slices:
             steps.add(self.execute("slice operands", slices))
         if pairs:
             steps.add(Copy(pairs, name=what))
         return fetched
 
-    @staticmethod
-    def _order(one: Operand) -> tuple[int, ...]:
-        """Where the grid's dimensions [groups, m, k, n] are in those of an operand's tiles."""
-        order = (0, 1, 2, 3) if one.which == "a" else (0, 3, 1, 2)
-        if not one.transposed:
-            return order
-        swapped = {1: 2, 2: 1}
-        return tuple(swapped.get(axis, axis) for axis in order)
-
-    def _to_grid(self, local: Tensor, one: Operand) -> Tensor:
-        return local.transpose(*self._order(one), 4, 5)
-
-    def _of_home(self, index: Tensor | None, one: Operand) -> Tensor:
-        assert index is not None
-        return index.transpose(*np.argsort(self._order(one)).tolist())
-
     def _multiply(
         self, local: dict[str, Tensor], transposed: tuple[bool, bool], steps: Sequence
     ) -> Tensor:
         """Partial sums, [*tiles, m, n]."""
         tiles, layout = self.layout.tiles, self.layout
-        shape = [*tiles.shape, layout.m.each, layout.n.each]
+        shape = [*tiles.shape, layout.extents["m"].each, layout.extents["n"].each]
         partials = self.variable(self.partials_type, "partials", shape, tiles)
         edges = {**local, "partials": partials}
         codelet = _product_codelet(layout, transposed=transposed)
@@ -613,11 +592,11 @@ class _Product:
     def _reduce(self, partials: Tensor, steps: Sequence) -> _Partials:
         """The sums over k, of the type of the result; of the partials' where more steps follow."""
         plan, layout = self.plan, self.layout
-        outputs = layout.m.each * layout.n.each
+        outputs = layout.extents["m"].each * layout.extents["n"].each
         by_output = partials.reshape(*partials.shape[:4], 1, outputs)
         copies = [
             _Partials(by_output[:, :, k], layout.tiles[:, :, k, :, None], outputs)
-            for k in range(layout.k.parts)
+            for k in range(layout.extents["k"].parts)
         ]
         kind = plan.partials if plan.serial_in > 1 else plan.dtype
         result = as_dtype(kind.name)
@@ -649,10 +628,7 @@ class _Product:
         if matrix.steps > 1:
             home = self.variable(self.dtype, "result", [*shape[:-1], matrix.steps, shape[-1]],
                                  sums.tiles)  # fmt: skip
-            index = self.index
-            assert index is not None
-            # Any counter of the tile will do; the sums lie on tiles of one m and n part.
-            edges = {"src": sums.tensor, "index": self._at(index, sums.tiles), "out": home}
+            edges = {"src": sums.tensor, "index": self._index_on(sums.tiles), "out": home}
             update = _write_slice(self.layout)
             body.add(self.execute("update result", [(update, sums.tiles, edges)]))
             return home.transpose(4, 0, 1, 2, 3, 5)
@@ -665,8 +641,10 @@ class _Product:
             return total.expand_dims(0)
         return sums.tensor.expand_dims(0)
 
-    def _at(self, index: Tensor, tiles: np.ndarray) -> Tensor:
+    def _index_on(self, tiles: np.ndarray) -> Tensor:
         """The step counters of some tiles."""
+        index = self.index
+        assert index is not None
         at = np.empty(self.layout.tiles.max() + 1, np.int64)
         at[self.layout.tiles.reshape(-1)] = index.addresses().reshape(-1)
         return Tensor(self.graph, index.dtype, tiles.shape, addresses=at[tiles])

@@ -22,10 +22,15 @@ from popsparse.formats import SparseMatrix, to_numpy
 from popsparse.machine import Graph, Sequence, Tensor
 from popsparse.planning.plan import Plan
 from popsparse.programs import dense as product
-from popsparse.programs.dense import Layout, Operand
-from popsparse.programs.dense import create_operand as create
+from popsparse.programs.dense import Layout
 from popsparse.programs.grad_weight import add_grad_weight
-from popsparse.programs.layout import OperandLayout, PlannedTensor, SparseTensor, create_operand
+from popsparse.programs.layout import (
+    OperandLayout,
+    PlannedTensor,
+    SparseTensor,
+    create_operand,
+    keep_layout,
+)
 from popsparse.programs.product import add_product
 
 
@@ -34,31 +39,20 @@ def _layout(plan: Plan, name: str) -> Layout:
     return Layout(plan.dense[name], plan.sizes.groups)
 
 
-def _as_user(made: Operand | Tensor, view: Tensor) -> Tensor:
-    return _view(made, view) if isinstance(made, Operand) else view
-
-
-def _view(operand: Operand, view: Tensor) -> PlannedTensor:
-    return PlannedTensor(operand.home, view.addresses(), operand)
-
-
 def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
     """Variables for the weights of a plan with `use_dense`, as forward wants them."""
     layout = _layout(plan, "forward")
-    made = create(graph, layout, "a", f"{name} values", transposed=True)
-    graph.set_initial_value(made.home if isinstance(made, Operand) else made, 0)
-    values = made.tensor() if isinstance(made, Operand) else made
-    return SparseTensor.of_dense(graph, plan, _as_user(made, values), name)
+    values = product.create_operand(graph, layout, "a", f"{name} values", transposed=True)
+    graph.set_initial_value(values.home if isinstance(values, PlannedTensor) else values, 0)
+    return SparseTensor.of_dense(graph, plan, values, name)
 
 
 def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
     """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
     forward or grad_input want them."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
-    made = create(graph, layout, "b", name, transposed=True)
-    view = made.tensor() if isinstance(made, Operand) else made
-    view = view.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape)
-    return _as_user(made, view)
+    made = product.create_operand(graph, layout, "b", name, transposed=True)
+    return keep_layout(made, made.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape))
 
 
 def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
@@ -66,9 +60,7 @@ def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
     layout = OperandLayout(plan, dim)
     layout.check(tensor)
     view = tensor.reshape(plan.sizes.z, plan.sizes.groups, layout.channels).transpose(1, 0, 2)
-    if isinstance(tensor, PlannedTensor) and isinstance(tensor.layout, Operand):
-        return _view(tensor.layout, view)
-    return view
+    return keep_layout(tensor, view)
 
 
 def add_dense_product(
@@ -90,7 +82,7 @@ def add_dense_product(
         transposed=(forward, True),
     )
     shape = OperandLayout(plan, "x" if forward else "y").shape
-    return result.tensor().transpose(2, 0, 1).reshape(*shape)
+    return result.transpose(2, 0, 1).reshape(*shape)
 
 
 def add_dense_grad_weight(
@@ -104,7 +96,7 @@ def add_dense_grad_weight(
     result = product.add_product(
         graph, layout, *operands, program, "grad_weight", transposed=transposed
     )
-    return result.tensor().flatten()
+    return result.flatten()
 
 
 class DensePatterns(NamedTuple):

@@ -209,6 +209,13 @@ class PlannedTensor(Tensor):
         self.layout = layout
 
 
+def keep_layout(tensor: Tensor, view: Tensor) -> Tensor:
+    """`view`, of all elements of `tensor`, with the layout that `tensor` has, if any."""
+    if not isinstance(tensor, PlannedTensor):
+        return view
+    return PlannedTensor(tensor.home, view.addresses(), tensor.layout)
+
+
 def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> PlannedTensor:
     """A new operand, at home: the input (`dim` "y") or the gradient of the output ("x")."""
     layout = OperandLayout(plan, dim)

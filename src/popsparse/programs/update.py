@@ -144,10 +144,9 @@ class UpdatePrograms:
             )
             layout = Layout(piece.plan, sizes.groups)
             transposed = (True, False)
-            made = add_product(
+            scores = add_product(
                 self.graph, layout, a, b, steps, f"dense gradient{mark}", transposed=transposed
             )
-            scores = made.tensor()
             is_pooled = self.update.pooling != "none" and self.block != (1, 1)
             if is_pooled:
                 scores = self._pool(scores, mark, steps)
