@@ -15,7 +15,7 @@ from popsparse import static
 from popsparse.encoding.buckets import BucketLayout
 from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.formats import COOMatrix, CSCMatrix, CSRMatrix
-from popsparse.machine import Graph, Sequence, Target
+from popsparse.machine import Engine, Graph, Sequence, Target
 
 SIZES = {
     "rows": 12, "cols": 12, "batch": 4, "partition": (2, 2, 1), "nz_elements": 12,
@@ -313,7 +313,16 @@ def test_71_sizes_off_the_vector_width_work(dtype):
     pattern = random_pattern((13, 7), 0.4)
     values = torch.randint(-3, 4, (pattern.nnz,)).to(getattr(torch, dtype))
     dense = torch.randint(-3, 4, (7, 5)).to(getattr(torch, dtype))
-    found = static.plan(pattern, 5, dtype, TARGET)
-    got = np.asarray(static.multiply(found, values, dense), np.float64)
+    graph, program = Graph(TARGET), Sequence()
+    params = static.MatmulParams.create_for_sparse_dense(1, 13, 7, 5)
+    lhs = static.create_sparse_dense_matmul_lhs(graph, dtype, params, pattern)
+    rhs = static.create_sparse_dense_matmul_rhs(graph, dtype, params, pattern)
+    out = static.sparse_dense_matmul(graph, lhs, rhs, program)
+    graph.add_handle("out", out)
+    engine = Engine(graph, program)
+    partitioner = static.Partitioner(params, dtype, TARGET, pattern)
+    engine.write(lhs.nz_values, partitioner.encode(pattern, values))
+    engine.write(rhs, dense[None])
+    engine.run()
     wanted = pattern.to_dense(values).double() @ dense.double()
-    np.testing.assert_array_equal(got.reshape(13, 5), wanted.numpy())
+    np.testing.assert_array_equal(engine.read("out")[0], wanted.numpy())

@@ -27,8 +27,8 @@ def random_matrix(rows, columns, block, density, seed, dtype="float32"):
     return CSRMatrix.from_pattern(pattern, values)
 
 
-def run(matrix, n, dtype, target, *, dense_sparse=False, options=None, foreign=False, seed=0):
-    """The product on the machine: (result, exact result, engine, profile, plan, operand)."""
+def run(matrix, n, dtype, target, *, dense_sparse=False, options=None, foreign=False, operand=None):
+    """The product on the machine: (result, exact result, profile, plan)."""
     a, b = matrix.shape
     if dense_sparse:
         params = static.MatmulParams.create_for_dense_sparse(1, n, a, b)
@@ -57,7 +57,8 @@ def run(matrix, n, dtype, target, *, dense_sparse=False, options=None, foreign=F
         out = static.dense_sparse_matmul(graph, dense, sparse, program)
     else:
         out = static.sparse_dense_matmul(graph, sparse, dense, program)
-    operand = np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
+    if operand is None:
+        operand = np.random.default_rng(0).integers(-2, 3, shape).astype(dtype)
     partitioner = static.Partitioner(params, dtype, target, matrix, options, cache)
     graph.add_handle("out", out)
     engine = Engine(graph, program)
@@ -66,7 +67,7 @@ def run(matrix, n, dtype, target, *, dense_sparse=False, options=None, foreign=F
     profile = engine.run()
     exact = matrix.to_dense().astype(np.float64)
     exact = operand[0] @ exact if dense_sparse else exact @ operand[0].astype(np.float64)
-    return engine.read("out")[0], exact, engine, profile, sparse.plan, operand[0]
+    return engine.read("out")[0], exact, profile, sparse.plan
 
 
 # Family M (section 8.2 of docs/popsparse-formulas.md): 4 tiles, types and blocks, all plans free.
@@ -123,16 +124,10 @@ def test_any_product(
     matrix = random_matrix(rows * block, columns * block, block, density, seed)
     options = {"num_bands": num_bands, "n_split": n_split}
     target = Target(tiles=tiles)
-    found, exact, _, _, plan, operand = run(
+    found, exact, *_ = run(
         matrix, n, dtype, target, dense_sparse=dense_sparse, options=options, foreign=foreign
     )
     np.testing.assert_allclose(found, exact, rtol=1e-2, atol=1e-2)
-    # The machine's arithmetic without the machine is the same to the last bit.
-    partitioner = static.Partitioner(plan.params, dtype, target, matrix, options)
-    blocks = np.empty((plan.pattern.nnz, block, block), dtype)
-    blocks[plan.order] = partitioner.encode(matrix).reshape(blocks.shape)
-    quick = static.multiply(plan, blocks, operand.T if dense_sparse else operand)
-    np.testing.assert_array_equal(quick.T if dense_sparse else quick, found)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -140,7 +135,7 @@ def test_any_product(
 def test_the_model_times_what_the_machine_does(dtype, block):
     """Compute cycles are equal; exchange differs by what happens to be on its tile already."""
     matrix = random_matrix(256, 256, block, 0.1, 11)
-    *_, profile, plan, _ = run(matrix, 64, dtype, Target.mk2(tiles=24))
+    *_, profile, plan = run(matrix, 64, dtype, Target.mk2(tiles=24))
     time = static.predict(plan)
     steps = {step.name: step for step in time.steps}
     assert profile.step("multiply").compute == steps["multiply"].compute
@@ -155,10 +150,10 @@ def test_float16_blocks_round_after_each_block():
     pattern = SparsePattern([0, 0, 0], [0, 1, 2], shape=(4, 12), block_size=4)
     values = np.zeros((3, 4, 4), np.float16)
     values[0], values[1], values[2] = 512, 0.25, 0.25
-    plan = static.plan(pattern, 1, "float16", Target(tiles=1))
-    assert static.multiply(plan, values, np.ones((12, 1))).max() == 2048
-    plan = static.plan(pattern, 1, "float32", Target(tiles=1))
-    assert static.multiply(plan, values.astype(np.float32), np.ones((12, 1))).max() == 2050
+    matrix, ones = CSRMatrix.from_pattern(pattern, values), np.ones((1, 12, 1), np.float16)
+    for dtype, largest in (("float16", 2048), ("float32", 2050)):
+        found, *_ = run(matrix, 1, dtype, Target(tiles=1), operand=ones.astype(dtype))
+        assert found.max() == largest
 
 
 def test_round_trip_of_dense_sparse():

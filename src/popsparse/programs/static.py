@@ -403,36 +403,3 @@ def add_partials(
         to = Runs(begin[now], length[now]).addresses()
         total[to] += values[Runs(first[now], length[now]).addresses()]
     return total
-
-
-def multiply(plan: StaticPlan, values: np.ndarray, dense: np.ndarray) -> np.ndarray:
-    """The product with the machine's arithmetic, without the machine.
-
-    Args:
-        values: [nnz, b, b] (or [nnz]) of `plan.pattern`, in its order.
-        dense: [k, n].
-
-    Returns:
-        [m, n] of the plan's type, to the last bit what the device program gives.
-    """
-    kind = np.dtype(plan.dtype.name)
-    (height, width), block = plan.pattern.grid, plan.pattern.block_size
-    n = plan.params.n
-    operand = np.zeros((width, plan.n_padded, block), kind)
-    operand[:, :n] = np.asarray(dense).reshape(width, block, n).transpose(0, 2, 1)
-    ordered = np.asarray(values).reshape(-1, block, block)[plan.order].astype(kind)
-    out = np.zeros((height, plan.n_padded, block), kind)
-    for part, columns in enumerate(plan.n_parts):
-        pieces = plan.pieces(part)
-        gathered = operand[plan.column_order[pieces.column], columns.begin : columns.end]
-        partials = multiply_pieces(pieces, ordered, gathered)
-        if not len(partials):
-            continue
-        order, begins = reduction_sources(plan, part)
-        depth = np.diff(begins)
-        total = np.zeros((height, *partials.shape[1:]), np.float32)
-        for number in range(int(depth.max())):
-            there = np.flatnonzero(depth > number)
-            total[there] += partials[order[begins[there] + number]]
-        out[plan.row_order, columns.begin : columns.end] = total
-    return out[:, :n].transpose(0, 2, 1).reshape(height * block, n)

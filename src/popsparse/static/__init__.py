@@ -16,7 +16,6 @@ from popsparse.planning.static import make_plan
 from popsparse.planning.static_layout import StaticPlan
 from popsparse.plans import plan_report, plan_text, predict, tile_memory
 from popsparse.programs.layout import PlannedTensor
-from popsparse.programs.static import multiply
 from popsparse.static.matmul import (
     Partitioner,
     SparseTensor,
@@ -43,7 +42,6 @@ __all__ = [
     "create_sparse_dense_matmul_rhs",
     "dense_sparse_matmul",
     "make_plan",
-    "multiply",
     "plan",
     "plan_report",
     "plan_text",
