@@ -37,14 +37,12 @@ from popsparse.machine import (
     In,
     Out,
     Profile,
-    Program,
     Repeat,
     RepeatWhileTrue,
     Sequence,
     Tensor,
     VertexView,
     codelets,
-    rotation,
 )
 from popsparse.planning.options import Options
 from popsparse.planning.params import FullyConnectedParams, ceil_div
@@ -61,29 +59,34 @@ from popsparse.programs.layout import (
     reorder,
     tile_grid,
 )
+from popsparse.programs.product import RotatingBuckets
 
 _PADDING = np.iinfo(np.uint32).max
 
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """Tiles of equal y share the indices among them; each holds the columns of its y."""
+    """Tiles of equal y share the indices among them; each holds the columns of its y.
+
+    The tiles are [1, y, ring]: those of equal y form a ring, x by x.
+    """
 
     plan: Plan
     num_indices: int
 
-    order = "gyxz"
-
     @property
     def tiles(self) -> np.ndarray:
-        return tile_grid(self.plan, self.order)
+        return tile_grid(self.plan, "gyxz").reshape(1, self.plan.partition.y, -1)
 
     @property
     def columns(self) -> np.ndarray:
         """The y of every tile."""
-        return np.broadcast_to(
-            np.arange(self.plan.partition.y)[None, :, None, None], self.tiles.shape
-        )
+        return np.indices(self.tiles.shape)[1]
+
+    def on_ring(self, buckets: Tensor) -> Tensor:
+        """Words or values of buckets [1, x, y, z, ...] in the order of the tiles."""
+        ordered = reorder(buckets, "gxyz", "gyxz")
+        return ordered.reshape(*self.tiles.shape, *buckets.shape[4:])
 
     @property
     def share(self) -> int:
@@ -119,84 +122,72 @@ class SliceLayout:
         return PlannedTensor(home, at.reshape(self.num_indices, -1)[:, : self.plan.sizes.y], self)
 
 
-class Round:
-    """Data that goes round the tiles of equal y, and then on to the next y as often as needed."""
+def _add_round(
+    graph: Graph,
+    weights: SparseTensor,
+    layout: SliceLayout,
+    name: str,
+    codelet: Codelet,
+    passing: Mapping[str, Tensor],
+    staying: Mapping[str, Any],
+    way: int,
+    steps: Sequence,
+) -> None:
+    """Add steps in which data goes round the tiles of equal y, and then on to the next y as often
+    as the overflow record says.
 
-    def __init__(self, graph: Graph, weights: SparseTensor, layout: SliceLayout, name: str) -> None:
-        self.graph, self.weights, self.layout, self.name = graph, weights, layout, name
-        self.tiles = layout.tiles
+    Args:
+        codelet: what runs on every tile at every turn.
+        passing: fields that travel, [*tiles, ...].
+        staying: the others.
+        way: +1 if a tile gets what the next one had, -1 for the one before.
+    """
+    tiles = layout.tiles
+    moving = {
+        field: RotatingBuckets.like(graph, home, "gyr", tiles, f"{name} passing {field}")
+        for field, home in passing.items()
+    }
+    compute = []
+    for n in (0, 1):
+        edges = {**staying, **{field: one.buffers[n] for field, one in moving.items()}}
+        compute.append(execute(graph, f"{name} {n}", codelet, tiles, edges, f"compute {n}"))
 
-    def build(
-        self, codelet: Codelet, passing: Mapping[str, Tensor], staying: Mapping[str, Any], way: int
-    ) -> list[Program]:
-        """The steps.
+    def move(source: int, dim: str) -> Copy:
+        pairs = [pair for one in moving.values() for pair in one.move(source, dim, way)]
+        return Copy(pairs, name=f"pass on {'xz' if dim == 'r' else 'y'} {source}")
 
-        Args:
-            codelet: what runs on every tile at every turn.
-            passing: fields that travel, [*grid, ...].
-            staying: the others.
-            way: +1 if a tile gets what the next one had, -1 for the one before.
-        """
-        buffers = [
-            {
-                field: self.graph.add_variable(
-                    home.dtype, home.shape, f"{self.name} passing {field} {n}", tiles=self.tiles
-                )
-                for field, home in passing.items()
-            }
-            for n in (0, 1)
-        ]
-        compute = []
-        for n in (0, 1):
-            edges = {**staying, **buffers[n]}
-            step = execute(
-                self.graph, f"{self.name} {n}", codelet, self.tiles, edges, f"compute {n}"
-            )
-            compute.append(step)
+    around = tiles.shape[2]
+    turns = Sequence(name="round")
+    if around == 1:
+        turns.add(compute[0])
+    else:
+        both = Sequence(compute[0], move(0, "r"), compute[1], move(1, "r"))
+        turns.add(Repeat(around // 2, both))
+        if around % 2:
+            turns.add(compute[0], move(0, "r"))
+    at = around % 2 if around > 1 else 0
+    load = [(home, moving[field].buffers[0]) for field, home in passing.items()]
+    steps.add(Copy(load, name="load"))
+    if tiles.shape[1] == 1:
+        steps.add(turns)
+        return
+    turns.add(move(at, "y"))
+    if at == 0:
+        back = [one.buffers[::-1] for one in moving.values()]
+        turns.add(Copy(back, name="copy back"))
+    tile = control_tile(layout.plan)
+    count = graph.add_variable(UNSIGNED_INT, [1], f"{name} count", tiles=tile)
+    more = graph.add_variable(BOOL, [1], f"{name} goes on", tiles=tile)
 
-        def move(source: int, axis: int) -> Copy:
-            pairs = []
-            for field in passing:
-                ends = [buffers[n][field] for n in (source, 1 - source)]
-                if axis == 2:  # x and z together are one ring.
-                    ends = [t.reshape(*t.shape[:2], -1, *t.shape[4:]) for t in ends]
-                pairs += rotation(ends[0], ends[1], way, axis)
-            return Copy(pairs, name=f"pass on {'xz' if axis == 2 else 'y'} {source}")
+    def step(what: str, codelet: Codelet, edges: dict) -> Execute:
+        compute = graph.add_compute_set(f"{name} {what}")
+        graph.add_vertex(compute, codelet, tile, edges)
+        return Execute(compute, name=what)
 
-        around = self.tiles.shape[2] * self.tiles.shape[3]
-        turns = Sequence(name="round")
-        if around == 1:
-            turns.add(compute[0])
-        else:
-            both = Sequence(compute[0], move(0, 2), compute[1], move(1, 2))
-            turns.add(Repeat(around // 2, both))
-            if around % 2:
-                turns.add(compute[0], move(0, 2))
-        at = around % 2 if around > 1 else 0
-        load = Copy([(passing[f], buffers[0][f]) for f in passing], name="load")
-        if self.layout.plan.partition.y == 1:
-            return [load, turns]
-        turns.add(move(at, 1))
-        if at == 0:
-            back = [(buffers[1][f], buffers[0][f]) for f in passing]
-            turns.add(Copy(back, name="copy back"))
-        return [load, *self._as_often_as_needed(turns)]
-
-    def _as_often_as_needed(self, turns: Program) -> list[Program]:
-        """A loop over the distances in y that the overflow record names."""
-        tile = control_tile(self.layout.plan)
-        count = self.graph.add_variable(UNSIGNED_INT, [1], f"{self.name} count", tiles=tile)
-        more = self.graph.add_variable(BOOL, [1], f"{self.name} goes on", tiles=tile)
-
-        def step(name: str, codelet: Codelet, edges: dict) -> Execute:
-            compute = self.graph.add_compute_set(f"{self.name} {name}")
-            self.graph.add_vertex(compute, codelet, tile, edges)
-            return Execute(compute, name=name)
-
-        begin = step("count", _COUNT, {"words": self.weights.overflow, "count_of_y": count})
-        test = step("more?", codelets.NOT_ZERO, {"value": count, "out": more})
-        less = step("decrement", codelets.DECREMENT, {"value": count})
-        return [begin, RepeatWhileTrue(test, more[0], Sequence(turns, less), name="loop")]
+    begin = step("count", _COUNT, {"words": weights.overflow, "count_of_y": count})
+    test = step("more?", codelets.NOT_ZERO, {"value": count, "out": more})
+    less = step("decrement", codelets.DECREMENT, {"value": count})
+    steps.add(begin, RepeatWhileTrue(test, more[0], Sequence(turns, less), name="loop"))
 
 
 def _count_words(v: VertexView) -> None:
@@ -310,11 +301,11 @@ def embedding_slice(
     steps.add(execute(graph, "zero slices", codelets.FILL, layout.tiles, zero))
     codelet = EmbeddingCodelets(plan).gather
     passing = {
-        "words": weights.pass_words("forward", layout.order),
-        "values": weights.pass_values(layout.order),
+        "words": layout.on_ring(weights.pass_words("forward", "gxyz")),
+        "values": layout.on_ring(weights.values),
     }
     staying = {"indices": local, "slices": slices, "column": layout.columns}
-    steps.add(*Round(graph, weights, layout, "slice").build(codelet, passing, staying, -1))
+    _add_round(graph, weights, layout, "slice", codelet, passing, staying, -1, steps)
     return layout.natural(slices)
 
 
@@ -370,15 +361,14 @@ def embedding_update_add(
         UNSIGNED_INT, tiles.shape, layout.columns, "own column", tiles=tiles
     )
     staying = {
-        "words": weights.pass_words("forward", layout.order),
+        "words": layout.on_ring(weights.pass_words("forward", "gxyz")),
         "partials": partials,
         "scale": _spread_scale(graph, scale, tiles, steps),
     }
     passing = {"indices": local, "slices": home, "column": column}
     codelet = EmbeddingCodelets(plan).scatter
-    steps.add(*Round(graph, weights, layout, "update").build(codelet, passing, staying, 1))
-    values = reorder(weights.values, "gxyz", layout.order)
-    edges = {"a": values, "b": partials, "scale": 1.0}
+    _add_round(graph, weights, layout, "update", codelet, passing, staying, 1, steps)
+    edges = {"a": layout.on_ring(weights.values), "b": partials, "scale": 1.0}
     steps.add(execute(graph, "add update", codelets.ADD_SCALED, tiles, edges))
 
 
