@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -184,7 +184,8 @@ class MatmulParams:
     ) -> MatmulParams:
         dtype, out_dtype, partials_type = types
         groups = check_integer("num_groups", num_groups, 1)
-        sizes, blocks = _three("dim", dim), _three("block_size", block_size)
+        m, k, n = sizes = check_sizes("dim", dim, "mkn")
+        bm, bk, bn = blocks = check_sizes("block_size", block_size, "mkn")
         for name, size, block in zip("mkn", sizes, blocks, strict=True):
             if size % block:
                 raise ValueError(f"{name} must be a multiple of its block {block}, got {size}")
@@ -193,12 +194,12 @@ class MatmulParams:
         if data is FLOAT32 and partials is FLOAT16:
             raise ValueError("float32 operands need float32 partial sums, got float16")
         out = data if out_dtype is None else data_type(out_dtype, "out_dtype")
-        m, k, n = (size // block for size, block in zip(sizes, blocks, strict=True))
-        rows, cols = {"dense_sparse": (k, n), "sparse_dense": (m, k), "dense_dense": (m, n)}[kind]
-        if transposed:
-            rows, cols = cols, rows
+        grid = [size // block for size, block in zip(sizes, blocks, strict=True)]
+        row, col = {"dense_sparse": (1, 2), "sparse_dense": (0, 1), "dense_dense": (0, 2)}[kind]
+        rows, cols = (grid[col], grid[row]) if transposed else (grid[row], grid[col])
         mask = mask_of(sparsity, groups, rows, cols)
-        return cls(kind, sizes, blocks, mask, transposed, data, out, partials, "none", groups)
+        types = data, out, partials
+        return cls(kind, (m, k, n), (bm, bk, bn), mask, transposed, *types, "none", groups)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -231,14 +232,16 @@ class MatmulParams:
         )
 
 
-def _three(name: str, values: Any) -> tuple[int, int, int]:
-    try:
-        first, second, third = values
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be three sizes (m, k, n), got {shortened(values)}") from None
-    sizes = (first, second, third)
-    m, k, n = (check_integer(f"{name} of {x}", s, 1) for x, s in zip("mkn", sizes, strict=True))
-    return m, k, n
+def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
+    """One size of at least 1 for each of some dimensions.
+
+    Raises:
+        ValueError, TypeError: another number of them, or others than such.
+    """
+    given = list(values) if isinstance(values, Iterable) else []
+    if len(given) != len(dims):
+        raise ValueError(f"{name} must be the sizes ({', '.join(dims)}), got {shortened(values)}")
+    return tuple(check_integer(f"{name} of {x}", s, 1) for x, s in zip(dims, given, strict=True))
 
 
 class Products(NamedTuple):
@@ -500,10 +503,6 @@ class BlockSparsePlan:
         """PopSparse's measure of a partition: max(load / mean, mean / load) over the tiles that
         multiply, plus how many do not."""
         return self.pieces.imbalance(self.target.tiles)
-
-    @property
-    def multiplications(self) -> int:
-        return self.params.multiplications
 
     def __repr__(self) -> str:
         params = self.params

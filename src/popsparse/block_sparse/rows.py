@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, check_kind, shortened
-from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
+from dynsparse._core.checks import check_choice, check_integer, check_kind
+from popsparse.block_sparse.partition import SUBBLOCK_MASKS, check_sizes, lightest_first, mask_of
 from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (
     FLOAT,
     HALF,
     Codelet,
     Copy,
-    DType,
     Execute,
     Graph,
     In,
@@ -64,11 +63,8 @@ def softmax(
     Raises:
         ValueError: other types (92), shapes (93, 95), sizes (94); a mask of another size.
     """
-    rows = _Rows(graph, dim, block_size, sparsity, num_groups, name)
-    _check(values, rows)
-    out = graph.add_variable(values.dtype, [*values.shape], f"{name} out")
-    if out.numel:
-        graph.set_tile_mapping(out, graph.tiles_of(values))
+    rows = _Rows(graph, values, dim, block_size, sparsity, num_groups, name)
+    out = rows.like_values("out")
     rows.add_softmax(values, out, program, subblock_mask)
     return out
 
@@ -86,8 +82,7 @@ def softmax_in_place(
     name: str = "block-sparse softmax",
 ) -> None:
     """As `softmax`, over the values themselves."""
-    rows = _Rows(graph, dim, block_size, sparsity, num_groups, name)
-    _check(values, rows)
+    rows = _Rows(graph, values, dim, block_size, sparsity, num_groups, name)
     rows.add_softmax(values, values, program, subblock_mask)
 
 
@@ -111,37 +106,16 @@ def softmax_grad(
     Raises:
         ValueError: as `softmax`; a gradient of another type or shape (96).
     """
-    rows = _Rows(graph, dim, block_size, sparsity, 1, name)
-    _check(out, rows)
+    rows = _Rows(graph, out, dim, block_size, sparsity, 1, name)
     check_kind("out_grad", out_grad, Tensor, "a Tensor of a graph")
     if out_grad.dtype != out.dtype or out_grad.shape != out.shape:
         raise ValueError(
             f"out_grad must be {out.dtype.name} {list(out.shape)} as out is, got "
             f"{out_grad.dtype.name} {list(out_grad.shape)}"
         )
-    in_grad = graph.add_variable(out.dtype, [*out.shape], f"{name} in")
-    if in_grad.numel:
-        graph.set_tile_mapping(in_grad, graph.tiles_of(out))
+    in_grad = rows.like_values("in")
     rows.add_gradient(out, out_grad, in_grad, program)
     return in_grad
-
-
-def _check(values: Any, rows: _Rows) -> None:
-    check_kind("values", values, Tensor, "a Tensor of a graph")
-    if values.dtype not in (HALF, FLOAT):
-        raise ValueError(f"values must be float16 or float32, got {values.dtype.name}")
-    if list(values.shape) != rows.shape:
-        raise ValueError(
-            f"values must have the shape {rows.shape}, got the shape {list(values.shape)}"
-        )
-
-
-def _pair(name: str, values: Any) -> tuple[int, int]:
-    try:
-        first, second = values
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be two sizes, got {shortened(values)}") from None
-    return check_integer(f"{name} of rows", first, 1), check_integer(f"{name} of cols", second, 1)
 
 
 def _elementwise(
@@ -162,28 +136,23 @@ def _elementwise(
     return Codelet(name, fields, compute, spent, "supervisor")
 
 
-def _rows_to_one(
-    name: str, rows: np.ndarray, lengths: np.ndarray, compute: Callable[[VertexView], None]
-) -> Codelet:
-    """Rows of a tile to one number each; [tiles] of how many, and how long those of a tile are in
-    all. As a reduction of so many values into each."""
-
-    def spent(v: VertexView) -> Any:
-        depth = ceil_div(lengths, np.maximum(rows, 1))
-        return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
-
-    return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
-
-
 class _Rows:
     """Rows of elements on tiles, and the steps over them."""
 
     def __init__(
-        self, graph: Graph, dim: Any, block_size: Any, sparsity: Any, groups: Any, name: str
+        self,
+        graph: Graph,
+        values: Tensor,
+        dim: Any,
+        block_size: Any,
+        sparsity: Any,
+        groups: Any,
+        name: str,
     ) -> None:
         self.graph = check_kind("graph", graph, Graph, "a Graph")
-        self.name = name
-        (rows, cols), (height, width) = _pair("dim", dim), _pair("block_size", block_size)
+        self.values, self.name = check_kind("values", values, Tensor, "a Tensor of a graph"), name
+        rows, cols = check_sizes("dim", dim, ("rows", "cols"))
+        height, width = check_sizes("block_size", block_size, ("rows", "cols"))
         groups = check_integer("num_groups", groups, 1)
         if rows % (height * groups) or cols % width:
             raise ValueError(
@@ -193,7 +162,12 @@ class _Rows:
         per_group = rows // groups
         mask = mask_of(sparsity, groups, per_group // height, cols // width)
         row, col = np.nonzero(mask.reshape(-1, mask.shape[-1]))
-        self.shape = [len(row), height * width]
+        if values.dtype not in (HALF, FLOAT):
+            raise ValueError(f"values must be float16 or float32, got {values.dtype.name}")
+        if list(values.shape) != (shape := [len(row), height * width]):
+            raise ValueError(
+                f"values must have the shape {shape}, got the shape {list(values.shape)}"
+            )
         # Every stretch of a row in a block: which row, and where it lies among the values.
         places = np.arange(len(row) * height * width).reshape(len(row), height, width)
         of = (row[:, None] * height + np.arange(height)).reshape(-1)
@@ -217,8 +191,17 @@ class _Rows:
         self.held = np.append(0, np.cumsum(held))
         self.row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
 
-    def packed(self, what: str, dtype: DType) -> Tensor:
+    def like_values(self, what: str) -> Tensor:
+        """A variable that lies as the values do."""
+        values = self.values
+        made = self.graph.add_variable(values.dtype, [*values.shape], f"{self.name} {what}")
+        if made.numel:
+            self.graph.set_tile_mapping(made, self.graph.tiles_of(values))
+        return made
+
+    def packed(self, what: str) -> Tensor:
         """A variable of all elements, row by row on its tile."""
+        dtype = self.values.dtype
         made = self.graph.add_variable(dtype, [len(self.elements)], f"{self.name} {what}")
         self.graph.map_stretches(made, self.tile, self.lengths)
         return made
@@ -247,12 +230,17 @@ class _Rows:
         return execute(self.graph, name, codelet, self.tiles, edges, codelet.name)
 
     def to_one(self, name: str, reduction: Any) -> Codelet:
-        """Every row to one number."""
+        """Every row to one number, as a reduction of so many values into each."""
 
         def compute(v: VertexView) -> None:
             v.out.values[...] = reduction(v.src.values.astype(np.float32), self.begins)
 
-        return _rows_to_one(name, self.rows_of, np.diff(self.held), compute)
+        def spent(v: VertexView) -> Any:
+            rows = self.rows_of
+            depth = ceil_div(np.diff(self.held), np.maximum(rows, 1))
+            return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
+
+        return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
 
     def add_softmax(
         self, values: Tensor, out: Tensor, program: Sequence, subblock_mask: str
@@ -264,7 +252,7 @@ class _Rows:
         if not len(self.elements):
             return
         lowest = float(np.finfo(values.dtype.numpy).min)
-        data = self.packed("rows", values.dtype)
+        data = self.packed("rows")
         steps.add(Copy(self.listed(values), data, name="pack rows"))
         if subblock_mask != "none":
             away = self.ahead > 0 if subblock_mask == "zero_upper_triangle" else self.ahead < 0
@@ -308,7 +296,7 @@ class _Rows:
         program.add(steps)
         if not len(self.elements):
             return
-        y, dy = self.packed("out", out.dtype), self.packed("gradient", out.dtype)
+        y, dy = self.packed("out"), self.packed("gradient")
         steps.add(Copy([(self.listed(out), y), (self.listed(grad), dy)], name="pack rows"))
         sums = self.numbers("sums")
 
