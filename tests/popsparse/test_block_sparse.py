@@ -291,7 +291,6 @@ def _plan(params=None, **options):
 
 ERRORS = {
     "81": (lambda: _dense_sparse(dtype="int32"), "float16 or float32"),
-    "82": (lambda: _dense_sparse(dtype="float32", partials_type="half"), "partial sums"),
     "83": (lambda: _dense_sparse(num_groups=0), "num_groups"),
     "84": (lambda: _dense_sparse(dim=(8, 9, 8)), "k must be a multiple"),
     "85": (lambda: _dense_sparse(mask=[1] * 9, num_groups=2), "do not divide into 2 groups"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from popsparse.planning.cycles import kernel_edge
 from popsparse.planning.options import Options, PlanConstraints
 from popsparse.planning.params import (
     FLOAT16,
@@ -58,19 +59,21 @@ def test_planned_block_keeps_oblong_blocks():
     assert block_for_plan((8, 16), FLOAT16) == (8, 16)
 
 
+@pytest.mark.parametrize(
+    ("block", "half", "single"),
+    [((4, 4), 4, 4), ((2, 2), 4, 4), ((4, 8), 8, 8), ((16, 16), 16, 8), ((32, 32), 16, 8)],
+)
+def test_kernel_that_holds_a_block(block, half, single):
+    assert kernel_edge(block, FLOAT16) == half
+    assert kernel_edge(block, FLOAT32) == single
+
+
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half", None, True])
 def test_bad_ratio(ratio):
     with pytest.raises((ValueError, TypeError), match="nz_ratio"):
         FullyConnectedParams(ELEMENT, ratio, 4, 1, 8, 8)
     with pytest.raises((ValueError, TypeError), match="nz_ratio"):
         MatmulParams(ELEMENT, ratio, 1, 8, 8, 4)
-
-
-def test_too_many_non_zeros():
-    with pytest.raises(ValueError, match="at most 64, got 65"):
-        FullyConnectedParams.create_with_num_non_zero_values(ELEMENT, 65, 4, 1, 8, 8)
-    with pytest.raises(ValueError, match="at most 64, got 65"):
-        MatmulParams.create_with_num_non_zero_values(ELEMENT, 65, 1, 8, 8, 4)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])

@@ -16,7 +16,7 @@ from popsparse.encoding.partitioner import Partitioner
 from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.formats import COOMatrix
 from popsparse.machine.target import Target
-from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.planning.params import MatmulParams, SparsityParams
 
 
 def random_pattern(shape, nnz, block=1, seed=0):
@@ -101,30 +101,6 @@ def test_round_trip(case):
         assert np.array_equal(*columns)
 
 
-@settings(deadline=None, max_examples=60)
-@given(cases())
-def test_forced_spills_leave_nothing_where_it_began(case):
-    layout, block, nnz, flags, seed = case
-    if layout.buckets == 1:
-        return
-    room = 2 * layout.nz_elements + layout.area
-    layout = BucketLayout(**{
-        **layout.__dict__, "nz_elements": room, "meta_info_words": layout.meta_info_words + nnz,
-        "grad_a_words": layout.grad_a_words and layout.grad_a_words + 3 * nnz,
-    })  # fmt: skip
-    pattern, values = random_pattern((layout.rows, layout.cols), nnz, block, seed)
-    partitioner = Partitioner(layout, force_bucket_spills=True, **flags)
-    try:
-        encoded = partitioner.encode(pattern, values)
-    except BucketOverflowError:
-        # One bucket may hold nearly everything; the others then lack the room.
-        return
-    assert encoded.info.spilled == pattern.nnz
-    found, found_values = partitioner.decode(encoded)
-    assert found == pattern
-    assert torch.equal(found_values, values)
-
-
 def test_worst_case_all_non_zeros_in_one_rectangle():
     """Every bucket is needed, so the propagation visits every offset: Nz (Nx Ny - 1) steps."""
     rows, cols = torch.meshgrid(torch.arange(4, 8), torch.arange(4, 8), indexing="ij")
@@ -146,17 +122,6 @@ def test_worst_case_all_non_zeros_in_one_rectangle():
     ]  # fmt: skip
     assert encoded.info.propagation_steps == 2 * 7
     assert partitioner.decode(encoded)[0] == pattern
-
-
-def test_every_offset_is_visited_when_every_bucket_is_needed():
-    rows, cols = torch.meshgrid(torch.arange(4), torch.arange(6), indexing="ij")
-    pattern = SparsePattern(rows.flatten(), cols.flatten(), shape=(12, 24))
-    layout = BucketLayout(
-        rows=12, cols=24, batch=4, partition=(3, 4, 2), nz_elements=1, meta_info_words=99
-    )
-    encoded = Partitioner(layout).encode(pattern, torch.ones(24))
-    assert encoded.info.nz_used.tolist() == [1] * 24
-    assert encoded.info.propagation_steps == 2 * (3 * 4 - 1)
 
 
 def test_spills_go_where_they_are_met_soonest():
@@ -206,18 +171,6 @@ def test_actual_worker_costs_make_room():
     assert partitioner.decode(partitioner.encode(pattern, torch.ones(4)))[0] == pattern
 
 
-def test_full_buckets_of_grad_input_spill_too():
-    """A row of many columns is short in the forward buckets and long in grad_input's."""
-    pattern = SparsePattern([0] * 8, range(8), shape=(2, 8))
-    layout = BucketLayout(
-        rows=2, cols=8, batch=1, partition=(2, 1, 1), nz_elements=8, meta_info_words=99,
-        grad_a_words=9 + 6 * 5 + 1 + 5 * 4,
-    )  # fmt: skip
-    encoded = Partitioner(layout).encode(pattern, torch.ones(8))
-    assert (encoded.info.grad_a_words_used <= layout.grad_a_words).all()
-    assert encoded.info.nz_used.tolist() == [5, 3]
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(60, 330), st.integers(0, 150))
 def test_tight_buckets_of_grad_input(seed, own, others):
@@ -243,25 +196,6 @@ def test_tight_buckets_of_grad_input(seed, own, others):
     forward, turned = (np.stack(read_buckets(words, layout, grad_a=own)) for own in (False, True))
     turned = turned[:, np.lexsort(turned[[4, 0]])]
     assert np.array_equal(forward, turned)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("block", [1, 4, 8, 12, 16])
-def test_with_a_plan(dtype, block):
-    """Buckets as the planner sizes them; blocks it works on in smaller ones come back whole."""
-    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(block), 0.1, 16, 1, 192, 240)
-    options = {"do_grad_a_pass": True, "do_grad_w_pass": True, "shared_buckets": False}
-    partitioner = Partitioner.for_params(Target.mk2(tiles=24), dtype, params, options)
-    pattern, values = random_pattern(
-        (240, 192), int(0.1 * 240 * 192) // block**2, block
-    )  # fmt: skip
-    values = values.to(getattr(torch, dtype))
-    encoded = partitioner.encode(pattern, values)
-    found, found_values = partitioner.decode(encoded.meta_info, encoded.nz_values)
-    assert found == pattern
-    assert found_values.dtype == values.dtype
-    assert torch.equal(found_values, values)
-    assert torch.equal(torch.from_numpy(encoded.pattern.gather(encoded.nz_values)), values)
 
 
 def test_groups_have_buckets_of_their_own():
@@ -308,32 +242,6 @@ def test_values_follow_a_pattern_without_encoding_it_again():
     assert np.array_equal(encoded.gather(again), 2 * values.numpy())
     with pytest.raises(ValueError, match=r"nz_values must have the shape \[180\], got \[3\]"):
         encoded.gather(np.zeros(3))
-
-
-def test_deterministic():
-    pattern, values = random_pattern((64, 64), 1200, seed=5)
-    layout = BucketLayout(
-        rows=64, cols=64, batch=2, partition=(4, 4, 2), nz_elements=38, meta_info_words=250
-    )
-    first, second = (Partitioner(layout).encode(pattern, values) for _ in range(2))
-    assert first.info.spilled > 0
-    assert np.array_equal(first.meta_info, second.meta_info)
-    assert np.array_equal(first.nz_values, second.nz_values)
-
-
-def test_empty_and_full_patterns():
-    layout = BucketLayout(
-        rows=8, cols=8, batch=2, partition=(2, 2, 2), nz_elements=8, meta_info_words=80
-    )
-    partitioner = Partitioner(layout)
-    for pattern in (
-        SparsePattern([], [], shape=(8, 8)), SparsePattern.full((8, 8))
-    ):  # fmt: skip
-        encoded = partitioner.encode(pattern, torch.ones(pattern.nnz))
-        assert partitioner.decode(encoded)[0] == pattern
-        assert encoded.info.summary()["propagation_steps"] == 0
-    empty = partitioner.encode_pattern(SparsePattern([], [], shape=(8, 8)))
-    assert empty.meta_info[:4].tolist() == [1, 1, 2, 0]
 
 
 def test_the_example_of_the_documentation_runs():

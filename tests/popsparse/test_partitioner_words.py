@@ -1,7 +1,6 @@
 """Meta-info of tiny matrices, every word written by hand from the documented layout."""
 
 import numpy as np
-import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
@@ -145,12 +144,3 @@ def test_spilled_sub_group_and_its_overflow_record():
     assert (encoded.info.spilled, encoded.info.propagated) == (2, 2)
     assert encoded.info.propagation_steps == 1
     assert encoded.info.overflow.kept_offsets == [(0, 1)]
-
-
-def test_a_word_out_of_range_is_an_error():
-    pattern = SparsePattern([0], [9000], shape=(4, 10000))
-    layout = BucketLayout(
-        rows=4, cols=10000, batch=2, partition=(1, 1, 1), nz_elements=4, meta_info_words=64
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"column offset in bytes reaches 72000.*at most 65535"):
-        Partitioner(layout).encode(pattern, torch.ones(1))

@@ -385,16 +385,6 @@ def test_wrong_params():
 def test_tiles_are_used_once(grad_weight):
     options = {"do_grad_w_pass": True}
     plan = make_plan(Target(tiles=24), "float16", layer(), options)
-    parts = list(plan.parts())
-    tiles = sorted(plan.tile(x, y, z, g, grad_weight=grad_weight) for g, x, y, z in parts)
-    assert tiles == list(range(plan.tiles_used))
-    assert [plan.bucket_index(x, y, z, g) for g, x, y, z in parts] == list(range(plan.tiles_used))
-
-
-def test_splits_cover_the_dimension():
-    plan = make_plan(Target(tiles=24), "float16", layer(size=500))
-    for dim in "xyz":
-        starts = plan.splits(dim)
-        assert starts[0] == 0
-        assert len(starts) == getattr(plan.partition, dim)
-        assert starts[-1] < getattr(plan.sizes, dim)
+    group, x, y, z = np.indices(plan.partition).reshape(4, -1)
+    tiles = plan.tile(x, y, z, group, grad_weight=grad_weight)
+    assert sorted(tiles.tolist()) == list(range(plan.tiles_used))

@@ -199,13 +199,7 @@ TARGET = Target(tiles=4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: static.MatmulParams.create_for_sparse_dense(2, 4, 4, 4), "one group, got 2"),
         (lambda: static.MatmulParams.create_for_sparse_dense(1, 0, 4, 4), "m must be an integer"),
-        (lambda: static.plan(random_pattern(64, 64, 0.5, 32), 4, target=TARGET), "got 32"),
-        (
-            lambda: static.make_plan(TARGET, "float16", PARAMS, random_pattern(16, 8, 0.5)),
-            r"shape \[16, 16\], got \[16, 8\]",
-        ),
         (lambda: static.plan(PATTERN, 8, "int8", TARGET), "float16 or float32"),
         (
             lambda: static.plan(PATTERN, 8, options={"bands": 2}, target=TARGET),
@@ -218,12 +212,6 @@ TARGET = Target(tiles=4)
         (
             lambda: static.plan(PATTERN, 8, options={"num_bands": 9}, target=TARGET),
             "num_bands must be at most 2, got 9",
-        ),
-        (
-            lambda: static.plan(
-                PATTERN, 8, options={"available_memory_proportion": 1e-5}, target=TARGET
-            ),
-            "raise available_memory_proportion",
         ),
     ],
 )
@@ -249,35 +237,17 @@ def test_bad_operands():
     graph, program = Graph(TARGET), Sequence()
     sparse = static.create_sparse_dense_matmul_lhs(graph, "float16", PARAMS, PATTERN)
     dense = static.create_sparse_dense_matmul_rhs(graph, "float16", PARAMS, PATTERN)
-    other = static.MatmulParams.create_for_dense_sparse(1, 8, 16, 16)
-    with pytest.raises(ValueError, match="create_for_sparse_dense"):
-        static.create_sparse_dense_matmul_rhs(graph, "float16", other, PATTERN)
     with pytest.raises(ValueError, match="create_for_dense_sparse"):
         static.dense_sparse_matmul(graph, dense, sparse, program)
-    with pytest.raises(ValueError, match="cannot be transposed"):
-        static.sparse_dense_matmul(graph, sparse, dense, program, transpose_lhs=True)
     with pytest.raises(ValueError, match=r"shape \[1, 16, 8\], got \[1, 8, 16\]"):
         static.sparse_dense_matmul(graph, sparse, dense, program, transpose_rhs=True)
-    with pytest.raises(ValueError, match="made with"):
-        static.sparse_dense_matmul(graph, sparse, dense, program, options={"n_split": 1})
-    with pytest.raises(TypeError, match="SparseTensor"):
-        static.sparse_dense_matmul(graph, dense, dense, program)
-    wide = graph.add_variable("float", [1, 16, 8], "wide")
-    with pytest.raises(TypeError, match="half, the dense one float"):
-        static.sparse_dense_matmul(graph, sparse, wide, program)
     with pytest.raises(TypeError, match="must be a Tensor"):
         static.sparse_dense_matmul(graph, sparse, np.zeros((1, 16, 8)), program)
 
 
 def test_bad_values():
     partitioner = static.Partitioner(PARAMS, "float32", TARGET, PATTERN)
-    values = np.arange(PATTERN.nnz, dtype=np.float32)
-    assert partitioner.encode(PATTERN, values).shape == (PATTERN.nnz,)
     with pytest.raises(ValueError, match="no values"):
         partitioner.encode(PATTERN)
-    with pytest.raises(ValueError, match="cannot change"):
-        partitioner.encode(random_pattern(16, 16, 0.2, seed=9), values)
     with pytest.raises(ValueError, match="must have the shape"):
-        partitioner.encode(PATTERN, values[1:])
-    with pytest.raises(ValueError, match="must have the shape"):
-        partitioner.decode(values[1:])
+        partitioner.encode(PATTERN, np.ones(PATTERN.nnz - 1))

@@ -142,11 +142,6 @@ class BucketLayout:
         """Words before the buckets: the overflow record."""
         return overflow_words(self.partition[0])
 
-    @property
-    def meta_info_size(self) -> int:
-        """Words of the meta-info array."""
-        return self.overflow_words + self.buckets * self.bucket_stride
-
     def header_words(
         self, rows: np.ndarray | int, nz: np.ndarray | int, actual_workers: bool = False
     ) -> np.ndarray | int:

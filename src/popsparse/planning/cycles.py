@@ -105,22 +105,6 @@ def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DataType, work
     return 7 + workers * work
 
 
-def gather(elements: Ints, dtype: DataType, workers: int) -> Ints:
-    """Permuting the non-zeros of a bucket for grad_input's own buckets."""
-    elements = np.asarray(elements)
-    width = dtype.vector_width
-    rest = elements % width
-    vectors = ceil_div(elements // width, workers)
-    # The last, partial vector replaces one turn of the loop where there is a loop.
-    if dtype.size == 4:
-        first, step, partial = 5, 3, np.where(rest > 0, 5, 0)
-    else:
-        first, step, partial = 8, 5, np.select([rest == 0, rest == 3], [0, 14], 10)
-    loop = np.where(vectors > 0, first + step * (vectors - 1), 0)
-    extra = np.maximum(0, partial - np.where(vectors > 0, step, 0))
-    return 18 + workers * (23 + loop + extra)
-
-
 def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DataType, workers: int) -> Ints:
     """Bringing a dense operand into the order in which grad_weight's matrix units read it."""
     steps = np.asarray(z) // (32 // dtype.size)

@@ -8,7 +8,7 @@ block edge in x and y, the vector width or 1 or the accumulators' width in z.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -189,16 +189,6 @@ class Plan:
         """Elements of each dimension on the fullest tile, padded to full groups."""
         return Sizes(*(t * g for t, g in zip(self.groups_per_tile, self.grouping, strict=True)))
 
-    def splits(self, dim: str) -> list[int]:
-        """First element of each part of "x", "y" or "z"; the last part may be shorter."""
-        step = getattr(self.elements_per_tile, dim)
-        return list(range(0, getattr(self.sizes, dim), step))
-
-    def bucket_index(self, x: int, y: int, z: int, group: int = 0) -> int:
-        """Place of the bucket of part (x, y, z) in the host's order."""
-        p = self.partition
-        return ((group * p.x + x) * p.y + y) * p.z + z
-
     def tile(self, x: int, y: int, z: int, group: int = 0, *, grad_weight: bool = False) -> int:
         """The tile that works on part (x, y, z).
 
@@ -210,15 +200,6 @@ class Plan:
         if grad_weight and not self.grad_w_exchange_buckets:
             return ((group * p.x + x) * p.y + y) * p.z + z
         return ((group * p.y + y) * p.z + z) * p.x + x
-
-    def parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """All (group, x, y, z) in the order of `bucket_index`."""
-        p = self.partition
-        for group in range(p.groups):
-            for x in range(p.x):
-                for y in range(p.y):
-                    for z in range(p.z):
-                        yield group, x, y, z
 
 
 @dataclass(frozen=True)

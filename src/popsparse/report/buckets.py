@@ -31,7 +31,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         encoded: its `Encoded` or `EncodedPattern`.
 
     Returns:
-        "partition" (x, y, z) and "groups". For each bucket, in the order of `Plan.bucket_index`:
+        "partition" (x, y, z) and "groups". For each bucket, in the host's order:
         "nz_used" and "foreign" (values; those that belong to another rectangle), "words_used",
         "sub_groups", "grad_a_words_used" (None without buckets of grad_input's own). For each
         rectangle [groups, x, y]: "wanted", the values that belong there. "nz_capacity",
