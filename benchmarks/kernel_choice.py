@@ -25,7 +25,7 @@ from scipy.optimize import nnls
 from torch.nn.functional import linear
 
 from dynsparse import SparsePattern
-from dynsparse.ops.linear import LayerIndex, choice
+from dynsparse.ops.linear import LayerIndex, cost_table
 from dynsparse.ops.linear.cost_table import Cost, Layer, family
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.tuning import terms
@@ -66,7 +66,7 @@ def cell(out: int, width: int, block: int, density: float, batch: int, seconds: 
     kinds = {
         k: m
         for k, m in PASSES.items()
-        if k != "small" or (block in choice.SMALL_BLOCKS and batch <= choice.MOST_SAMPLES)
+        if k != "small" or (block in cost_table.SMALL_BLOCKS and batch <= cost_table.MOST_SAMPLES)
     }
     forward = {k: lambda m=m: m.forward(x, values, p, bias) for k, m in kinds.items()}
     backward = {k: lambda m=m: m.backward(dy, x, values, p, True, True) for k, m in kinds.items()}
@@ -108,7 +108,7 @@ def fit(args: argparse.Namespace) -> None:
         for backward, times in enumerate(found["times"]):
             for kind, t in times.items():
                 # A full pattern is not laid out; it needs no model.
-                if kind != "torch" and not (kind == "dense" and choice.is_full(found["layer"])):
+                if kind != "torch" and not (kind == "dense" and cost_table.is_full(found["layer"])):
                     name = family(kind, found["layer"].block_size)
                     rows[name, backward].append((found["layer"], found["batch"], t))
     for (name, backward), cells in sorted(rows.items()):
@@ -130,7 +130,7 @@ def check(args: argparse.Namespace) -> None:
         found = []
         for c in read(args.file):
             times, layer = c["times"][backward], c["layer"]
-            kind = choice.choose(layer, c["batch"], bool(backward))
+            kind = cost_table.choose(layer, c["batch"], bool(backward))
             best = min(t for k, t in times.items() if k != "torch")
             taken = times.get(kind, float("inf"))  # small is not measured for large batches
             found.append((taken / best, taken / times["torch"], kind, c))

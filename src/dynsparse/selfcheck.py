@@ -18,7 +18,7 @@ from torch import Tensor
 from dynsparse._core import native
 from dynsparse._core.checks import check_integer, typed
 from dynsparse.ops.linear import linear, naive
-from dynsparse.ops.linear.choice import use_kernel
+from dynsparse.ops.linear.products import use_kernel
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["Check", "Result", "run_checks"]

@@ -13,7 +13,7 @@ from dynsparse.bench.results import (
 )
 from dynsparse.bench.run import run_benchmark
 from dynsparse.bench.spec import Benchmark, read_spec
-from dynsparse.ops.linear.choice import ROUTES
+from dynsparse.ops.linear.products import ROUTES
 
 pytest.importorskip("yaml")
 

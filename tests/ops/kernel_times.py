@@ -1,6 +1,6 @@
 """Times that a machine with given constants of costs would take."""
 
-from dynsparse.ops.linear import choice, cost_table
+from dynsparse.ops.linear import cost_table
 from dynsparse.ops.linear.cost_table import Layer, evaluate, family
 from dynsparse.ops.linear.tuning import MANY, Timing
 
@@ -12,7 +12,7 @@ def timings(costs, cells=MANY, speed=1.0, spoil=None):
     found = []
     for out, in_, block, density, batch in cells:
         layer = Layer(out, in_, round(density * out * in_ / block**2), block)
-        kinds = {*choice.candidates(layer, batch), "dense"}
+        kinds = {*cost_table.candidates(layer, batch), "dense"}
         for backward in (False, True):
             times = {}
             for kind in sorted(kinds):

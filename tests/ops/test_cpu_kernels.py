@@ -18,7 +18,7 @@ from product_checks import LAYOUTS, LOW, activations, check, dense_weight
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse.ops.linear import LayerIndex, choice, cpu_dense, grad_input, grad_weight, linear
+from dynsparse.ops.linear import LayerIndex, cost_table, cpu_dense, grad_input, grad_weight, linear
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
 
@@ -31,7 +31,7 @@ BLOCK_SIZES = [1, 2, 3, 4, 5, 8, 16, 32, 48, 64, 128]
 KINDS = ["sparse", "small", "dense", "bfloat16"]
 BLOCKS_OF = {
     "sparse": BLOCK_SIZES,
-    "small": list(choice.SMALL_BLOCKS),
+    "small": list(cost_table.SMALL_BLOCKS),
     "dense": [1, 2, 3, 4, 8, 16, 64],
     "bfloat16": [1, 3, 4, 8, 16, 32, 48, 64, 128],
 }
@@ -247,7 +247,7 @@ def operands(shape, block, batch, density=0.3, seed=8):
     [
         *(("sparse", block, 150, (256, 192)) for block in (1, 4, 16)),
         ("sparse", 1, 400, (333, 257)),  # in panels
-        *(("small", b, 5, (300 // b * b, 700 // b * b)) for b in choice.SMALL_BLOCKS),
+        *(("small", b, 5, (300 // b * b, 700 // b * b)) for b in cost_table.SMALL_BLOCKS),
     ],
 )
 def test_calls_agree_bit_for_bit_for_any_number_of_threads(isa, kind, block, batch, shape) -> None:

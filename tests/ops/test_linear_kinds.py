@@ -10,7 +10,7 @@ from dynsparse import SparsePattern, ops
 from dynsparse._core import native
 from dynsparse._core.processor import Processor
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import choice, cost_table, cpu_dense
+from dynsparse.ops.linear import cost_table, cpu_dense, products
 from dynsparse.ops.linear.cost_table import Layer
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
@@ -22,7 +22,7 @@ def _same_costs():
     cost_table._active = None
 
 
-@pytest.mark.parametrize("kind", choice.KINDS)
+@pytest.mark.parametrize("kind", products.KINDS)
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_layers_compute_the_same_with_every_kind(kind, block_size):
     layer = SparseLinear(48, 32, 0.4, block_size)
@@ -81,7 +81,7 @@ def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
         total = (1024 // block_size) ** 2
         for backward in (False, True):
             kinds = [
-                choice.choose(Layer(1024, 1024, total * i // 50, block_size), 1024, backward)
+                cost_table.choose(Layer(1024, 1024, total * i // 50, block_size), 1024, backward)
                 for i in range(1, 51)
             ]
             assert kinds[0] == "sparse"
@@ -99,7 +99,7 @@ def test_dense_products_gain_on_arm(monkeypatch):
         monkeypatch.setattr(native, "supported_isas", lambda isa=isa: (isa,))
         cost_table._active = cost_table.default_table()
         costs[isa] = [
-            choice._cost(cost_table.active().costs, kind, layer, 512, False)
+            cost_table._cost(cost_table.active().costs, kind, layer, 512, False)
             for kind in ("sparse", "dense")
         ]
     assert costs["neon"][1] == costs["v4"][1]
@@ -109,18 +109,18 @@ def test_dense_products_gain_on_arm(monkeypatch):
 def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch):
     layer = Layer(1024, 1024, 300_000, 1)
     monkeypatch.setattr(native, "expands_masks", lambda: True)
-    assert choice.choose(layer, 1, False) == "small"
-    assert choice.choose(layer._replace(nnz=10_000), 1, False) == "sparse"
+    assert cost_table.choose(layer, 1, False) == "small"
+    assert cost_table.choose(layer._replace(nnz=10_000), 1, False) == "sparse"
     monkeypatch.setattr(native, "expands_masks", lambda: False)
-    assert choice.choose(layer, 1, False) != "small"
+    assert cost_table.choose(layer, 1, False) != "small"
 
 
 def test_kernels_for_small_batches_serve_no_others(monkeypatch):
     monkeypatch.setattr(native, "expands_masks", lambda: True)
     layer = Layer(10, 320, 2_000, 1)
     for batch in (129, 512, 10_000):
-        assert choice.choose(layer, batch, False) != "small"
-        assert choice.choose(layer, batch, True) != "small"
+        assert cost_table.choose(layer, batch, False) != "small"
+        assert cost_table.choose(layer, batch, True) != "small"
 
 
 def test_kernel_names_who_computes(monkeypatch):
@@ -136,7 +136,7 @@ def test_remembered_choices_stay_few():
     layer = SparseLinear(32, 32, 0.5)
     for batch in range(1, 300):
         layer.kernel(batch)
-    assert len(layer._state.index.choices[0]) <= choice._MOST_CHOICES
+    assert len(layer._state.index.choices[0]) <= products._MOST_CHOICES
 
 
 def test_dense_products_after_inference_mode():

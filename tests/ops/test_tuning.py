@@ -7,7 +7,7 @@ import torch
 from kernel_times import AMX, ZEN_4, timings
 
 from dynsparse._core import native
-from dynsparse.ops.linear import choice, tuning
+from dynsparse.ops.linear import cost_table, tuning
 from dynsparse.ops.linear.cost_table import FAMILIES, Layer, evaluate, family
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.tuning import MANY, QUICK, Cell, Timing, fit, mean_excess, time_cell
@@ -26,7 +26,7 @@ def furthest(one, other):
         (1024, 0.4, 32, 16), (384, 0.3, 8, 1), (2048, 0.3, 1, 4),
     ]:  # fmt: skip
         layer = Layer(size, size, round(density * (size // block) ** 2), block)
-        for kind in choice.candidates(layer, batch):
+        for kind in cost_table.candidates(layer, batch):
             name = family(kind, block)
             for backward in (False, True):
                 costs = [evaluate(c[name][backward], name, layer, batch) for c in (one, other)]
@@ -86,7 +86,7 @@ def test_families_without_times_keep_the_tables_constants_at_this_machines_speed
 
 def test_how_far_a_choice_is_from_the_best_by_hand():
     layer = Layer(1024, 1024, 100_000, 1)
-    (slow,) = {"sparse", "small", "dense"} & {choice.cheapest(ZEN_4.costs, layer, 512, False)}
+    (slow,) = {"sparse", "small", "dense"} & {cost_table.cheapest(ZEN_4.costs, layer, 512, False)}
     others = {k: 1.0 for k in ("sparse", "dense") if k != slow}
     assert mean_excess([Timing(layer, 512, False, {slow: 1.5, **others})], ZEN_4.costs) == 0.5
     assert mean_excess([], ZEN_4.costs) == 0.0
@@ -155,5 +155,5 @@ def test_the_cells_reach_every_family_in_both_halves():
         for half in (cells, cells[::2], cells[1::2]):
             names = {family("sparse", cell.block_size) for cell in half}
             assert names == {"sparse elements", "sparse blocks", "sparse blocks of 16"}
-            assert {cell.batch <= choice.MOST_SAMPLES for cell in half} == {True, False}
+            assert {cell.batch <= cost_table.MOST_SAMPLES for cell in half} == {True, False}
         assert len(set(cells)) == len(cells)

@@ -16,7 +16,7 @@ from rich.table import Table
 from dynsparse import __version__
 from dynsparse._core import native
 from dynsparse._core.processor import processor
-from dynsparse.ops.linear import choice, cost_table
+from dynsparse.ops.linear import cost_table
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
@@ -131,7 +131,7 @@ class _Layers(NamedTuple):
 
 def _cpu_layers() -> tuple[_Layers, Choose]:
     title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
-    return _Layers(title, _FEATURES, "float32", _BATCHES, (1, 4, 16, 64)), choice.choose
+    return _Layers(title, _FEATURES, "float32", _BATCHES, (1, 4, 16, 64)), cost_table.choose
 
 
 def _gpu_layers(device: torch.device) -> tuple[_Layers, Choose]:

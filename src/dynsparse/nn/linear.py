@@ -19,8 +19,8 @@ from dynsparse.nn.backends import executor_for
 from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform
 from dynsparse.nn.sharded import require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
-from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
-from dynsparse.ops.linear.choice import route
+from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
+from dynsparse.ops.linear.products import route
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import ShardSpec
 
@@ -395,7 +395,7 @@ class SparseLinear(SparseModule):
             dtype: dtype of the activations; defaults to that of the values.
 
         Returns:
-            One of `ops.linear.choice.ROUTES`. On the CPU "sparse" (over the non-zeros), "small"
+            One of `ops.linear.products.ROUTES`. On the CPU "sparse" (over the non-zeros), "small"
             (likewise, for small batches), "dense" (above the break-even density), "bfloat16" (over
             the non-zeros, for such activations), or "torch" (no compiled kernel supports the
             layer). On other devices "dense" (a product with the dense weight) or "blocks" (kernels

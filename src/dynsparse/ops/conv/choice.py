@@ -15,9 +15,9 @@ import torch
 
 from dynsparse._core import native
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.choice import forced
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.products import forced
 
 KINDS = ("sparse", "dense")
 

@@ -22,7 +22,7 @@ from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.linear.cuda.dense import expand, lines
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.products import check_kind
+from dynsparse.ops.linear.products import check_dtype
 
 
 class Kernels(NamedTuple):
@@ -167,7 +167,7 @@ def check_forward(
             f"x must be [batch, {channels}, height, width] for this sparse layer, got the shape "
             f"{list(x.shape)}"
         )
-    check_kind(x, values, "x")
+    check_dtype(x, values, "x")
     if bias is not None and (bias.shape != (out,) or bias.device != values.device):
         raise RuntimeError(
             f"bias must be [{out}] on {values.device}, got the shape {list(bias.shape)} "
@@ -194,7 +194,7 @@ def check_backward(
         raise RuntimeError(
             f"dy must be [batch, {', '.join(map(str, expected))}], got the shape {list(dy.shape)}"
         )
-    check_kind(dy, values, "dy")
+    check_dtype(dy, values, "dy")
     if x is None:
         return
     check_forward(x, values, p, None, g)

@@ -1,8 +1,10 @@
 """The cost model that chooses kernels on a CPU: its formula, its constants, and those in use.
 
-The mean error of a predicted time is 10 to 25 %. Only the order of the kinds matters; it depends on
-the processor through its caches and the width of its arithmetic. The library comes with tables for
-the processors measured so far (`benchmarks/kernel_choice.py`) and estimates for the others.
+It predicts nanoseconds on one thread; all kinds scale about equally with threads, so the choice
+does not depend on their number. `benchmarks/kernel_choice.py` measures how far the choice is from
+the best one. The mean error of a time is 10 to 25 %. Only the order of the kinds matters; it
+depends on the processor through its caches and the width of its arithmetic. The library comes with
+tables for the processors measured so far and estimates for the others.
 `dynsparse tune` measures this processor and stores the constants in the cache folder.
 
 The table is fixed at the first choice of a kernel and stays for the life of the process: another
@@ -316,6 +318,64 @@ def _has_other_ranks() -> bool:
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
     )
+
+
+# The choice.
+
+# Below this density bit masks would take more than half the memory of the values, and laying out
+# the dense weight does not pay either.
+LEAST_DENSITY = 1 / 16
+
+# The blocks that the kernels for small batches support, and the largest batch they were measured
+# with.
+SMALL_BLOCKS = (1, 4, 8, 16, 32, 64, 128)
+MOST_SAMPLES = 128
+
+# Blocks that the processor's bfloat16 units multiply.
+_UNIT_BLOCKS = (16, 32, 64, 128)
+
+
+def _cost(costs: Costs, kind: str, layer: Layer, batch: int, backward: bool) -> float:
+    name = family(kind, layer.block_size)
+    return evaluate(costs[name][backward], name, layer, batch)
+
+
+def cheapest(costs: Costs, layer: Layer, batch: int, backward: bool) -> str:
+    """The candidate of least predicted cost."""
+    kinds = candidates(layer, batch)
+    return min(kinds, key=lambda kind: _cost(costs, kind, layer, batch, backward))
+
+
+def candidates(layer: Layer, batch: int) -> list[str]:
+    """The kinds that the cost model considers for this layer on a CPU."""
+    kinds = ["sparse"]
+    density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
+    small_fits = layer.block_size in SMALL_BLOCKS
+    if layer.block_size == 1:
+        # Instruction sets that do not expand masks read them bit by bit.
+        small_fits = density >= LEAST_DENSITY and native.expands_masks()
+    if small_fits and batch <= MOST_SAMPLES:
+        kinds.append("small")
+    if density >= LEAST_DENSITY:
+        kinds.append("dense")
+    return kinds
+
+
+def is_full(layer: Layer) -> bool:
+    """Whether every element is present, so that the values are the dense weight."""
+    return layer.block_size == 1 and layer.nnz == layer.out_features * layer.in_features
+
+
+def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.float32) -> str:
+    """The fastest kind for activations of `dtype` on a CPU with compiled kernels."""
+    low = dtype is torch.bfloat16
+    # The bfloat16 units beat float32 at every density.
+    if low and layer.block_size in _UNIT_BLOCKS and native.bfloat16_unit() != "float32":
+        return "bfloat16"
+    if is_full(layer):
+        return "dense"
+    kind = "sparse" if batch == 0 else cheapest(active().costs, layer, batch, backward)
+    return "bfloat16" if low and kind == "sparse" else kind
 
 
 # Measurements, in files of the cache folder.

@@ -1,4 +1,4 @@
-"""The products on a CPU, one pair of passes per kind of `choice`.
+"""The products on a CPU, one pair of passes per kind of `products.route`.
 
 - `sparse` (csrc/linear/linear.cpp): over the non-zeros; the batch is the vector dimension.
 - `small` (csrc/linear/few): a few samples; the features are the vector dimension. Bit masks, one

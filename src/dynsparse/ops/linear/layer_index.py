@@ -87,7 +87,7 @@ class LayerIndex:
         masks: the bit masks of `panels.masks_of`, made at the first use, or None.
         panels: the panels of `panels.py` by rows and by columns, made at the first use; each with
             the number of samples from which it is used.
-        choices: the decisions of `choice.route` so far, on a CPU for float32 and for bfloat16; on
+        choices: the decisions of `products.route` so far, on a CPU for float32 and for bfloat16; on
             an accelerator the first holds all.
 
     Raises:

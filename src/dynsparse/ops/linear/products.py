@@ -1,22 +1,138 @@
 """The products for any floating point dtype, shape and device: checks, conversions, the kernel.
 
-`choice.route` selects the kernels. On a CPU 16-bit activations are computed in float32, except by
-kernels for bfloat16; on an accelerator every dtype is computed as it is.
+On a CPU 16-bit activations are computed in float32, except by kernels for bfloat16; on an
+accelerator every dtype is computed as it is.
+
+`route` selects the kernels, for execution, `SparseLinear.kernel`, `dynsparse info` and the
+benchmark. On a CPU the kinds are (`cpu.py`, `cpu_dense.py`):
+
+- `sparse`: over the non-zeros, for low densities and large batches.
+- `small`: for batches too small to fill vectors; for single elements by bit masks.
+- `dense`: a dense product, the weight laid out some rows at a time, above the break-even density.
+- `bfloat16`: over the non-zeros of bfloat16 activations, without a float32 copy of these.
+- `torch`: plain torch, for other dtypes and without compiled kernels.
+
+On an accelerator they are (`cuda/`):
+
+- `dense`: one dense product, in the dtype of the activations.
+- `blocks`: Triton kernels for blocks of 16 to 128 on NVIDIA GPUs.
+
+On a CPU the cost model of `cost_table.py` picks the fastest of the first three. On GPUs
+`cuda/costs.py` decides by what bounds the kernels on the chip.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from dynsparse._core import native
+from dynsparse._core.checks import typed
 from dynsparse.ops import capture
 from dynsparse.ops.linear import cuda
-from dynsparse.ops.linear.choice import route
+from dynsparse.ops.linear.cost_table import SMALL_BLOCKS, Layer, choose
 from dynsparse.ops.linear.cpu import KERNELS
+from dynsparse.ops.linear.cuda import blocks
+from dynsparse.ops.linear.cuda import costs as cuda_costs
+from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.torch_internals import empty_on_cpu
 
+_log = logging.getLogger(__name__)
+
 _FLOAT32 = torch.float32
+
+KINDS = ("sparse", "small", "dense")
+DEVICE_KINDS = cuda_costs.KINDS
+ROUTES = (*KINDS, "bfloat16", "torch", "blocks")
+
+_forced: str | None = None
+
+
+@contextmanager
+@typed
+def use_kernel(kind: str) -> Iterator[None]:
+    """Compute with one kind inside this context, in the whole process: to compare and to measure.
+
+    `small` supports single elements and blocks of 4, 8, 16, 32, 64 and 128. Layers whose block size
+    or device does not support the kind compute with the chosen one. `sparse` computes bfloat16
+    activations with the kind `bfloat16`.
+
+    Raises:
+        ValueError: a kind that does not exist.
+    """
+    global _forced
+    kinds = dict.fromkeys((*KINDS, *DEVICE_KINDS))
+    if kind not in kinds:
+        raise ValueError(f"kind must be one of {', '.join(kinds)}, got {kind!r}")
+    before, _forced = _forced, kind
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def forced() -> str | None:
+    """The kind set by `use_kernel`, or None."""
+    return _forced
+
+
+# Choices kept per layer; they are cleared beyond this number of batch sizes.
+_MOST_CHOICES = 64
+
+
+def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
+    """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
+    gradients. The result of `choose`, cached, unless `use_kernel` overrides it."""
+    if not p.on_cpu:
+        return _route_on_device(p, batch, backward, dtype)
+    key = batch if backward else ~batch
+    if dtype is _FLOAT32 and _forced is None and native.load() is not None:  # most calls
+        kind = p.choices[0].get(key)
+        if kind is not None:
+            return kind
+    low = dtype is torch.bfloat16
+    if not (dtype is torch.float32 or low or dtype is torch.float16) or native.load() is None:
+        return "torch"
+    if _forced in KINDS and (_forced != "small" or p.block_size in SMALL_BLOCKS):
+        return "bfloat16" if low and _forced == "sparse" else _forced
+    choices = p.choices[low]
+    kind = choices.get(key)
+    if kind is None:
+        if len(choices) >= _MOST_CHOICES:
+            choices.clear()
+        layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
+        kind = choices[key] = choose(layer, batch, backward, dtype)
+        _log_choice(kind, layer, batch, backward)
+    return kind
+
+
+def _log_choice(kind: str, layer: Layer, batch: int, backward: bool) -> None:
+    pass_ = "backward" if backward else "forward"
+    _log.debug("%s computes %s of %s over %d samples", kind, pass_, layer, batch)
+
+
+def _route_on_device(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
+    """On an accelerator."""
+    device = p.cols.device
+    if _forced == "dense" or not blocks.serves(p, dtype, device):
+        return "dense"
+    if _forced == "blocks":
+        return "blocks"
+    choices = p.choices[0]
+    key = (batch, backward, dtype)
+    kind = choices.get(key)
+    if kind is None:
+        if len(choices) >= _MOST_CHOICES:
+            choices.clear()
+        layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
+        kind = choices[key] = cuda_costs.choose(layer, batch, backward, dtype, chip_of(device))
+        _log_choice(kind, layer, batch, backward)
+    return kind
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
@@ -26,10 +142,10 @@ def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
             f"{what} must end in {features} features for this sparse layer, "
             f"got the shape {list(x.shape)}"
         )
-    check_kind(x, values, what)
+    check_dtype(x, values, what)
 
 
-def check_kind(x: Tensor, values: Tensor, what: str) -> None:
+def check_dtype(x: Tensor, values: Tensor, what: str) -> None:
     """Raise RuntimeError unless dtype and device of `x`, called `what`, fit those of `values`."""
     if not x.is_floating_point():
         raise RuntimeError(f"{what} must be floating point, got {x.dtype}")

@@ -22,16 +22,18 @@ import torch
 
 from dynsparse._core import native
 from dynsparse._core.files.folders import cache_folder
-from dynsparse.ops.linear.choice import candidates, cheapest, is_full
 from dynsparse.ops.linear.cost_table import (
     Cost,
     Costs,
     Layer,
     Measurement,
     Table,
+    candidates,
+    cheapest,
     default_table,
     evaluate,
     family,
+    is_full,
     load_measurement,
     save_measurement,
 )
