@@ -321,4 +321,4 @@ def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
     return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}
 
 
-register_backend("popsparse", Target, TileMachine)
+register_backend("popsparse", Target, TileMachine, {"bow": Target.bow, "mk2": Target.mk2})

@@ -7,19 +7,20 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from dynsparse import __version__
 from dynsparse._core import logs
 from dynsparse.cli.bench import bench
 from dynsparse.cli.check import check
-from dynsparse.cli.commands import cifar, lm, mnist, mnist_transformer, report, visualise
+from dynsparse.cli.commands import cifar, lm, mnist, mnist_transformer, visualise
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
-from dynsparse.cli.matmul import matmul
 from dynsparse.cli.tune import tune
 
 _NUMBER = re.compile(r"-[\d.]")
@@ -66,8 +67,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist-transformer": mnist_transformer,
     "cifar": cifar,
     "visualise": visualise,
-    "matmul": matmul,
-    "report": report,
     "bench": bench,
     "info": info,
     "check": check,
@@ -78,7 +77,36 @@ _LONGEST = 900  # characters of an error
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_HELP)
+
+def _typer(**options: Any) -> typer.Typer:
+    return typer.Typer(
+        add_completion=False, rich_markup_mode="rich", context_settings=_HELP, **options
+    )
+
+
+@cache
+def _added_commands() -> dict[str, EntryPoint]:
+    """Commands that other packages add, by name: their entry points `dynsparse.commands`."""
+    return {point.name: point for point in entry_points(group="dynsparse.commands")}
+
+
+class CommandGroup(TyperGroup):
+    """The commands of this package and those that other packages add, which are loaded on use."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        added = [name for name in _added_commands() if name not in self.commands]
+        return [*super().list_commands(ctx), *added]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        point = _added_commands().get(cmd_name)
+        if point is not None and cmd_name not in self.commands:
+            single = _typer()
+            single.command(cmd_name, cls=ListCommand, context_settings=_HELP)(point.load())
+            self.add_command(typer.main.get_command(single), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
+app = _typer(cls=CommandGroup)
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=ListCommand, context_settings=_HELP)(_function)
 

@@ -1,4 +1,4 @@
-"""The commands of the trainings, and `dynsparse visualise` and `dynsparse report`."""
+"""The commands of the trainings, and `dynsparse visualise`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynsparse.apps import lm as lm_app
 from dynsparse.apps.pictures import cifar as cifar_app
 from dynsparse.apps.pictures import mnist as mnist_app
 from dynsparse.apps.pictures import transformer as transformer_app
-from dynsparse.options import OUTPUT_FILE, with_flags
+from dynsparse.options import with_flags
 
 
 @with_flags(mnist_app.Options)
@@ -74,38 +74,3 @@ def visualise(
 
     for path in draw(records_path, output, cmap=cmap, animate=animate):
         print(path)
-
-
-def report(
-    profile: Annotated[
-        Path,
-        typer.Argument(
-            help="A stored profile: of `dynsparse matmul --profile`, `save_profile`, or an "
-            "engine's autoReport.",
-            metavar="FILE",
-        ),
-    ],
-    compare: Annotated[
-        Path | None,
-        typer.Option(help="Put another one beside it.", metavar="<file>", show_default="none"),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the page, too: one HTML file.", metavar="<file.html>", show_default="none"
-        ),
-    ] = None,
-) -> None:
-    """Say what a run on the tile machine cost and why, from a stored profile."""
-    from popsparse.report import compare as compare_profiles
-    from popsparse.report import comparison_text, load_profile, profile_text, write_report
-
-    if output is not None:
-        OUTPUT_FILE.check("output", output)
-    stored = load_profile(profile)
-    compared = None if compare is None else compare_profiles(stored, load_profile(compare))
-    if output is not None:
-        write_report(output, **stored.page, compared=compared)
-    print(profile_text(stored.title, stored.profiles))
-    if compared is not None:
-        print("\n" + comparison_text(compared))

@@ -2,18 +2,20 @@
 
 `SparseLinear.executor` holds the executor of a layer: the active subset of Top-KAST, or one that a
 backend made. Backends call `register_backend`; `import popsparse` registers the tile machine.
+`target_named` imports what the entry points `dynsparse.backends` name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import check_choice, shortened
 from dynsparse.pattern import SparsePattern
 
 Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
@@ -53,20 +55,43 @@ MakeExecutor = Callable[[Any, torch.dtype, Mapping[str, Any] | None], Executor]
 class _Backend(NamedTuple):
     target_class: type
     make: MakeExecutor
+    targets: Mapping[str, Callable[..., Any]]
 
 
 _backends: dict[str, _Backend] = {}
 
 
-def register_backend(name: str, target_class: type, make: MakeExecutor) -> None:
+def register_backend(
+    name: str,
+    target_class: type,
+    make: MakeExecutor,
+    targets: Mapping[str, Callable[..., Any]],
+) -> None:
     """Let layers compute on a `target=` of the class `target_class`.
 
     Args:
         name: name of the backend; registering a name again replaces the backend.
         target_class: the class of its targets.
         make: makes the executor of a layer.
+        targets: functions that make a target, by the name that `target_named` takes.
     """
-    _backends[name] = _Backend(target_class, make)
+    _backends[name] = _Backend(target_class, make, targets)
+
+
+def target_named(name: str, **settings: Any) -> Any:
+    """A target by its name, such as "bow", of any installed backend.
+
+    Args:
+        name: the name of the target.
+        settings: passed to the backend's function, such as `tiles=64`.
+
+    Raises:
+        ValueError: no installed backend has a target of this name.
+    """
+    for point in entry_points(group="dynsparse.backends"):
+        point.load()  # which registers it
+    makers = {key: make for backend in _backends.values() for key, make in backend.targets.items()}
+    return makers[check_choice("target", name, makers)](**settings)
 
 
 def executor_for(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,9 @@ from dynsparse.apps.pictures.training import PictureOptions
 from dynsparse.data import CLASSES
 from dynsparse.data.pictures import SIDE
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.backends import target_named
 from dynsparse.options import Need, between, choice, integer, many, number, override
 from dynsparse.training.algorithms import BY_NAME
-
-if TYPE_CHECKING:
-    from popsparse import Target
-
 
 _network = panel("Network", "network")
 _FIRST = Need(
@@ -188,17 +185,14 @@ def build_network(options: Options, generator: torch.Generator) -> Network:
     return Network(layers, options.droprate)
 
 
-def _target(options: Options) -> Target | None:
+def _target(options: Options) -> Any:
     if options.target is None:
         return None
-    from popsparse import Target  # loaded by those who ask for a target
-
-    return Target.named(
-        options.target, **({} if options.tiles is None else {"tiles": options.tiles})
-    )
+    settings = {} if options.tiles is None else {"tiles": options.tiles}
+    return target_named(options.target, **settings)
 
 
-def _layer(shape: LayerShape, generator: torch.Generator, target: Target | None) -> nn.Module:
+def _layer(shape: LayerShape, generator: torch.Generator, target: Any) -> nn.Module:
     if shape.sparse:
         return SparseLinear(
             shape.in_features,

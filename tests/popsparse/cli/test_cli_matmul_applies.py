@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("typer")
 
 from dynsparse.cli.app import run
-from dynsparse.cli.matmul import methods
-from dynsparse.cli.matmul.request import Request
+from popsparse.cli.matmul import methods
+from popsparse.cli.matmul.request import Request
 
 SIZES = "matmul --rows 64 --cols 64 --batch 8 --tiles 16"
 OPTIONS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynsparse.cli.matmul.request import Request
 from dynsparse.options import check_applies, with_flags
+from popsparse.cli.matmul.request import Request
 
 __all__ = ["matmul"]
 
@@ -18,6 +18,6 @@ def matmul(values: dict[str, Any]) -> None:
     """
     request = Request(**values)
     check_applies(request, values)
-    from dynsparse.cli.matmul.methods import METHODS  # loads the machine
+    from popsparse.cli.matmul.methods import METHODS  # loads the machine
 
     METHODS[request.method](request)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from dynsparse.cli.matmul.request import Request
+from popsparse.cli.matmul.request import Request
 from popsparse.estimates import UpdateEstimate
 from popsparse.layer import Layer
 from popsparse.machine.dtypes import OutOfMemoryError

@@ -1,0 +1,1 @@
+"""Commands that popsparse adds to `dynsparse`, by the entry points `dynsparse.commands`."""
