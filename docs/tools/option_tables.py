@@ -42,8 +42,6 @@ def _lines(command: str) -> list[str]:
     methods, lines = methods_of(options_type), []
     for name, option, default in listed_options(options_type):
         names = ", ".join(f"`{one}`" for one in option.flags(name))
-        if option.single is not None:
-            names += f", `--{flag(option.single)}`"
         shown = option.describe_default(default).replace("|", "\\|")
         lines.append(f"| {names} | {shown} | {option.describe(methods)} |")
     return lines

@@ -172,7 +172,6 @@ class Option:
             show, how to compute. A checkpoint's value replaces the default of the first three.
         methods: the values of `method` it applies to; all if empty.
         needs: what else it needs to have an effect.
-        single: an older flag for the only value of several.
         also: further flags for the same option; the first is the preferred one.
         complement: a preferred flag for one minus the value, in (0, 1].
         by_default: what help and documentation show in place of the default.
@@ -185,7 +184,6 @@ class Option:
     optional: bool = False
     methods: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
-    single: str | None = None
     also: tuple[str, ...] = ()
     complement: str | None = None
     by_default: str | None = None
@@ -198,9 +196,8 @@ class Option:
         """The option for one minus the value of `name`, and its default."""
         share = _one_minus(default)
         words = f"Share of the weights that are present, in place of --{flag(name)}."
-        return dataclasses.replace(
-            self, help=words, complement=None, by_default=f"{share:g}"
-        ), share
+        more: dict[str, Any] = {"complement": None, "by_default": f"{share:g}"}
+        return dataclasses.replace(self, help=words, also=("densities",), **more), share
 
     def describe(self, methods: Sequence[str] = ()) -> str:
         """The help, the choices, and what it applies to, of a command with these `methods`."""
@@ -347,23 +344,16 @@ def with_flags(
         annotations[name] = _annotation(name, known, default, methods)
         if default is dataclasses.MISSING:
             required.add(name)
-        if known.single is not None:
-            kind = dataclasses.replace(known.kind, is_list=False)
-            one = dataclasses.replace(known, help="The same, for a single value.", kind=kind)
-            annotations[known.single] = _annotation(known.single, one, None, methods)
 
     def decorate(function: Command) -> Command:
         def command(**raw: Any) -> None:
             extra = {name: raw.pop(name) for name in first or {}}
             values = {name: value for name, value in raw.items() if value not in (None, [])}
             for name, known in options.items():
-                for other in (known.single, known.complement):
-                    if other in values and name in values:
-                        both = f"--{flag(other)} or --{flag(name)}"
-                        raise ValueError(f"expected {both}, got both: leave one out")
-                if known.single in values:
-                    values[name] = [values.pop(known.single)]
                 if known.complement in values:
+                    if name in values:
+                        both = f"--{flag(known.complement)} or --{flag(name)}"
+                        raise ValueError(f"expected {both}, got both: leave one out")
                     share = values.pop(known.complement)
                     if not 0 < share <= 1:
                         raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Check:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
     """All comparisons.
 
@@ -70,7 +70,7 @@ class Result:
     """
 
     seed: int
-    checks: list[Check] = field(default_factory=list)
+    checks: list[Check]
 
     @property
     def differing(self) -> list[Check]:
@@ -94,7 +94,9 @@ class Result:
 
 
 @typed
-def run_checks(seed: int | None = None) -> Result:
+def run_checks(
+    seed: int | None = None, tell: Callable[[str, list[Check]], object] | None = None
+) -> Result:
     """Compare the products of sparse layers with float64.
 
     With the kernels of every instruction set that this processor runs and this installation has,
@@ -102,6 +104,7 @@ def run_checks(seed: int | None = None) -> Result:
 
     Args:
         seed: of all random shapes and numbers; random by default.
+        tell: called with an instruction set or device and its checks when these are made.
 
     Raises:
         ValueError: a seed that is not an integer in [0, 2^63).
@@ -115,15 +118,22 @@ def run_checks(seed: int | None = None) -> Result:
     seed = check_integer("seed", seed, 0)
     if seed >= 2**63:
         raise ValueError(f"seed must be below 2^63, got {seed}")
-    result = Result(seed)
+    result = Result(seed, [])
     generator = torch.Generator().manual_seed(seed)
+
+    def add(where: str, checks: Iterator[Check]) -> None:
+        made = list(checks)
+        result.checks.extend(made)
+        if tell is not None:
+            tell(where, made)
+
     available = native.describe()["available"]
     assert isinstance(available, list)
     for isa in (*available, "none"):
-        result.checks += _check_isa(isa, generator)
+        add(isa, _check_isa(isa, generator))
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
-        result.checks += _check_passes(str(device), device, _ON_GPU, generator)
+        add(str(device), _check_passes(str(device), device, _ON_GPU, generator))
     return result
 
 

@@ -193,7 +193,8 @@ def test_what_does_not_train_takes_nothing_of_a_training(mode):
             "autoregression_offset", "evaluation_tokens",
         )  # fmt: skip
         wrong_method = known.methods and options.method not in known.methods
-        if of_training or of_text or wrong_method:
+        of_bpe = name == "vocabulary_size"
+        if of_training or of_text or of_bpe or wrong_method:
             with pytest.raises(ValueError, match=f"^--{flag(name)}"):
                 check_applies(options, {name})
         else:

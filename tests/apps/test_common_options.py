@@ -118,19 +118,6 @@ def test_a_checkpoint_says_nothing_about_the_run(app, tmp_path):
         assert getattr(adopted, name) == getattr(own, name), name
 
 
-@pytest.mark.parametrize("app", APPS)
-def test_a_run_restored_from_a_strangers_file_writes_nowhere(app, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    places = {name: f"evil-{name}" for name in ("log", "json", "records_path", "checkpoint_path")}
-    file = forge(tmp_path / "a.ckpt", app, options={**places, "threads": 999})
-    with pytest.raises(
-        ValueError, match=r"does not fit|expected its (permutation|vocabulary|epoch)"
-    ):
-        APPS[app].run(APPS[app].Options(restore=file), QUIET)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-@pytest.mark.parametrize("app", APPS)
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -144,10 +131,10 @@ def test_a_run_restored_from_a_strangers_file_writes_nowhere(app, tmp_path, monk
     ],
     ids=str,
 )
-def test_forged_options_are_one_line(app, entries, message, tmp_path):
-    file = forge(tmp_path / "a.ckpt", app, **entries)
+def test_forged_options_are_one_line(entries, message, tmp_path):
+    file = forge(tmp_path / "a.ckpt", "mnist", **entries)
     with pytest.raises(ValueError, match="expected") as error:
-        APPS[app].run(APPS[app].Options(restore=file), QUIET)
+        mnist.run(mnist.Options(restore=file), QUIET)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -169,14 +156,45 @@ def test_density_is_one_minus_sparsity(name, capsys, monkeypatch):
     assert not seen
 
 
-def test_both_spellings_of_the_densities(monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("mnist --density 0.2 1", "densities", (0.2, 1.0)),
+        ("mnist --densities 0.2 1", "densities", (0.2, 1.0)),
+        ("mnist --hidden-size 20", "hidden_sizes", (20,)),
+        ("lm --densities 0.2", "sparsity", 0.8),
+        ("cifar --densities 0.2", "sparsity", 0.8),
+        ("lm --dataset a.txt", "data", "a.txt"),
+        *((f"{app} --checkpoint c", "checkpoint_path", Path("c")) for app in ("mnist", "lm")),
+        ("cifar --checkpoint-path c", "checkpoint_path", Path("c")),
+    ],
+)
+def test_one_flag_serves_all_commands(line, name, value, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        "dynsparse.apps.pictures.mnist.run", lambda options, given: seen.append(options.densities)
-    )
-    for spelling in ("--density", "--densities"):
-        assert command(["mnist", spelling, "0.2", "1"]) == 0
-        assert seen.pop() == (0.2, 1.0)
+    for module in ("lm", "pictures.mnist", "pictures.cifar"):
+        monkeypatch.setattr(
+            f"dynsparse.apps.{module}.run", lambda o, given: seen.append((o, given))
+        )
+    assert command(line.split()) == 0
+    ((options, given),) = seen
+    assert getattr(options, name) == value
+    assert given == {name}
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("mnist --sparsity 0.9", "--density"),
+        ("lm --data-dir .", "--data"),
+        ("mnist --checkpoints c", "--checkpoint-path"),
+        ("bench --benchmarks quick", "--benchmark"),
+    ],
+)
+def test_an_unknown_spelling_is_answered_by_name(line, instead, capsys):
+    assert command(line.split()) == 2
+    told = capsys.readouterr().err
+    assert f"No such option: {line.split()[1]}" in told
+    assert instead in told.partition("Possible options")[2]
 
 
 @pytest.mark.parametrize("name", ["", *_COMMANDS])

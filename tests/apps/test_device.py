@@ -1,7 +1,5 @@
 """--device: refused in one line where it is not there; data and losses follow the model."""
 
-import warnings
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +12,6 @@ from dynsparse.apps.lm.training import Training as LmTraining
 from dynsparse.apps.pictures import mnist, transformer
 from dynsparse.apps.pictures.mnist import MnistTraining
 from dynsparse.apps.pictures.transformer import TransformerTraining
-from dynsparse.cli.app import run
 from dynsparse.pattern import Rewiring
 
 TINY = {
@@ -23,7 +20,6 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [lm.Options, mnist.Options, transformer.Options])
 @pytest.mark.parametrize(
     ("devices", "device", "line"),
     [
@@ -35,10 +31,10 @@ TINY = {
         (2, "cuda:2", r"--device: expected a device .* \(cuda:0, cuda:1\), got 'cuda:2'"),
     ],
 )
-def test_what_is_not_there_is_refused(monkeypatch, options, devices, device, line):
+def test_what_is_not_there_is_refused(monkeypatch, devices, device, line):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     with pytest.raises(ValueError, match=line) as error:
-        options(device=device).check()
+        mnist.Options(device=device).check()
     assert "\n" not in str(error.value)
 
 
@@ -46,14 +42,6 @@ def test_what_is_there_is_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
         mnist.Options(device=device).check()
-
-
-@pytest.mark.parametrize("command", ["lm", "mnist", "mnist-transformer"])
-def test_commands_end_in_one_line(monkeypatch, capsys, command):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    assert run([command, "--device", "cuda"]) == 2
-    assert "--device: expected a machine with a CUDA device" in capsys.readouterr().err
 
 
 def test_sums_go_where_the_losses_are():

@@ -14,7 +14,6 @@ from dynsparse.apps.lm.corpus import load_corpus
 from dynsparse.apps.lm.model import parameters, state_bytes
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
-from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
@@ -90,12 +89,6 @@ def test_a_denser_beginning_is_scaled_and_counted(method, text):
     assert blocks == sum(layer.pattern.nnz for layer in layers)
     sparse = state_bytes(dataclasses.replace(options, method="static"), corpus.size)
     assert state_bytes(options, corpus.size) > sparse
-
-
-def test_a_token_table_is_not_for_top_kast():
-    assert not BY_NAME["topkast"].trains_embeddings
-    with pytest.raises(ValueError, match="--sparse-embeddings: expected another method than topk"):
-        Options(method="topkast", sparse_embeddings=True).check()
 
 
 def test_replaced_counts_what_updates_dropped(text, tmp_path):

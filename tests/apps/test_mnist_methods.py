@@ -54,11 +54,3 @@ def test_blocks(tmp_path):
     for method in ("granet", "snfs"):
         changes = {"block_size": 16, "hidden_sizes": (64,), "densities": (0.1, 1.0)}
         assert tiny(method=method, pooling_type="SUM", **changes)["accuracy"] > 0.6
-
-
-@pytest.mark.parametrize("method", ["gmp", "granet", "deepr"])
-def test_the_schedule_of_others_is_refused(method):
-    with pytest.raises(ValueError, match=f"got --method {method}, which has a schedule of its own"):
-        Options(method=method, cosine_prune_schedule={"period": 1.0}).check()
-    with pytest.raises(ValueError, match=f"^--prune-rounding: .* got --method {method}, which has"):
-        Options(method=method, prune_rounding="down").check()

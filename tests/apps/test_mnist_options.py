@@ -6,49 +6,27 @@ import torch
 from dynsparse.apps.pictures.mnist import Options, layer_shapes
 from dynsparse.apps.pictures.training import build_optimizer, learning_rate
 
-NAN, INFINITE = float("nan"), float("inf")
+NAN = float("nan")
 
 WRONG = [
-    ({"dataset": "cifar"}, "--dataset: expected one of digits, mnist, fashion-mnist, got 'cifar'"),
     (
         {"method": "snip"},
         "--method: expected one of rigl, set, snfs, mest, deepr, topkast, gmp, granet, static",
     ),
     ({"block_size": 2}, "--block-size: expected one of 1, 4, 8, 16, 32, 64, 128, got 2"),
-    ({"pooling_type": "sum"}, "--pooling-type: expected one of NONE, SUM, AVG, MAX, got 'sum'"),
-    ({"permute_input": "rows"}, "--permute-input: expected one of none, block, random"),
-    ({"optimizer": "SGD"}, "--optimizer: expected one of GradientDescent, Momentum, Adam"),
-    ({"decay": "linear"}, "--decay: expected one of cosine, steps, constant"),
-    ({"data_type": "float16"}, "--data-type: expected one of float32, float64, bfloat16"),
-    ({"test_mode": "test"}, "--test-mode: expected one of all, training, tests"),
     ({"batch_size": 0}, "--batch-size: expected an integer of at least 1, got 0"),
     ({"batch_size": 1.5}, "--batch-size: expected an integer of at least 1, got 1.5"),
-    ({"epochs": -1}, "--epochs: expected an integer of at least 1"),
     ({"epochs": True}, "--epochs: expected an integer of at least 1, got True"),
-    ({"steps_per_epoch": 0}, "--steps-per-epoch: expected an integer"),
-    ({"update_interval": 0}, "--update-interval: expected an integer"),
-    ({"checkpoint_freq": 0}, "--checkpoint-freq: expected an integer"),
-    ({"threads": 0}, "--threads: expected an integer"),
     ({"threads": 10**8}, "--threads: expected at most 1024"),
-    ({"hold_out": -5}, "--hold-out: expected an integer of at least 0"),
-    ({"seed": -1}, "--seed: expected an integer of at least 0"),
     ({"seed": 2**63}, "--seed: expected an integer below 2^63"),
-    ({"stop_after": 0}, "--stop-after: expected an integer"),
     ({"stop_after": 11}, "--stop-after: expected one of the 10 epochs, got 11"),
     ({"droprate": 1.0}, "--droprate: expected a number in [0, 1), got 1.0"),
-    ({"droprate": NAN}, "--droprate: expected a number"),
-    ({"prune_ratio": 1.5}, "--prune-ratio: expected a number in [0, 1], got 1.5"),
     ({"learning_rate": -0.1}, "--learning-rate: expected a finite number of at least 0"),
-    ({"learning_rate": INFINITE}, "--learning-rate: expected a finite number"),
-    ({"hidden_sizes": (0,)}, "--hidden-sizes: expected integers between 1"),
     ({"hidden_sizes": (10**9,)}, "--hidden-sizes: expected integers between 1"),
     ({"hidden_sizes": ()}, "--densities: expected one density per layer"),
     ({"densities": (0.1,)}, "expected one density per layer, 2 for 1 hidden layer(s), got 1"),
     ({"hidden_sizes": (30, 20)}, "expected one density per layer, 3 for 2 hidden layer(s), got 2"),
-    ({"densities": (0.0, 1.0)}, "--densities: expected numbers above 0 and up to 1"),
     ({"densities": (0.1, 1.1)}, "--densities: expected numbers above 0 and up to 1"),
-    ({"densities": (0.1, NAN)}, "--densities: expected numbers above 0 and up to 1"),
-    ({"densities": ("a", 1)}, "--densities: expected numbers above 0 and up to 1"),
     (
         {"block_size": 16, "hidden_sizes": (300,)},
         "--block-size 16 does not divide the first hidden size 300: choose a hidden size such as "

@@ -41,6 +41,9 @@ def test_the_json_is_the_returned_figures(tmp_path):
     assert 0 < figures["update_share"] < 1
     assert figures["replaced"] > 0
     assert [layer["weights"] for layer in figures["layers"]] == [2509, 96]
+    alone = tiny(test_mode="training")
+    assert alone["accuracy"] is alone["loss"] is None
+    assert alone["train_accuracy"] == figures["train_accuracy"]
 
 
 def test_one_seed_one_result():
@@ -79,13 +82,11 @@ def test_every_optimizer_learns(optimizer):
         {"block_size": 8, "pooling_type": "AVG", "permute_input": "random"},
         {"block_size": 16, "pooling_type": "MAX", "permute_input": "block", "densities": (0.1, 1)},
         {"block_size": 32, "pooling_type": "NONE", "permute_input": "block", "densities": (0.5, 1)},
-        {"block_size": 64, "hidden_sizes": (64,), "densities": (0.5, 1)},
         {"block_size": 128, "hidden_sizes": (128,), "densities": (0.5, 1)},
-        {"data_type": "float64"},
         {"data_type": "bfloat16"},
         {"hidden_sizes": (48, 24), "densities": (0.05, 0.2, 1)},
         {"cosine_prune_schedule": {"zero_steps": 2, "phase_delay": 0.1, "period": 1.0}},
-        {"hold_out": 200, "update_interval": 5},
+        {"hold_out": 200, "update_interval": 5, "data_type": "float64"},
         pytest.param({"prune_ratio": 0.0}, marks=NO_UPDATES),
         {"densities": (0.9, 0.9)},
     ],
@@ -116,13 +117,6 @@ def test_the_number_of_threads_is_put_back():
     assert torch.get_num_threads() == before
 
 
-def test_training_alone_and_what_it_reports():
-    figures = tiny(test_mode="training")
-    assert figures["accuracy"] is None
-    assert figures["loss"] is None
-    assert figures["train_accuracy"] > 0
-
-
 def test_the_record_follows_the_patterns(tmp_path):
     figures = tiny(records_path=tmp_path / "rec", permute_input="random")
     records = Records.load(tmp_path / "rec")
@@ -151,6 +145,9 @@ def test_the_log_has_the_form_of_the_original(tmp_path):
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    with (tmp_path / "live.txt").open("w") as file:
+        run(Options(**TINY), Console(file=file, width=100, force_terminal=True))
+    assert "━" in (tmp_path / "live.txt").read_text()
     with (tmp_path / "out.txt").open("w") as file:
         run(Options(**TINY), Console(file=file, width=100))
     text = (tmp_path / "out.txt").read_text()
@@ -161,14 +158,6 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert [line.split()[0] for line in lines[3:5]] == ["1/2", "2/2"]
     for words in ("test accuracy", "parameters", "memory: optimizer", "time in pattern updates"):
         assert words in text
-
-
-def test_a_live_line_on_a_terminal(tmp_path):
-    with (tmp_path / "out.txt").open("w") as file:
-        run(Options(**TINY), Console(file=file, width=100, force_terminal=True))
-    text = (tmp_path / "out.txt").read_text()
-    assert "\x1b" in text
-    assert "━" in text
 
 
 WRONG = [
@@ -183,7 +172,6 @@ WRONG = [
     ({"restore": "nowhere"}, "--restore: expected a checkpoint or a folder of them, got nowhere"),
     ({"restore": "."}, "--restore: expected a folder with checkpoints named epoch-NNNN.ckpt"),
     ({"learning_rate": 1e30}, "diverged"),
-    ({"learning_rate": 1e30, "method": "dense"}, "diverged"),
 ]
 
 
@@ -196,12 +184,6 @@ def test_what_cannot_be_trained_is_refused(changes, message, tmp_path, monkeypat
         tiny(**changes)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_records_are_not_mixed_with_other_files(tmp_path):
-    (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="holds other files"):
-        tiny(records_path=tmp_path)
 
 
 def test_missing_loggers_are_named(tmp_path, monkeypatch):

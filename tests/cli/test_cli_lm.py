@@ -95,40 +95,22 @@ def test_the_standard_library_by_bytes(capsys):
     [
         (["--heads", "3"], "--heads: 3 heads do not divide the hidden size 16"),
         (["--block-size", "8", "--ff-size", "36"], "--ff-size: blocks of 8 do not divide the size"),
-        (["--block-size", "3"], "--block-size: expected one of 1, 4, 8, 16, 32, 64, 128, got 3"),
         (["--sequence-length", "97"], "less than the 96 tokens of the valid part of text.txt"),
         (["--valid-share", "0.0001"], "--valid-share: 0.0001 of the 1,920 tokens"),
         (["--valid-share", "0.6", "--test-share", "0.4"], "expected less than 1 together, got 1"),
-        (["--sparsity", "1"], "--sparsity: expected a number in [0, 1), got 1.0"),
-        (["--steps", "two"], "expected an integer, got 'two'"),
         (["--steps", "2"], "--warmup-steps: expected less than the 2 steps"),
-        (["--method", "magic"], "--method: expected one of"),
-        (["--match-parameters"], "expected --method dense, which it makes"),
-        (["--preset", "huge"], "--preset: expected one of tiny, small, large, got 'huge'"),
         (["--mode", "sample"], "--mode sample: expected a trained model"),
         (["--mode", "test"], "--mode test: expected a trained model"),
         (["--autoregression-offset", "8"], "--autoregression-offset: expected less than"),
         (["--min-learning-rate", "1"], "--min-learning-rate: expected at most the peak of"),
-        (["--vocabulary-size", "300"], "--vocabulary-size: expected --tokens bpe with it"),
-        (["--tokens", "bpe", "--bpe-dir", "nowhere"], "expected a folder with vocab.bpe"),
-        (["--prune-end", "0"], "--prune-end: expected a number in (0, 1], got 0"),
         (["--stop-after", "5"], "a multiple of --valid-interval 4, got 5"),
         (["--sample", "5", "--prompt", ""], "--prompt: expected at least one character"),
         (["--sample", "5", "--prompt", "X"], "--prompt: the character 'X' (U+0058) at position 0"),
-        (["--json", "no/such/a.json"], "--json: expected a file in a folder"),
-        (["--optimizer-arg", "beta2"], "--optimizer-arg: expected name=json"),
-        (["--cosine-prune-schedule", "[]"], "expected a JSON object"),
         (["--cosine-prune-schedule", '{"zero_steps": 9}'], "--cosine-prune-schedule: zero_steps"),
-        (["--temperature", "1"], "--temperature: expected --sample N with it"),
-        (["--bpe-dir", "."], "--bpe-dir: expected --tokens bpe with it, got char"),
         (
             ["--tokens", "byte", "--bpe-dir", "."],
             "--bpe-dir: expected --tokens bpe with it, got byte",
         ),
-        (["--test-data", "a", "--test-share", "0.1"], "the test part is --test-data here"),
-        (["--wandb-name", "a"], "expected --use-wandb with it"),
-        (["--restore", "nowhere"], "--restore: expected a checkpoint or a folder of them"),
-        (["--data", "nowhere.txt"], "nowhere.txt: No such file or directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -138,23 +120,6 @@ def test_mistakes_get_one_line(capsys, text, arguments, message, tmp_path, monke
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "expected text, got an empty file"),
-        (b"\x7fELF\0\0", "expected text, got a binary file"),
-        (b"\xff\xd8\xff", "expected text in UTF-8, got the byte 0xff at position 0"),
-    ],
-)
-def test_what_is_no_text_gets_one_line(capsys, tmp_path, content, message):
-    (tmp_path / "wrong").write_bytes(content)
-    for command in (["lm"], ["encode", "--output", tmp_path / "o"]):
-        status, _, err = call(capsys, *command, "--data", tmp_path / "wrong")
-        assert status == 2
-        assert message in err
-        assert err.count("\n") == 1
 
 
 def test_a_validation_text_with_unknown_characters(capsys, text, tmp_path):
@@ -175,6 +140,7 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
             ["--vocabulary", tmp_path / "o.tokens", "--tokens", "char", *output],
             "leave out --tokens",
         ),
+        (["--vocabulary", tmp_path / "o.tokens", "--bpe-dir", ".", *output], "got char tokens"),
         (["--vocabulary", text, *output], "expected a token file made by `dynsparse encode`"),
         (["--output", tmp_path], "--output: expected a file in a folder that can"),
         ([], "Missing option '--output'"),

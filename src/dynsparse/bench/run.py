@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,7 +58,8 @@ def run_benchmark(
     refused: list[dict[str, str]] = []
     before = torch.get_num_threads()
     try:
-        for cell in set_threads(benchmark.cells, threads):
+        begin, chosen = time.monotonic(), set_threads(benchmark.cells, threads)
+        for number, cell in enumerate(chosen, start=1):
             why = refusal(cell, available_memory())
             if why is not None:
                 tell(f"  {cell}: refused, {why}")
@@ -66,7 +68,12 @@ def run_benchmark(
             torch.set_num_threads(cell.threads)
             figures = _measure_cell(benchmark, cell)
             gc.collect()
-            tell(f"  {cell}, {_threads(cell.threads)}: {_line(benchmark, figures)}")
+            left = (time.monotonic() - begin) / number * (len(chosen) - number)
+            tell(
+                f"  [{number}/{len(chosen)}] {cell}, {_threads(cell.threads)}: "
+                f"{_line(benchmark, figures)}"
+                + (f"; {left:.0f} s left" if number < len(chosen) else "")
+            )
             cells.append({"layer": cell.layer, **_sizes(cell), **figures})
             keep({**head, "cells": cells, "refused": refused})
     finally:

@@ -156,7 +156,10 @@ def _measure(
                 "measure all of it anew"
             )
         results["benchmarks"] = before["benchmarks"]
-    print(describe_machine(results))
+    _tell(describe_machine(results))
+    counts = [len(set_threads(one.cells, threads)) for one in chosen]
+    least = sum(n * one.effort.seconds for n, one in zip(counts, chosen, strict=True))
+    _tell(f"{sum(counts)} cells, at least {least:.0f} s; the time that is left stands at each.")
     if not results["machine"]["load_known"]:
         print("This system has no /proc/stat: the load by other processes is not known.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from json import dumps
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from dynsparse import __version__
@@ -15,7 +15,9 @@ from dynsparse.bench.host import describe_host
 from dynsparse.options import parse_integer
 
 if TYPE_CHECKING:
-    from dynsparse.selfcheck import Check, Result
+    from dynsparse.selfcheck import Check
+
+_WIDTH = 26  # of a column
 
 
 def check(
@@ -32,53 +34,50 @@ def check(
 ) -> None:
     """Compare the products of sparse layers on this machine with float64.
 
-    Prints "Results match." and exits with 0, or lists what differs and exits with 1.
+    Takes a few seconds, and prints a line for each instruction set as it is checked; then "Results
+    match." and exits with 0, or lists what differs and exits with 1.
     """
     # Not for commands that check nothing.
-    from dynsparse.selfcheck import run_checks
+    from dynsparse.selfcheck import PASSES, run_checks
 
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"--seed: expected an integer from 0 and below 2^63, got {seed}")
+    if seed is None:
+        seed = int.from_bytes(os.urandom(4), "little")
     host = describe_host()
-    result = run_checks(seed)
     if json:
+        result = run_checks(seed)
         print(dumps({"version": __version__, "host": host, **result.plain()}, indent=2))
     else:
-        console = Console()
-        console.print(
-            f"dynsparse {__version__} on {host['processor']}, {host['cores']} cores; "
-            f"seed {result.seed}",
-            highlight=False,
+        console = Console(highlight=False, soft_wrap=True)
+        machine = f"{host['processor']}, {host['cores']} cores"
+        console.print(f"dynsparse {__version__} on {machine}; seed {seed}")
+        console.print("Beside float64: the largest error, as a share of the sum of magnitudes")
+        console.print(_row("", [Text(name.rjust(_WIDTH)) for name in PASSES]))
+        result = run_checks(
+            seed,
+            lambda where, checks: console.print(
+                _row("plain torch" if where == "none" else where, [_cell(one) for one in checks])
+            ),
         )
-        console.print(_render(result), highlight=False)
+        if result.matches:
+            console.print("Results match.", style="bold green")
+        else:
+            count = f"{len(result.differing)} of {len(result.checks)}"
+            console.print(f"Results differ in {count} checks:", style="bold red")
+            for one in result.differing:
+                console.print(f"  {one.words()}", markup=False)
+            console.print(f"To see the same again: dynsparse check --seed {seed}")
     if not result.matches:
         raise typer.Exit(1)
 
 
-def _render(result: Result) -> Group:
-    table = Table(box=None, header_style="")
-    names = list(dict.fromkeys(one.name for one in result.checks))
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
-    for where in dict.fromkeys(one.where for one in result.checks):
-        row = {one.name: one for one in result.checks if one.where == where}
-        cells = (_cell(row[name]) if name in row else Text("") for name in names)
-        table.add_row("plain torch" if where == "none" else where, *cells)
-    title = "Beside float64: the largest error, as a share of the sum of magnitudes"
-    parts: list[RenderableType] = [Text(), Text(title, style="bold"), table, Text()]
-    if result.matches:
-        parts.append(Text("Results match.", style="bold green"))
-    else:
-        count = len(result.differing)
-        parts.append(Text(f"Results differ in {count} of {len(result.checks)} checks:", "bold red"))
-        parts += [Text(f"  {one.words()}", overflow="fold") for one in result.differing]
-        parts.append(Text(f"To see the same again: dynsparse check --seed {result.seed}"))
-    return Group(*parts)
+def _row(name: str, cells: list[Text]) -> Text:
+    return Text(name.ljust(14)).append_text(Text().join(cells))
 
 
 def _cell(one: Check) -> Text:
-    if one.said:
-        return Text("error ✗", "red")
-    number = f"{one.error:.0e}"
-    return Text(f"{number} ✓", "green") if one.matches else Text(f"{number} ✗", "bold red")
+    words = "error" if one.said else f"{one.error:.0e}"
+    return Text(
+        f"{words} {'✓' if one.matches else '✗'}".rjust(_WIDTH), "green" if one.matches else "red"
+    )

@@ -94,8 +94,6 @@ def test_every_option_with_every_method(method, how, capsys, tmp_path, monkeypat
         ('--options {"partials_type":"float16"}', "elements add in float32, got float16"),
         ("--block-size 4 --dtype float32 --partials-type float16", "of float32 add in float32"),
         ('--block-size 4 --options {"shared_buckets":false}', "shared_buckets is for elements"),
-        ("--method dense --density 0.1", "--density: applies to --method dynamic and static"),
-        ("--method dense --block-size 1", "--block-size: applies to --method dynamic and static"),
     ],
 )
 def test_what_would_be_ignored_is_refused(capsys, more, words):

@@ -227,8 +227,9 @@ class TrainingOptions:
         FILE,
     )
     checkpoint_path: Path | None = _checkpoints(
-        None, "Folder for checkpoints; none are written without it.", FILE, needs=(TRAINS,)
-    )
+        None, "Folder for checkpoints; none are written without it.", FILE, needs=(TRAINS,),
+        also=("checkpoint",),
+    )  # fmt: skip
     overwrite: bool = _checkpoints(
         False,
         "Delete what an earlier training has left in --checkpoint-path and --records-path; without "
@@ -267,16 +268,6 @@ class TrainingOptions:
     def check(self) -> None:
         """Raise ValueError, naming the flag, for anything that cannot be trained."""
         check_values(self)
-        given = {
-            "cosine_prune_schedule": self.cosine_prune_schedule,
-            "prune_rounding": self.prune_rounding != "up",
-        }
-        for name in filter(given.get, given):
-            if self.method in ("gmp", "granet", "deepr"):
-                raise ValueError(
-                    f"--{flag(name)}: expected a method that replaces a share, got "
-                    f"--method {self.method}, which has a schedule of its own: leave one out"
-                )
         self.check_together()
         named = self.wandb_project_name or self.wandb_name or self.wandb_tags
         if named and not self.use_wandb:

@@ -28,7 +28,6 @@ from dynsparse.options import (
     Defines,
     Need,
     choice,
-    flag,
     integer,
     number,
     override,
@@ -38,6 +37,9 @@ from dynsparse.training.algorithms import BY_NAME
 
 _READS = Need("runs that read text", lambda o: o.mode != "sample", lambda o: "--mode sample", False)
 _SAMPLES = Need("runs with --sample N", lambda o: o.sample > 0)
+_BPE = Need(
+    "runs with --tokens bpe", lambda o: o.tokens == "bpe", lambda o: o.tokens or "char tokens"
+)
 _DRAWS = Need("a temperature above 0", lambda o: o.temperature > 0, lambda o: "--temperature 0")
 _SEEDED = Need(
     "runs that train or sample", lambda o: o.trains or o.sample > 0, lambda o: o.how_it_runs, False
@@ -78,6 +80,7 @@ class Options(TrainingOptions):
         TEXT,
         defines="apart",
         needs=(_READS,),
+        also=("dataset",),
     )
     valid_data: Path | None = _data(
         None, "Validate on this text in place of a share of --data.", FILE, needs=(_READS,)
@@ -102,7 +105,7 @@ class Options(TrainingOptions):
     )
     vocabulary_size: int | None = _data(
         None, "Use only the first merges of GPT-2's, for as many BPE tokens.", integer(257),
-        defines="network",
+        defines="network", needs=(_BPE,),
     )  # fmt: skip
 
     layers: int = _network(2, "Transformer layers.", _LARGE)
@@ -275,16 +278,6 @@ class Options(TrainingOptions):
                 "--valid-share, --test-share: expected less than 1 together, got "
                 f"{self.valid_share + self.test_share:g}"
             )
-        if self.match_parameters and self.method != "dense":
-            raise ValueError(
-                "--match-parameters: expected --method dense, which it makes as narrow as the "
-                f"sparse network, got --method {self.method}"
-            )
-        if self.sparse_embeddings and self.method == "topkast":
-            raise ValueError(
-                "--sparse-embeddings: expected another method than topkast, whose forward pass "
-                "uses half of each layer, while a token table uses all of it: leave one out"
-            )
         if self.mode in ("test", "sample") and self.restore is None:
             raise ValueError(
                 f"--mode {self.mode}: expected a trained model: name a checkpoint with --restore"
@@ -293,23 +286,6 @@ class Options(TrainingOptions):
             raise ValueError("--mode sample: expected a number of tokens: add --sample N")
         if self.sample and not self.prompt:
             raise ValueError("--prompt: expected at least one character to go on from, got none")
-        for name in ("prompt", "temperature", "top_k"):
-            if not self.sample and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(f"--{flag(name)}: expected --sample N with it, got none: add it")
-        for part in ("valid", "test"):
-            share = f"{part}_share"
-            given = getattr(self, share) != getattr(type(self), share)
-            if given and getattr(self, f"{part}_data") is not None:
-                raise ValueError(
-                    f"--{part}-share: the {part} part is --{part}-data here: leave one of them out"
-                )
-        if self.bpe_dir is not None and self.tokens in ("char", "byte"):
-            raise ValueError(f"--bpe-dir: expected --tokens bpe with it, got {self.tokens}")
-        if self.tokens != "bpe" and self.vocabulary_size is not None:
-            raise ValueError(
-                "--vocabulary-size: expected --tokens bpe with it: the vocabularies of bytes and "
-                "characters are as large as they are"
-            )
 
     @property
     def warm_up(self) -> int:

@@ -59,7 +59,7 @@ class Options(PictureOptions):
         (320,),
         "Widths of the hidden layers, such as 300 100.",
         many(between(1, 1_000_000), "integers between 1 and 1000000"),
-        single="hidden_size",
+        also=("hidden_size",),
     )
     block_size: int = override(
         PictureOptions,

@@ -135,16 +135,16 @@ class SparseLayer(keras.layers.Layer):
     def __init__(
         self,
         outputs: tuple[str, int],
+        activation: Any = None,
         *,
-        density: float,
-        block_size: int,
-        activation: Any,
-        use_bias: bool,
-        bias_initializer: Any,
-        kernel_regularizer: Any,
-        bias_regularizer: Any,
-        bias_constraint: Any,
-        seed: int | None,
+        density: float = 0.1,
+        block_size: int = 1,
+        use_bias: bool = True,
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        bias_constraint: Any = None,
+        seed: int | None = None,
         **named: Any,
     ) -> None:
         super().__init__(**named)
@@ -339,46 +339,20 @@ class SparseDense(SparseLayer):
     Args:
         units: outputs.
         activation: as in `Dense`.
-        density: fraction of the blocks that are present, in (0, 1].
-        block_size: edge of the square blocks; must divide inputs and units.
-        use_bias, bias_initializer, bias_regularizer, bias_constraint: as in `Dense`.
-        kernel_regularizer: L1, L2 or L1L2, over the present weights.
-        seed: seed for pattern and values; by default torch's global generator draws them.
-        named: `name`, `dtype`, `trainable`, `activity_regularizer` and other options of layers.
+        options: `density`, fraction of the blocks that are present, in (0, 1], by default 0.1;
+            `block_size`, edge of the square blocks, which must divide inputs and units, by default
+            1; `use_bias`, `bias_initializer`, `bias_regularizer`, `bias_constraint` as in `Dense`;
+            `kernel_regularizer`, L1, L2 or L1L2, over the present weights; `seed` for pattern and
+            values, by default torch's global generator draws them; `name`, `dtype`, `trainable`,
+            `activity_regularizer` and other options of layers.
 
     Raises:
         TypeError, ValueError: units below 1; when built, a density outside (0, 1], or a block size
             that does not divide the layer.
     """
 
-    def __init__(
-        self,
-        units: int,
-        activation: Any = None,
-        *,
-        density: float = 0.1,
-        block_size: int = 1,
-        use_bias: bool = True,
-        bias_initializer: Any = "zeros",
-        kernel_regularizer: Any = None,
-        bias_regularizer: Any = None,
-        bias_constraint: Any = None,
-        seed: int | None = None,
-        **named: Any,
-    ) -> None:
-        super().__init__(
-            ("units", units),
-            density=density,
-            block_size=block_size,
-            activation=activation,
-            use_bias=use_bias,
-            bias_initializer=bias_initializer,
-            kernel_regularizer=kernel_regularizer,
-            bias_regularizer=bias_regularizer,
-            bias_constraint=bias_constraint,
-            seed=seed,
-            **named,
-        )
+    def __init__(self, units: int, activation: Any = None, **options: Any) -> None:
+        super().__init__(("units", units), activation, **options)
         self.units = units
         self.input_spec = keras.layers.InputSpec(min_ndim=2)
         self.supports_masking = True
@@ -416,8 +390,8 @@ class SparseConv2D(SparseLayer):
         filters, kernel_size, strides, padding, data_format, dilation_rate, groups: as in `Conv2D`;
             the default data format of Keras is "channels_last".
         activation: as in `Conv2D`.
-        density, block_size, seed and further options: see `SparseDense`; the block size must divide
-            the filters and the channels of a group.
+        options: see `SparseDense`; the block size must divide the filters and the channels of a
+            group.
 
     Raises:
         TypeError, ValueError: as `SparseDense` and `Conv2D`.
@@ -433,30 +407,9 @@ class SparseConv2D(SparseLayer):
         dilation_rate: int | Sequence[int] = (1, 1),
         groups: int = 1,
         activation: Any = None,
-        *,
-        density: float = 0.1,
-        block_size: int = 1,
-        use_bias: bool = True,
-        bias_initializer: Any = "zeros",
-        kernel_regularizer: Any = None,
-        bias_regularizer: Any = None,
-        bias_constraint: Any = None,
-        seed: int | None = None,
-        **named: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            ("filters", filters),
-            density=density,
-            block_size=block_size,
-            activation=activation,
-            use_bias=use_bias,
-            bias_initializer=bias_initializer,
-            kernel_regularizer=kernel_regularizer,
-            bias_regularizer=bias_regularizer,
-            bias_constraint=bias_constraint,
-            seed=seed,
-            **named,
-        )
+        super().__init__(("filters", filters), activation, **options)
         self.filters, self.groups = filters, check_integer("groups", groups, 1)
         # A dense layer, never built, checks the other options and computes output shapes.
         dense = self._make_dense(
