@@ -70,7 +70,7 @@ def test_lowest_of_all_and_its_ties():
     assert lowest_of_all(scores, 2, [2, 3]) == [1, 1]
     assert lowest_of_all(scores, 4, [2, 2]) == [2, 2]
     assert lowest_of_all(scores, 5, [2, 3]) == [2, 3]
-    with pytest.raises(ValueError, match="cannot drop 5 of 4 blocks"):
+    with pytest.raises(ValueError, match="cannot select 5 of 4 scores"):
         lowest_of_all(scores, 5, [2, 2])
     with pytest.raises(ValueError, match="drop scores hold NaN"):
         lowest_of_all([torch.tensor([float("nan")])], 1, [1])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynsparse.pattern import index_arrays
-from dynsparse.training.change import prepare_changes
+from dynsparse.training.update import prepare_changes
 
 _SMALL = 32  # bytes; below lie numbers, and single entries
 

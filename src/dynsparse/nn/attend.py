@@ -285,41 +285,21 @@ def attend_with_pattern(
     Returns:
         (output [N, heads, L, E], weights [N, heads, L, S] or None).
     """
-    if isinstance(pattern, Tensor):
-        return _attend_with_mask(pattern, q, k, v, is_causal, key_padding_mask, rate)
-    if not need_weights and rate < 1:
-        mixed = block_sparse.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            pattern,
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            dropout_p=rate,
-        )
-        return mixed, None
-    bias = bias_of(key_padding_mask, q, (len(q), k.shape[2]))
-    scores = block_sparse.sampled_matmul(q / math.sqrt(q.shape[-1]), k.transpose(-2, -1), pattern)
-    if bias is not None:
-        b = pattern.block_size
-        cols = pattern.cols.to(q.device).long()
-        block_bias = bias.unflatten(1, (-1, b))[:, None, cols]
-        scores = scores + (block_bias[..., 0] if b == 1 else block_bias[..., None, :])
-    mask = "zero_upper_triangle" if is_causal else "none"
-    weights = dropout(block_sparse.softmax(scores, pattern, mask), rate)
-    mixed = block_sparse.sparse_dense_matmul(weights, pattern, v)
-    return mixed, _expand_blocks(weights, pattern) if need_weights else None
-
-
-def _expand_blocks(values: Tensor, pattern: SparsePattern) -> Tensor:
-    """Values [N, heads, nnz] or [N, heads, nnz, b, b] as dense matrices [N, heads, L, S]."""
-    (n, heads), (height, width), b = values.shape[:2], pattern.grid, pattern.block_size
-    flat = pattern.flat.to(values.device)
-    dense = values.new_zeros(n, heads, height * width, b, b)
-    dense = dense.index_copy(2, flat, values.view(n, heads, -1, b, b))
-    return (
-        dense.view(n, heads, height, width, b, b).transpose(3, 4).reshape(n, heads, *pattern.shape)
-    )
+    if isinstance(pattern, SparsePattern):
+        if not need_weights and rate < 1:
+            mixed = block_sparse.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                pattern,
+                is_causal=is_causal,
+                key_padding_mask=key_padding_mask,
+                dropout_p=rate,
+            )
+            return mixed, None
+        key_padding_mask = bias_of(key_padding_mask, q, (len(q), k.shape[2]))
+        pattern = pattern.to_mask().to(q.device)
+    return _attend_with_mask(pattern, q, k, v, is_causal, key_padding_mask, rate)
 
 
 def _attend_with_mask(
@@ -331,7 +311,8 @@ def _attend_with_mask(
     key_padding_mask: Tensor | None,
     rate: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention at the entries of a mask, by standard operators, for exported graphs."""
+    """Attention at the entries of a mask, by standard operators: for attention weights, which are
+    [L, S], and for exported graphs."""
     if is_causal:
         mask = mask.tril()
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)

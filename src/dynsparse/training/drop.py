@@ -91,18 +91,13 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     Raises:
         ValueError: scores that are not one per slot, NaN among them, or too large a count.
     """
-    return _lowest(scores, count).cpu()
-
-
-def _lowest(scores: Tensor, count: int) -> Tensor:
-    """As `lowest`, on the scores' device."""
     if scores.dim() != 1 or scores.is_complex():
         raise ValueError(f"expected one drop score per block, [nnz], got {list(scores.shape)}")
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")
     if len(scores) and bool(torch.isnan(scores.min())):
         raise ValueError(NAN_SCORES)
-    return select(scores, count, largest=False)
+    return select(scores, count, largest=False).cpu()
 
 
 def lowest_over_ranks(
@@ -132,28 +127,16 @@ def lowest_over_ranks(
     orders = [p.slots if p._device.type == "cpu" else none for p in patterns]
     orders += [none] * (len(scores) - len(orders))
     if ranks.alone:
-        return [
-            _lowest_by_position(gathered(s), count, order)
-            for s, count, order in zip(scores, counts, orders, strict=True)
-        ]
+        scores = [gathered(s) for s in scores]
     scores = [
         s[order.to(s.device)] if len(order) and not is_sharded(s) else s
         for s, order in zip(scores, orders, strict=True)
     ]
-    found = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
+    if ranks.alone:
+        found = [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
+    else:
+        found = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
     return [_slots_of_entries(entries, order) for entries, order in zip(found, orders, strict=True)]
-
-
-def _lowest_by_position(scores: Tensor, count: int, order: Tensor) -> Tensor:
-    """As `lowest`, but among equal scores the first of `order`, the slots in row-major order,
-    leave; empty where that is the order of slots."""
-    slots = lowest(scores, count)
-    if not count or not len(order):
-        return slots
-    limit = scores[slots.to(scores.device)].max()
-    if int((scores <= limit).sum()) == count:  # no other score equals the last that leaves
-        return slots
-    return _slots_of_entries(lowest(scores[order.to(scores.device)], count), order)
 
 
 def _slots_of_entries(entries: Tensor, order: Tensor) -> Tensor:
@@ -222,17 +205,14 @@ def lowest_of_all(
             for s, m, shard in zip(scores, most, shards, strict=True)
         ]
         return _lowest_of_all_over_ranks(ranks, scores, count, limits, shards)
-    limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
-    slots = [_lowest(s.detach(), limit) for s, limit in zip(scores, limits, strict=True)]
-    candidates = [s.detach()[slot].double() for s, slot in zip(scores, slots, strict=True)]
-    joined = torch.cat([c.to(candidates[0].device) for c in candidates])
-    ends = torch.tensor([len(c) for c in candidates], device=joined.device).cumsum(0)
-    counts = torch.searchsorted(_lowest(joined, count), ends)
-    return counts.diff(prepend=counts.new_zeros(1)).tolist()
+    for s in scores:
+        if len(s) and bool(torch.isnan(s.min())):
+            raise ValueError(NAN_SCORES)
+    return lowest_of_all_on_device(scores, count, most).tolist()
 
 
 def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
-    """`lowest_of_all` on the device of the first scores, int64 [layers].
+    """`lowest_of_all` of one rank, on the device of the first scores: int64 [layers].
 
     The host does not wait, and NaN is not detected.
     """

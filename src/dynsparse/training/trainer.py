@@ -22,7 +22,6 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ALONE, collective_errors
 from dynsparse.tracing.models import watch
 from dynsparse.training.budgets import Budget, LayerBudget
-from dynsparse.training.change import Change, prepare_changes
 from dynsparse.training.deferred_checks import check_gradients, layer_errors
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientStep, GrownValue, Growth, check_unscaled
@@ -45,11 +44,13 @@ from dynsparse.training.steps import (
     unwrap_optimizer,
 )
 from dynsparse.training.update import (
+    Change,
     UpdateRequest,
     begin_budget,
     count_blocks,
     keep_slots,
     plan_on_host,
+    prepare_changes,
 )
 from dynsparse.training.update_on_device import can_update_on_device, plan_on_device
 from dynsparse.training.validation import (
@@ -333,7 +334,8 @@ class SparseTrainer:
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # In a world of one, too, where there may be a wrapper.
-            follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
+            resized = [name for name, rewiring in rewirings.items() if not rewiring.keeps_size]
+            follow_sizes([self.layers[name].values for name in resized])
         self.updates += 1
         _call_hooks(self.on_update, self.steps, rewirings)
         return rewirings

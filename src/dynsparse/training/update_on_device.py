@@ -21,7 +21,6 @@ from dynsparse.pattern.on_device import fetch_scalars, remove_slots, to_device
 from dynsparse.ranks import GrowRequest, Ranks
 from dynsparse.tracing import span
 from dynsparse.training.budgets import Counts
-from dynsparse.training.change import Change, check_fill
 from dynsparse.training.deferred_checks import (
     any_not_finite,
     check_one_per_block,
@@ -31,7 +30,7 @@ from dynsparse.training.deferred_checks import (
 from dynsparse.training.grow import GradientStep
 from dynsparse.training.history import LastStep
 from dynsparse.training.optimizer_state import learning_rate_of
-from dynsparse.training.update import UpdateRequest
+from dynsparse.training.update import Change, UpdateRequest, check_fill
 
 
 @dataclass

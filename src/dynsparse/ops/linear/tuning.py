@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ _PRIOR = 1.0  # weight of the table, in times of a family
 _USUAL_ERROR = 0.2  # larger relative errors count less and less
 _ROUNDS = 8  # of the reweighted fit
 _LEAST_TIMINGS, _MOST_TIMINGS = 3, 9  # of a cell
-_CELL_SECONDS = 0.1  # for a cell, after its least number of timings
+_CELL_SECONDS = 0.1  # for a cell, unless its least number of timings takes longer
 _SECONDS, _QUICK_SECONDS = 50.0, 1.8  # no cell begins later
 
 
@@ -113,62 +114,47 @@ def _many() -> tuple[Cell, ...]:
 MANY = _many()
 
 
-def time_cell(cell: Cell, most: int) -> Iterator[list[Timing]]:
-    """Time all kinds of a cell in turn, forward and backward, one round per step.
+def time_cell(cell: Cell, seconds: float) -> list[Timing]:
+    """The least times of all kinds of a cell, on one thread: forward, and backward.
 
-    Disturbances by other processes affect all kinds alike; the minimum over rounds removes most of
-    them. The first round only allocates memory and builds indexes.
+    The kinds are timed in turn, so that other processes disturb all of them alike; the minimum over
+    rounds removes most of it. The first round only allocates memory and builds indexes.
 
     Args:
-        most: number of timed rounds.
-
-    Yields:
-        An empty list after the setup and after the first round. Then the minimum times so far, on
-        one thread, forward and backward.
+        seconds: no round begins later, once there are enough for a minimum.
     """
+    end = time.perf_counter() + seconds
     generator = torch.Generator().manual_seed(0)
+    shape = cell.out_features, cell.in_features
     with _single_thread():
         pattern = SparsePattern.random(
-            (cell.out_features, cell.in_features),
-            cell.density,
-            block_size=cell.block_size,
-            generator=generator,
+            shape, cell.density, block_size=cell.block_size, generator=generator
         )
         values = _randn(pattern.values_shape, generator)
         p = LayerIndex(pattern.index, values)
         x = _randn((cell.batch, cell.in_features), generator)
         dy = _randn((cell.batch, cell.out_features), generator)
         bias = _randn((cell.out_features,), generator)
-    layer = Layer(cell.out_features, cell.in_features, pattern.nnz, cell.block_size)
-    kinds = candidates(layer, cell.batch)
-    if "dense" not in kinds:
-        kinds.append("dense")  # its time hardly depends on the density
-
-    def forward(kind: str) -> None:
-        KERNELS[kind].forward(x, values, p, bias)
-
-    def backward(kind: str) -> None:
-        KERNELS[kind].backward(dy, x, values, p, True, True)
-
-    yield []
-    least: list[dict[str, float]] = [{}, {}]
-    for turn in range(most + 1):
-        with _single_thread():
-            for times, call in zip(least, (forward, backward), strict=True):
-                for kind in kinds:
+        layer = Layer(*shape, pattern.nnz, cell.block_size)
+        # The time of the dense product hardly depends on the density.
+        kinds = dict.fromkeys([*candidates(layer, cell.batch), "dense"])
+        least: list[dict[str, float]] = [{}, {}]
+        for turn in range(_MOST_TIMINGS + 1):
+            if turn > _LEAST_TIMINGS and time.perf_counter() > end:
+                break
+            for kind in kinds:
+                passes = KERNELS[kind]
+                calls: tuple[Callable[[], object], ...] = (
+                    partial(passes.forward, x, values, p, bias),
+                    partial(passes.backward, dy, x, values, p, True, True),
+                )
+                for times, call in zip(least, calls, strict=True):
                     begin = time.perf_counter_ns()
-                    call(kind)
+                    call()
                     elapsed = float(time.perf_counter_ns() - begin)
                     if turn:
                         times[kind] = min(elapsed, times.get(kind, elapsed))
-        yield (
-            [
-                Timing(layer, cell.batch, bool(backward_), dict(times))
-                for backward_, times in enumerate(least)
-            ]
-            if turn
-            else []
-        )
+    return [Timing(layer, cell.batch, bool(i), times) for i, times in enumerate(least)]
 
 
 @contextmanager
@@ -382,7 +368,7 @@ def tune(quick: bool = False, on_progress: Callable[[int, int], None] | None = N
     for done, cell in enumerate(cells, 1):
         if time.perf_counter() > limit:
             break
-        timings += _measure(cell, 0.0 if quick else _CELL_SECONDS)
+        timings += time_cell(cell, 0.0 if quick else _CELL_SECONDS)
         if on_progress is not None:
             on_progress(done, len(cells))
     result = evaluate_timings(timings, default_table())
@@ -398,14 +384,3 @@ def tune(quick: bool = False, on_progress: Callable[[int, int], None] | None = N
         ) from error
     _log.info("measured %d layers: %s", len(timings) // 2, result.reason)
     return result
-
-
-def _measure(cell: Cell, seconds: float) -> list[Timing]:
-    """Forward and backward of a cell, for so many seconds once it has its least rounds."""
-    begin = time.perf_counter()
-    timings: list[Timing] = []
-    for turn, least in enumerate(time_cell(cell, _MOST_TIMINGS), -1):
-        timings = least
-        if turn >= _LEAST_TIMINGS and time.perf_counter() - begin > seconds:
-            break
-    return timings

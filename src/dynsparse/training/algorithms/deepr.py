@@ -16,12 +16,12 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.index_arrays import by_slots
 from dynsparse.pattern.on_device import to_device
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.layer_shards import LocalSlots, find_shards
 from dynsparse.training.optimizer_state import learning_rate_of
 from dynsparse.training.schedule import ConstantSchedule
 from dynsparse.training.trainer import SparseTrainer
+from dynsparse.training.update import Change
 
 
 class SignBudget(Budget):

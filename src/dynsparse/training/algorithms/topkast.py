@@ -18,7 +18,6 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import collective_errors
 from dynsparse.training.algorithms.composed import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.change import Change, prepare_changes
 from dynsparse.training.deferred_checks import check_scores, defer_check, layer_errors
 from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import GrownValue, RandomGrowth
@@ -30,6 +29,7 @@ from dynsparse.training.layer_shards import (
 )
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import SparseTrainer
+from dynsparse.training.update import Change, prepare_changes
 from dynsparse.training.update_on_device import can_update_on_device
 
 _NAN = (
