@@ -9,10 +9,10 @@ from typing import Any
 
 from dynsparse._core.checks import check_kind, typed
 from popsparse.machine import Profile
-from popsparse.report.charts import esc, number, percent, table, words
+from popsparse.report.charts import esc, number, table, words
 from popsparse.report.data import StoredProfile, read_profiles
 from popsparse.report.rules import Finding, findings
-from popsparse.report.steps import operations, peak_step, short_names
+from popsparse.report.steps import operations
 
 
 @dataclass(frozen=True)
@@ -191,61 +191,26 @@ def _row(pair: Pair) -> tuple[str, list[Any]]:
 
 
 _WIDTH = 96
+_MOST_STEPS = 12
 
 
 @typed
 def profile_text(title: str, profiles: Sequence[Profile]) -> str:
-    """Text with cycles, memory, operations and three findings of each pass."""
+    """Text with the summary and three findings of each pass."""
     check_kind("profiles", profiles, (list, tuple), "a list of Profile")
     lines = [title]
     for profile in profiles:
-        lines += [
-            "",
-            *_pass_text(check_kind("one of profiles", profile, Profile, "a Profile")),
-        ]
-    return "\n".join(lines)
-
-
-def _pass_text(profile: Profile) -> list[str]:
-    name = words(profile.name).capitalize() or "Run"
-    target, use = profile.target, profile.memory
-    ran = f"{number(profile.cycles)} cycles, {number(profile.seconds * 1e6)} us"
-    ran = ran if profile.cycles else "did not run"
-    lines = [f"{name}: {ran} on {target.name}, {number(target.tiles)} tiles"]
-    parts = [
-        f"{part} {percent(cycles, profile.cycles)}"
-        for part, cycles in profile.parts.items()
-        if cycles
-    ]
-    lines += ["  " + ", ".join(parts)] if parts else []
-    lines.append(
-        f"  fullest tile {use.worst_tile}: {number(use.max_tile_bytes)} of "
-        f"{number(use.limit)} bytes ({percent(use.max_tile_bytes, use.limit)})"
-    )
-    peak = peak_step(profile)
-    if peak is not None:
-        always, other = profile.contents.over_steps([peak])
-        lines.append(
-            f"  all tiles: {number(float(always[0]))} bytes always live, at most "
-            f"{number(float(other[0]))} beside, in {short_names(profile)[peak]}"
-        )
-    entries = operations(profile)
-    if entries:
-        lines.append(f"  {'operation':<34}{'cycles':>12}{'share':>9}{'FLOPs':>16}{'of peak':>10}")
-    for operation in entries:
-        flops = number(operation.flops) if operation.flops else ""
-        peak_share = "" if operation.peak_share is None else percent(operation.peak_share)
-        lines.append(
-            f"  {operation.name[-33:]:<34}{number(operation.cycles):>12}"
-            f"{percent(operation.cycles, profile.cycles):>9}{flops:>16}{peak_share:>10}"
-        )
-    ranked = findings(profile)
-    for place, finding in enumerate(ranked[:3], 1):
-        text = f"{place}. {finding.title}. {finding.text} {finding.remedy}"
-        lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="     ")
-    if not ranked:
-        lines.append("  No rule finds anything that stands out.")
-    return [line.replace("\u00a0", " ").rstrip() for line in lines]
+        check_kind("one of profiles", profile, Profile, "a Profile")
+        name = words(profile.name).capitalize() or "Run"
+        did_not = "" if profile.cycles else " did not run"
+        lines += ["", f"{name}:{did_not}", textwrap.indent(profile.summary(_MOST_STEPS), "  ")]
+        ranked = findings(profile)
+        for place, finding in enumerate(ranked[:3], 1):
+            text = f"{place}. {finding.title}. {finding.text} {finding.remedy}"
+            lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="     ")
+        if not ranked:
+            lines.append("  No rule finds anything that stands out.")
+    return "\n".join(line.replace("\u00a0", " ").rstrip() for line in lines)
 
 
 @typed

@@ -22,7 +22,6 @@ from popsparse.report.passes import (
     memory_by_category,
     render_balance,
     render_predicted,
-    render_steps,
     render_tile_contents,
     render_tiles,
     render_timeline,
@@ -200,7 +199,6 @@ def _profile_sections(
         add(f"{key}-run", heading("run"), head)
     if profile.cycles:
         add(f"{key}-operations", heading("operations"), render_operations(profile))
-    add(f"{key}-steps", heading("cycles by program step"), render_steps(profile))
     if tree := profile.tree():
         html = render_tree(tree, short_names(profile), profile.cycles)
         add(f"{key}-tree", heading("static program"), html)

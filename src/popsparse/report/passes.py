@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse._core.checks import check_kind
-from popsparse.machine import Profile, ProgramNode, StepProfile
+from popsparse.machine import Profile, ProgramNode
 from popsparse.machine.profile import PARTS
 from popsparse.report.charts import (
     bar,
@@ -23,7 +23,6 @@ from popsparse.report.charts import (
     table,
     words,
 )
-from popsparse.report.steps import short_names
 
 _MOST_NODES = 600
 _MOST_DEPTH = 60
@@ -84,9 +83,6 @@ def _row(text: str, figures: str, inside: str, state: str) -> str:
     return f"<details{opened}{kind}><summary>{line}</summary>{inside}</details>"
 
 
-_MOST_STEPS = 40
-
-
 def _render_parts_legend(profile: Profile) -> str:
     return legend((part, part) for part in PARTS if profile.parts[part])
 
@@ -125,47 +121,6 @@ def render_timeline(profile: Profile, identity: str) -> str:
         f"<canvas></canvas></div>{_render_parts_legend(profile)}"
         "<noscript><p>The timeline needs JavaScript; the tables do not.</p></noscript>"
     )
-
-
-def render_steps(profile: Profile) -> str:
-    """Steps by cost; a balance of 100 % means that all tiles had as much to do."""
-    ran = sorted((step for step in profile.steps if step.runs), key=lambda step: -step.cycles)
-    names = dict(zip(map(id, profile.steps), short_names(profile), strict=True))
-    most = ran[0].cycles if ran else 0.0
-
-    def row(label: str, kind: str, group: list[StepProfile], balance: str) -> list[Any]:
-        parts = {part: sum(step.parts[part] for step in group) for part in PARTS}
-        cycles = sum(parts.values())
-        return [
-            esc(label),
-            kind,
-            sum(step.runs for step in group),
-            cycles,
-            percent(cycles, profile.cycles),
-            bar(parts.items(), max(most, cycles)),
-            *(parts[part] or None for part in PARTS[:3]),
-            balance,
-            sum(step.received for step in group) or None,
-        ]
-
-    rows = [
-        row(names[id(step)], esc(step.kind), [step], percent(step.balance) if step.balance else "")
-        for step in ran[:_MOST_STEPS]
-    ]
-    if rest := ran[_MOST_STEPS:]:
-        rows.append(row(f"{len(rest):,} more steps", "", rest, ""))
-    head = ["step", "kind", "#runs", "#cycles", "#share", "="]
-    head += [*(f"#{part}" for part in PARTS[:3]), "#balance", "#received, B"]
-    return table(head, rows) + _render_parts_legend(profile) + _render_codelets(profile)
-
-
-def _render_codelets(profile: Profile) -> str:
-    if not profile.codelets:
-        return ""
-    ranked = sorted(profile.codelets.items(), key=lambda item: -item[1].cycles)
-    rows = [[esc(name), c.vertices, c.cycles] for name, c in ranked[:20]]
-    shown = table(["codelet", "#vertices run", "#cycles, sum over vertices"], rows)
-    return f"<details><summary>Vertices by codelet</summary>{shown}</details>"
 
 
 def render_tiles(profile: Profile, identity: str, memory_of: str = "") -> str:

@@ -68,10 +68,13 @@ class Operation:
         name: the beginning, without what all steps of the program share.
         depth: how many parts it has, 1 or more.
         steps: of the program; runs: of all of them.
-        cycles: with exchange and synchronisation.
+        parts: cycles by part: compute, exchange, sync, host.
         flops: floating-point operations, a multiply-accumulate as two.
         tiles: the most that compute in one of its steps.
+        received: bytes on the exchange.
         seconds: of its cycles.
+        balance: of a single step the mean of all tiles' compute over that of the busiest one; None
+            of several steps, or without compute.
         peak_share: its flops over what the matrix units of these tiles could do in its cycles, on
             operands of their type; None where nothing says what it does.
     """
@@ -80,11 +83,18 @@ class Operation:
     depth: int
     steps: int
     runs: int
-    cycles: float
+    parts: dict[str, float]
     flops: float
     tiles: int
+    received: int
     seconds: float
+    balance: float | None
     peak_share: float | None
+
+    @property
+    def cycles(self) -> float:
+        """With exchange and synchronisation."""
+        return sum(self.parts.values())
 
 
 @typed
@@ -99,9 +109,8 @@ def operations(profile: Profile, depth: int = 1) -> list[Operation]:
         ValueError: a depth below 1.
     """
     depth = check_integer("depth", depth, 1)
-    names = short_names(profile)
     groups: dict[str, list[StepProfile]] = {}
-    for name, step in zip(names, profile.steps, strict=True):
+    for name, step in zip(short_names(profile), profile.steps, strict=True):
         if step.runs:
             path = name.split("/")
             for size in range(1, min(depth, len(path)) + 1):
@@ -110,8 +119,8 @@ def operations(profile: Profile, depth: int = 1) -> list[Operation]:
 
 
 def _operation(name: str, steps: list[StepProfile], target: Target) -> Operation:
-    cycles = sum(step.cycles for step in steps)
-    flops = sum(step.flops for step in steps)
+    parts = {part: sum(getattr(step, part) for step in steps) for part in PARTS}
+    cycles, flops = sum(parts.values()), sum(step.flops for step in steps)
     tiles = max(step.tiles for step in steps)
     # Steps that say nothing of what they do count with their time alone.
     peak = max((step.peak_flops for step in steps if step.flops), default=0.0)
@@ -121,42 +130,64 @@ def _operation(name: str, steps: list[StepProfile], target: Target) -> Operation
         name.count("/") + 1,
         len(steps),
         sum(step.runs for step in steps),
-        cycles,
+        parts,
         flops,
         tiles,
+        sum(step.received for step in steps),
         target.seconds(cycles),
+        steps[0].balance if len(steps) == 1 and tiles else None,
         flops / could if could else None,
     )
 
 
+_MOST, _DEEPEST = 120, 6
+
+
 def render_operations(profile: Profile) -> str:
-    """Operations and those inside them, to the third part of their names."""
-    entries = operations(profile, 3)
+    """Operations, those inside them, and the steps."""
+    entries = operations(profile, _DEEPEST)
     rows = []
     several = {operation.name.rpartition("/")[0] for operation in entries}
-    for operation in entries[:_MOST]:
-        rate = (
-            operation.flops / operation.seconds / 1e12
-            if operation.flops and operation.seconds
-            else None
-        )
+    for one in entries[:_MOST]:
+        rate = one.flops / one.seconds / 1e12 if one.flops and one.seconds else None
+        shares = [None if s is None else percent(s) for s in (one.peak_share, one.balance)]
         cells = [
-            indent(esc(operation.name.rpartition("/")[2]), operation.depth - 1),
-            operation.cycles,
-            percent(operation.cycles, profile.cycles),
-            bar([("compute", operation.cycles)], profile.cycles),
-            operation.flops or None,
+            indent(esc(one.name.rpartition("/")[2]), one.depth - 1),
+            one.runs,
+            one.cycles,
+            percent(one.cycles, profile.cycles),
+            bar(one.parts.items(), profile.cycles),
+            *(one.parts[part] or None for part in PARTS[:3]),
+            one.received or None,
+            one.flops or None,
             rate,
-            operation.tiles or None,
-            None if operation.peak_share is None else percent(operation.peak_share),
+            one.tiles or None,
+            *shares,
         ]
-        rows.append(("loop" if operation.name in several else "", cells))
-    head = ["operation", "#cycles", "#share", "=", "#FLOPs", "#TFLOP/s", "#tiles", "#of their peak"]
+        rows.append(("loop" if one.name in several else "", cells))
+    head: list[Any] = [
+        ("operation", "w"),
+        "#runs",
+        "#cycles",
+        "#share",
+        "=",
+        *(f"#{part}" for part in PARTS[:3]),
+    ]
+    head += ["#received, B", "#FLOPs", "#TFLOP/s", "#tiles", "#of peak", "#balance"]
     more = f"<p>and {len(entries) - _MOST:,} more.</p>" if len(entries) > _MOST else ""
+    codelets = sorted(profile.codelets.items(), key=lambda item: -item[1].cycles)[:20]
+    by_codelet = table(
+        ["codelet", "#vertices run", "#cycles, sum over vertices"],
+        ([esc(name), one.vertices, one.cycles] for name, one in codelets),
+    )
     return (
         "<p>Steps by the names they were built with. Cycles are those of synchronisation, exchange "
         "and compute; the peak is that of the matrix units of the tiles that compute, in all these "
-        "cycles.</p>" + table(head, rows) + more
+        "cycles; a balance of 100 % means that all tiles had as much to do.</p>"
+        + table(head, rows, "wide")
+        + more
+        + legend((part, part) for part in PARTS if profile.parts[part])
+        + f"<details><summary>Vertices by codelet</summary>{by_codelet}</details>"
     )
 
 

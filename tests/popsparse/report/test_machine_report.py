@@ -43,8 +43,8 @@ def test_a_whole_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     assert len(text) < 200_000
     assert page.sections == {
         "summary", "findings", "plan", "predicted", "buckets", "propagation",
-        "p0-timeline", "p0-operations", "p0-tree", "p0-steps", "p0-memory-steps", "p0-tiles",
-        "p1-timeline", "p1-operations", "p1-tree", "p1-steps", "p1-memory-steps", "p1-tiles",
+        "p0-timeline", "p0-operations", "p0-tree", "p0-memory-steps", "p0-tiles",
+        "p1-timeline", "p1-operations", "p1-tree", "p1-memory-steps", "p1-tiles",
     }  # fmt: skip
     for identity in (*page.data["tiles"], *page.data["maps"]):
         assert identity in page.ids
