@@ -10,6 +10,7 @@ SciPy. Values of a block are row-major, in CSC column-major.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,7 +139,7 @@ def _pair(value: Sequence[int], what: str) -> tuple[int, int]:
     return first, second
 
 
-class SparseMatrix:
+class SparseMatrix(ABC):
     """What the formats share.
 
     Args:
@@ -171,16 +172,18 @@ class SparseMatrix:
         self.row_indices = index_array(row_indices, "row_indices")
         self._check()
 
+    @abstractmethod
     def _check(self) -> None:
-        raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
+        """Raise ValueError for arrays that are no matrix of the format."""
 
+    @abstractmethod
     def blocks(self) -> Blocks:
         """Block coordinates and values [n, height, width], in the order stored."""
-        raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
 
     @classmethod
+    @abstractmethod
     def _of(cls: type[M], blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> M:
-        raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
+        """The matrix of some blocks."""
 
     # Checks the formats share.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,41 +28,53 @@ _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 # Programs are kept for so many batch sizes of a layer: an epoch's last batch is often smaller.
 _KEPT = 4
 
+Made = TypeVar("Made", Layer, EmbeddingLayer)
+
 _DENSE_GRAD = ("available_memory_proportion", "partials_type")
 
 
 class _Runner:
-    """The programs of one layer, one for each batch size."""
+    """The programs of one layer for each batch size: products, or look-ups of a table."""
 
     def __init__(self, target: Target, options: TargetOptions) -> None:
         self.target, self.options = target, options
         self.layers: dict[tuple[Any, ...], Layer] = {}
-        self.profiles: dict[str, Profile] = {}
-        self.patterns: dict[tuple[Any, ...], SparsePattern] = {}
-        self.update: Update | None = None
         self.tables: dict[tuple[Any, ...], EmbeddingLayer] = {}
+        self.profiles: dict[str, Profile] = {}
+        self.patterns: dict[Any, SparsePattern] = {}
+        self.update: Update | None = None
 
     def table(self, pattern: SparsePattern, values: Tensor, count: int) -> EmbeddingLayer:
         """The programs of a table for so many indices, with these weights."""
-        dtype = _DTYPES[values.dtype]
-        key = (dtype, count, pattern.density, "table")
-        made = self.tables.get(key)
-        if made is None:
-            self._make_room(self.tables)
-            made = self.tables[key] = EmbeddingLayer(self._plan(pattern, dtype, count), count)
-        if self.patterns.get(key) is pattern:
-            made.set_values(values)
-        else:
-            made.set_weights(pattern, values)
-            self.patterns[key] = pattern
-        return made
 
-    def _make_room(self, kept: dict[tuple[Any, ...], Any]) -> None:
-        """Forget the oldest programs where no more are to be kept."""
-        if len(kept) == _KEPT:
-            oldest = next(iter(kept))
-            del kept[oldest]
-            self.patterns.pop(oldest, None)
+        def make(planned: Plan) -> EmbeddingLayer:
+            return EmbeddingLayer(planned, count)
+
+        table, before = self._find(self.tables, pattern, values, count, make)
+        if before is pattern:
+            table.set_values(values)
+        else:
+            table.set_weights(pattern, values)
+            self.patterns[table] = pattern
+        return table
+
+    def _find(
+        self,
+        kept: dict[tuple[Any, ...], Made],
+        pattern: SparsePattern,
+        values: Tensor,
+        batch: int,
+        make: Callable[[Plan], Made],
+    ) -> tuple[Made, SparsePattern | None]:
+        """The programs for a batch, made where there are none, and the pattern they held before."""
+        dtype = _DTYPES[values.dtype]
+        key = (dtype, batch, pattern.density)
+        if key not in kept:
+            if len(kept) == _KEPT:  # Forget the oldest.
+                self.patterns.pop(kept.pop(next(iter(kept))), None)
+            kept[key] = make(self._plan(pattern, dtype, batch))
+        made = kept[key]
+        return made, self.patterns.get(made)
 
     def _plan(self, pattern: SparsePattern, dtype: str, batch: int) -> Plan:
         sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype, self.target)
@@ -88,29 +100,24 @@ class _Runner:
 
     def _layer(self, pattern: SparsePattern, values: Tensor, batch: int) -> Layer:
         """The programs for a batch, with these weights."""
-        dtype = _DTYPES[values.dtype]
-        key = (dtype, batch, pattern.density)
-        layer = self.layers.get(key)
-        if layer is None:
-            self._make_room(self.layers)
-            planned = self._plan(pattern, dtype, batch)
-            layer = self.layers[key] = Layer(planned, update=self.update)
-        before = self.patterns.get(key)
+        layer, before = self._find(
+            self.layers, pattern, values, batch, lambda planned: Layer(planned, update=self.update)
+        )
         if before is pattern and not layer.plan.use_dense:
             layer.set_values(values)
         elif before is None or before is pattern or self.update is None:
             layer.set_weights(pattern, values)
         else:
             self.profiles["rewire"] = layer.rewire(pattern, values)
-        self.patterns[key] = pattern
+        self.patterns[layer] = pattern
         return layer
 
     def updating(self, update: Update) -> None:
         """From now on the programs hold those of such updates, too."""
         if self.update != update:
             self.update = update
-            for key in self.layers:
-                self.patterns.pop(key, None)
+            for layer in self.layers.values():
+                self.patterns.pop(layer, None)
             self.layers.clear()
 
 

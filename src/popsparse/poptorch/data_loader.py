@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils import data
 from dynsparse._core.checks import check_integer, check_kind
 from popsparse.poptorch.options import DataLoaderMode, Options
 
-_AHEAD = 2
+_AHEAD = 3
 """Combined batches that wait to be taken."""
 
 
@@ -89,37 +89,12 @@ class DataLoader(data.DataLoader):
 
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
     """The batches, read in a thread that ends with the iteration."""
-    waiting: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
-    left = threading.Event()
-
-    def put(item: tuple[Any, BaseException | None]) -> bool:
-        while not left.is_set():
-            try:
-                waiting.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def read() -> None:
-        try:
-            for batch in batches:
-                if not put((batch, None)):
-                    return
-            put((None, StopIteration()))
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=read, name="poptorch.DataLoader", daemon=True)
-    thread.start()
+    end = object()
+    reader = ThreadPoolExecutor(1, thread_name_prefix="poptorch.DataLoader")
     try:
-        while True:
-            batch, error = waiting.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
+        waiting = deque(reader.submit(next, batches, end) for _ in range(_AHEAD))
+        while (batch := waiting.popleft().result()) is not end:
+            waiting.append(reader.submit(next, batches, end))
             yield batch
     finally:
-        left.set()
-        thread.join()
+        reader.shutdown(cancel_futures=True)

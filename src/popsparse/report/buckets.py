@@ -12,8 +12,6 @@ from popsparse.report.charts import (
     esc,
     grid_map,
     histogram,
-    legend,
-    offsets_map,
     percent,
     table,
 )
@@ -36,8 +34,8 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         "sub_groups", "grad_a_words_used" (None without buckets of grad_input's own). For each
         rectangle [groups, x, y]: "wanted", the values that belong there. "nz_capacity",
         "words_capacity", "grad_a_words_capacity". "spilled", "propagated" (blocks) and
-        "propagation_steps". "ends": where the loops of the propagation end; "offsets": the (x, y)
-        it visits; "travels": (x, y, values) that lie at a distance.
+        "propagation_steps". "offsets": the (x, y) that the propagation visits; "travels": (x, y,
+        values) that lie at a distance.
 
     Raises:
         TypeError: something else than these.
@@ -63,7 +61,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         away_x = (buckets.rectangle // parts_y - home // parts_y) % parts_x
         away_y = (buckets.rectangle - home) % parts_y
         np.add.at(travels, (away_x[far], away_y[far]), layout.area)
-    overflow, grad_a = info.overflow, info.grad_a_words_used
+    grad_a = info.grad_a_words_used
     data = BucketData(
         partition=[parts_x, parts_y, parts_z],
         groups=groups,
@@ -79,8 +77,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         propagation_steps=info.propagation_steps,
         wanted=np.concatenate(wanted) * layout.area,
         foreign=np.concatenate(foreign) * layout.area,
-        ends=[overflow.x, overflow.y, overflow.z],
-        offsets=[list(pair) for pair in overflow.kept_offsets],
+        offsets=[list(pair) for pair in info.overflow.kept_offsets],
         travels=[[int(x), int(y), int(travels[x, y])] for x, y in np.argwhere(travels)],
     )
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(data).items()}
@@ -104,7 +101,6 @@ class BucketData:
     propagation_steps: int
     wanted: np.ndarray
     foreign: np.ndarray
-    ends: list[int]
     offsets: list[list[int]]
     travels: list[list[int]]
 
@@ -230,15 +226,6 @@ def render_propagation(data: BucketData) -> str:
         f"<p><b>{data.propagation_steps:,} steps</b>"
         f": {len(data.offsets):,} distances × {z:,} partners in Z. In each, buckets move on and "
         "every tile computes what belongs to it.</p>",
-        offsets_map(data.partition, data.offsets, data.ends),
-        legend(
-            [
-                ("home", "at home: the distribution phase"),
-                ("visited", "visited"),
-                ("passed", "passed by, no computing"),
-                ("never", "not reached: the loop ends before"),
-            ]
-        ),
     ]
     if data.travels:
         total = sum(values for _, _, values in data.travels)

@@ -256,23 +256,21 @@ def _colour(value: float, top: float, capacity: float | None) -> str:
     return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
-def _cell_size(rows: int, columns: int, largest: int) -> tuple[float, float]:
+def _cell_size(rows: int, columns: int) -> tuple[float, float]:
     """Width and height of a cell: square, unless the columns are so many that they get thin."""
-    width = max(min(_NARROW / columns, largest), min(_WIDE / columns, 2))
+    width = max(min(_NARROW / columns, 24), min(_WIDE / columns, 2))
     height = width if width >= 4 else max(width, min(16, 120 / rows))
     return round(width, 2), round(height, 2)
 
 
-def _cells(
-    colours: Iterable[tuple[str, int, int]], size: tuple[float, float], more: str = ""
-) -> str:
+def _cells(colours: Iterable[tuple[str, int, int]], size: tuple[float, float]) -> str:
     """Cells given as (colour, row, column), one path for each colour."""
     w, h = size
     paths: dict[str, str] = {}
     for colour, r, c in colours:
         paths[colour] = paths.get(colour, "") + f"M{c * w:g} {r * h:g}h{w:g}v{h:g}h-{w:g}z"
     drawn = "".join(f'<path fill="{colour}" d="{path}"/>' for colour, path in paths.items())
-    return f'<g transform="translate({_MAP_LEFT} {_MAP_TOP})"{more}>{drawn}</g>'
+    return f'<g transform="translate({_MAP_LEFT} {_MAP_TOP})">{drawn}</g>'
 
 
 def grid_map(
@@ -293,7 +291,7 @@ def grid_map(
     if turn and values.shape[0] > values.shape[1]:
         values, down, right = values.T, right, down
     rows, columns = values.shape
-    size = _cell_size(rows, columns, 24)
+    size = _cell_size(rows, columns)
     top = float(np.nanmax(values))
     filled = np.argwhere(~np.isnan(values)).tolist()
     cells = ((_colour(float(values[r, c]), top, capacity), r, c) for r, c in filled)
@@ -333,29 +331,3 @@ def grid_map(
         data_right=right,
         data_unit=unit,
     )
-
-
-def offsets_map(
-    partition: Sequence[int], offsets: Sequence[Sequence[int]], ends: Sequence[int]
-) -> str:
-    """Which distances (x, y) the propagation visits, passes by or never reaches."""
-    sizes, visited = (partition[0], partition[1]), set(map(tuple, offsets))
-    along, across = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
-    size = _cell_size(sizes[across], sizes[along], 18)
-
-    def colour(x: int, y: int) -> str:
-        if (x, y) == (0, 0):
-            return "#009e73"
-        if (x, y) in visited:
-            return "#d55e00"
-        return "#c9c9c9" if x < ends[0] and y < ends[1] else "#f3f3f3"
-
-    places = np.ndindex(sizes)
-    cells = ((colour(*place), place[across], place[along]) for place in places)
-    width = max(_MAP_LEFT + sizes[along] * size[0], 270) + 8
-    names = ("distance in X", "distance in Y")
-    title = _label(_MAP_LEFT, 12, f"{names[along]} (right), {names[across]} (down)")
-    stroke = f' stroke="#fff" stroke-width="{min(size[0] / 12, 1):.2f}"'
-    body = [title, _cells(cells, size, stroke)]
-    height = _MAP_TOP + sizes[across] * size[1] + 6
-    return _svg((width, height), "map", body, style=f"width:{width:g}px")
