@@ -49,16 +49,6 @@ def test_bytes_and_cycles_by_hand():
     assert profile.tile_cycles.tolist() == [2, 0, 0, 0]
 
 
-def test_one_send_is_heard_by_all():
-    graph = Graph(PLAIN.with_(exchange_bus_tiles=1))
-    src = graph.add_variable(HALF, [100], "src", tiles=0)
-    dst = graph.add_variable(HALF, [3, 100], "dst", tiles=[1, 2, 3])
-    found = plan(graph.target, [(src.broadcast_to(3, 100), dst)])
-    assert found.sent_bytes.tolist() == [200, 0, 0, 0]
-    assert found.received_bytes.tolist() == [0, 200, 200, 200]
-    assert found.exchange_cycles == 50
-
-
 def test_neighbours_that_hear_the_same_share_the_bus():
     graph = Graph(PLAIN)
     # Sent by two tiles, 100 bytes each, so that sending does not hide the receivers' rate.
@@ -110,20 +100,6 @@ def test_several_types_in_one_copy():
         pairs.append((src, graph.add_variable(dtype, [6], tiles=1)))
     assert plan(PLAIN, pairs).received_bytes.tolist() == [0, 24, 0, 0]
     assert plan(PLAIN, pairs).exchange_cycles == 6
-
-
-def test_a_ring_of_double_buffers():
-    graph = Graph(PLAIN)
-    tiles = range(4)
-    a = graph.add_variable(FLOAT, [4, 8], "a", tiles=tiles)
-    b = graph.add_variable(FLOAT, [4, 8], "b", tiles=tiles)
-    engine = Engine(graph, Copy(rotation(a, b, 1), name="rotate"))
-    values = np.arange(32, dtype=np.float32).reshape(4, 8)
-    engine.write("a", values)
-    profile = engine.run()
-    np.testing.assert_array_equal(engine.read("b"), np.roll(values, -1, axis=0))
-    assert profile.exchange_cycles == 8
-    assert profile.received_bytes.tolist() == [32] * 4
 
 
 @pytest.mark.parametrize(("shift", "axis"), [(0, 0), (1, 1), (-1, 0), (2, 1), (7, 0)])

@@ -5,8 +5,6 @@ import pytest
 
 from popsparse.machine import (
     FLOAT,
-    HALF,
-    INT,
     Copy,
     Engine,
     Execute,
@@ -15,7 +13,6 @@ from popsparse.machine import (
     Sequence,
     Target,
     codelets,
-    rotation,
 )
 
 
@@ -92,32 +89,3 @@ def test_summary():
     assert "Cycles: 184" in text
     assert "body/rotate" in text
     assert "1 more steps, 28 cycles" in small_run().summary(max_steps=1)
-
-
-def test_all_tiles_of_a_mk2():
-    graph = Graph(Target.mk2())
-    tiles = np.arange(1472)
-    x = graph.add_variable(HALF, [1472, 256], "x", tiles=tiles)
-    y = graph.add_variable(HALF, [1472, 256], "y", tiles=tiles)
-    total = graph.add_variable(FLOAT, [1472, 16], "total", tiles=tiles)
-    count = graph.add_variable(INT, [1472], "count", tiles=tiles)
-    work = graph.add_compute_set("work")
-    graph.add_vertices(
-        work, codelets.REDUCE, tiles, {"partials": x.reshape(1472, 16, 16), "out": total}
-    )
-    graph.add_vertices(work, codelets.INCREMENT, tiles, {"value": count})
-    rotate = Copy(rotation(x, y, 1), name="rotate")
-    program = Repeat(10, Sequence(Execute(work), rotate, Copy(y, x, name="back")))
-    engine = Engine(graph, program)
-    values = np.random.default_rng(0).normal(size=(1472, 256)).astype(np.float16)
-    engine.write("x", values)
-    engine.write("count", 0)
-    profile = engine.run()
-    np.testing.assert_array_equal(engine.read("x"), np.roll(values, -10, axis=0))
-    assert (engine.read("count") == 10).all()
-    expected = np.roll(values, -9, axis=0).reshape(1472, 16, 16).astype(np.float32).sum(1)
-    np.testing.assert_allclose(engine.read("total"), expected, rtol=1e-5, atol=1e-4)
-    assert profile.step("rotate").exchange == 10 * 512 / 4
-    assert profile.step("rotate").received_bytes.sum() == 10 * 1472 * 512
-    assert profile.step("back").sync == 0
-    assert len(profile.timeline) == 30

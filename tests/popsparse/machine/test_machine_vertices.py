@@ -61,17 +61,6 @@ def test_worker_scheduling(vertices, runs_on, expected):
     assert profile.codelets["scale"].cycles == 10 * vertices
 
 
-def test_unequal_vertices_are_dealt_in_turn():
-    graph = Graph(SMALL)
-    spans = np.array([1, 2, 3, 4, 5, 6, 7, 8])
-    a = graph.add_variable(FLOAT, [8], "a", tiles=[0] * 8)
-    out = graph.add_variable(FLOAT, [8], "out", tiles=[0] * 8)
-    one = graph.add_compute_set("one")
-    graph.add_vertices(one, scale_by(lambda v: spans), np.zeros(8, int), {"a": a, "out": out})
-    # Worker 0 runs vertices 0 and 6 (1 + 7), worker 1 runs 1 and 7 (2 + 8), worker 5 one of 6.
-    assert Engine(graph, Execute(one)).run().cycles == 6 * (2 + 8)
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
