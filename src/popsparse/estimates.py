@@ -12,7 +12,7 @@ import torch
 from dynsparse._core.checks import check_integer, typed
 from dynsparse.nn import SparseLinear
 from popsparse.layer import Layer
-from popsparse.machine import Target
+from popsparse.machine import Profile, Target
 from popsparse.measure import plan_figures, sparse_figures
 from popsparse.planning.options import Update
 from popsparse.planning.plan import PASSES
@@ -29,16 +29,16 @@ class PassEstimate:
 
     Attributes:
         cycles, seconds: of the simulated program, at the target's clock.
-        tflops: 2 x non-zeros x batch over the seconds.
         max_tile_bytes: memory of the fullest tile.
         fits: whether that is within a tile.
+        tflops: 2 x non-zeros x batch over the seconds.
     """
 
     cycles: float
     seconds: float
-    tflops: float
     max_tile_bytes: int
     fits: bool
+    tflops: float
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class UpdateEstimate:
 
     Attributes:
         cycles, seconds: on the machine and its host link; what the host computes is not counted.
+        max_tile_bytes: memory of the fullest tile.
+        fits: whether that is within a tile.
         parts: cycles by what is done: the dense gradient, the pooling, the bytes both ways.
         to_host_bytes, from_host_bytes: over the host link.
         pieces: how many the dense gradient is computed in.
-        max_tile_bytes: memory of the fullest tile.
-        fits: whether that is within a tile.
     """
 
     cycles: float
     seconds: float
+    max_tile_bytes: int
+    fits: bool
     parts: dict[str, float]
     to_host_bytes: int
     from_host_bytes: int
     pieces: int
-    max_tile_bytes: int
-    fits: bool
 
     @classmethod
     def of(cls, layer: Layer, pattern: Any) -> UpdateEstimate:
@@ -76,18 +76,21 @@ class UpdateEstimate:
             if number.isdecimal():  # one of several pieces
                 name, pieces = what, max(pieces, int(number) + 1)
             parts[name] = parts.get(name, 0) + step.cycles
-        memory = profiles[0].memory.max_tile_bytes
-        target = layer.plan.target
         return cls(
-            sum(profile.cycles for profile in profiles),
-            sum(profile.seconds for profile in profiles),
+            *_cost(*profiles),
             parts,
             sum(profile.to_host_bytes for profile in profiles),
             sum(profile.from_host_bytes for profile in profiles),
             pieces,
-            memory,
-            memory <= target.bytes_per_tile,
         )
+
+
+def _cost(*profiles: Profile) -> tuple[float, float, int, bool]:
+    """Cycles and seconds of runs of one program, the bytes of its fullest tile, and whether they
+    fit."""
+    use = profiles[0].memory
+    cycles, seconds = (sum(getattr(p, name) for p in profiles) for name in ("cycles", "seconds"))
+    return cycles, seconds, use.max_tile_bytes, use.max_tile_bytes <= use.limit
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class ModelEstimate:
             cut = (f"{layer.density:.3g}", ",".join(str(layer.plan[dim]) for dim in "xyz"))
             spread = (f"{layer.bucket_fill[1]:.0%}", f"{layer.propagation_steps}")
             rows += [
-                (*sizes, *cut, name, *_cost(one), f"{one.tflops:.3g}", *self._room(one, *spread))
+                (*sizes, *cut, name, *_figures(one), f"{one.tflops:.3g}", *self._room(one, *spread))
                 for name, one in layer.passes.items()
             ]
         lines += text_table(rows, words=(0, 5, 12))
@@ -198,7 +201,7 @@ class ModelEstimate:
             bytes_ = (f"{one.to_host_bytes:,}", f"{one.from_host_bytes:,}", f"{one.pieces}")
             most = sorted(one.parts, key=lambda name: -one.parts[name])[:3]
             parts = ", ".join(f"{name} {one.parts[name] / one.cycles:.0%}" for name in most)
-            rows.append((layer.name, *_cost(one), *bytes_, *self._room(one, parts)))
+            rows.append((layer.name, *_figures(one), *bytes_, *self._room(one, parts)))
         return [
             f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}",
             *text_table(rows, words=(0, 7)),
@@ -213,7 +216,7 @@ class ModelEstimate:
         return self.summary()
 
 
-def _cost(one: PassEstimate | UpdateEstimate) -> tuple[str, str]:
+def _figures(one: PassEstimate | UpdateEstimate) -> tuple[str, str]:
     return f"{one.cycles:,.0f}", f"{one.seconds * 1e6:,.1f}"
 
 
@@ -275,17 +278,10 @@ def estimate(
             changed = None if updating is None else UpdateEstimate.of(program, pattern)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from error
-        rows = {}
-        for one in names:
-            profile = program.profiles[one]
-            memory = profile.memory.max_tile_bytes
-            rows[one] = PassEstimate(
-                profile.cycles,
-                profile.seconds,
-                figures["tflops"][one],
-                memory,
-                memory <= target.bytes_per_tile,
-            )
+        rows = {
+            one: PassEstimate(*_cost(program.profiles[one]), figures["tflops"][one])
+            for one in names
+        }
         fill = program.encoding.info.nz_fill
         estimates.append(
             LayerEstimate(

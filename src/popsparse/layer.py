@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,62 +45,6 @@ _FORMAT = "dynsparse layer 1"
 _PARTS = ("rows", "columns", "values")
 
 
-class StoredLayer(NamedTuple):
-    """What a file holds.
-
-    Attributes:
-        plan: of the layer.
-        built: the other arguments of its constructor, as plain types.
-        weights: of each group; empty where no pattern was set.
-    """
-
-    plan: Plan
-    built: dict[str, Any]
-    weights: Sequence_[COOMatrix]
-
-
-def write_layer(file: Path, layer: StoredLayer) -> None:
-    """Write the file atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    about = {"groups": len(layer.weights), "built": layer.built, "plan": _plan_request(layer.plan)}
-    arrays = {
-        f"{name} {group}": torch.from_numpy(np.ascontiguousarray(part))
-        for group, one in enumerate(layer.weights)
-        for name, part in zip(
-            _PARTS, (one.row_indices, one.column_indices, one.nz_values), strict=True
-        )
-    }
-    text = json.dumps(about, allow_nan=False)
-    content = save(arrays, {"format": _FORMAT, "layer": text})
-    atomic_write(file, lambda stream: stream.write(content))
-
-
-def read_layer(file: Path) -> StoredLayer:
-    """What `write_layer` was given.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: another file, or a damaged one.
-    """
-    metadata, tensors = read_tensors(file)
-    if metadata.get("format") != _FORMAT:
-        raise ValueError("expected a layer as popsparse.Layer.save writes it, got something else")
-    about = parse_json(str(metadata.get("layer")))
-    match about:
-        case {"groups": int(groups), "built": dict(built), "plan": dict(request)}:
-            pass
-        case _:
-            raise ValueError("expected the plan of a layer and how it was built, got others")
-    plan = _make_requested(request)
-    if groups not in (0, plan.partition.groups):
-        raise ValueError(f"expected weights of {plan.partition.groups} groups, got {groups}")
-    weights = [_weights_of(tensors, group, plan) for group in range(groups)]
-    return StoredLayer(plan, built, weights)
-
-
 def _plan_request(plan: Plan) -> dict[str, Any]:
     """What `make_plan` was asked for; it makes the same plan again."""
     options = {**asdict(plan.options), "partials_type": plan.options.partials_type.name}
@@ -112,25 +56,13 @@ def _plan_request(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _make_requested(request: dict[str, Any]) -> Plan:
-    try:
-        options = dict(request["options"])
-        options["plan_constraints"] = PlanConstraints(**options["plan_constraints"])
-        params = dict(request["params"])
-        params["sparsity_params"] = SparsityParams(**params["sparsity_params"])
-        target, dtype = Target(**request["target"]), request["dtype"]
-        return make_plan(target, dtype, FullyConnectedParams(**params), Options(**options))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"expected the plan of a layer, got one without or with {error}") from None
-
-
-def _weights_of(tensors: Mapping[str, torch.Tensor], group: int, plan: Plan) -> COOMatrix:
-    names = [f"{name} {group}" for name in _PARTS]
-    if missing := [name for name in names if name not in tensors]:
-        raise ValueError(f"expected weights of each group, got none named {missing[0]!r}")
-    rows, columns, values = (tensors[name].numpy() for name in names)
-    shape = (plan.sizes.x, plan.sizes.y)
-    return COOMatrix(values, columns, rows, shape, plan.params.sparsity_params.block_dimensions)
+def _make_requested(request: Any) -> Plan:
+    options = dict(request["options"])
+    options["plan_constraints"] = PlanConstraints(**options["plan_constraints"])
+    params = dict(request["params"])
+    params["sparsity_params"] = SparsityParams(**params["sparsity_params"])
+    target, dtype = Target(**request["target"]), request["dtype"]
+    return make_plan(target, dtype, FullyConnectedParams(**params), Options(**options))
 
 
 _NAMES = {"x": "gradient", "y": "input"}
@@ -251,7 +183,22 @@ class Layer:
             OSError: the file cannot be written.
             TypeError: a plan for a target, or of options, of a class of your own.
         """
-        write_layer(Path(file), StoredLayer(self.plan, self._built, self._matrices()))
+        weights = self._matrices()
+        about = {
+            "groups": len(weights),
+            "built": self._built,
+            "plan": _plan_request(self.plan),
+        }
+        arrays = {
+            f"{name} {group}": torch.from_numpy(np.ascontiguousarray(part))
+            for group, one in enumerate(weights)
+            for name, part in zip(
+                _PARTS, (one.row_indices, one.column_indices, one.nz_values), strict=True
+            )
+        }
+        text = json.dumps(about, allow_nan=False)
+        content = save(arrays, {"format": _FORMAT, "layer": text})
+        atomic_write(Path(file), lambda stream: stream.write(content))
 
     @classmethod
     @typed
@@ -265,14 +212,30 @@ class Layer:
             OutOfMemoryError: as of the constructor (a ValueError).
         """
         try:
-            stored = read_layer(Path(file))
-            layer = cls(stored.plan, **stored.built)
-            if stored.weights:
-                one = len(stored.weights) == 1
-                layer.set_weights(stored.weights[0] if one else stored.weights, None)
+            metadata, tensors = read_tensors(Path(file))
+            if metadata.get("format") != _FORMAT:
+                raise ValueError("expected a layer as popsparse.Layer.save writes it")
+            about = parse_json(str(metadata.get("layer")))
+            try:
+                plan, groups = _make_requested(about["plan"]), about["groups"]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"expected the plan of a layer, got {error}") from None
+            if groups not in (0, plan.partition.groups):
+                raise ValueError(
+                    f"expected weights of {plan.partition.groups} groups, got {groups}"
+                )
+            layer = cls(plan, **about["built"])
+            block = plan.params.sparsity_params.block_dimensions
+            weights = []
+            for group in range(groups):
+                rows, columns, values = (tensors[f"{name} {group}"].numpy() for name in _PARTS)
+                shape = (plan.sizes.x, plan.sizes.y)
+                weights.append(COOMatrix(values, columns, rows, shape, block))
+            if weights:
+                layer.set_weights(weights[0] if groups == 1 else weights, None)
         except OutOfMemoryError:
             raise
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
         return layer
 
