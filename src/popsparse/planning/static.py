@@ -16,8 +16,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,80 +47,6 @@ def _range(fixed: int, most: int, what: str, limit: int) -> range:
     if fixed > limit:
         raise ValueError(f"{what} must be at most {limit}, got {fixed}")
     return range(fixed, fixed + 1) if fixed else range(1, min(most, limit) + 1)
-
-
-class Cut(NamedTuple):
-    """So many parts of n and bands; `kinds` are the different sizes (columns of n, tiles) of the
-    parts."""
-
-    n_split: int
-    bands: int
-    kinds: set[tuple[int, int]]
-
-
-class Cuts:
-    """All cuts of one product.
-
-    Args:
-        n: columns of the dense operand, padded to full vectors.
-        column_counts: blocks of each column of the pattern, those that are planned for first.
-        planned: how many columns these are.
-
-    Attributes:
-        bands: by their number.
-
-    Raises:
-        ValueError: options that ask for more parts or bands than there can be.
-    """
-
-    def __init__(
-        self,
-        target: Any,
-        dtype: DataType,
-        options: Options,
-        pattern: SparsePattern,
-        n: int,
-        column_counts: np.ndarray,
-        planned: int,
-    ) -> None:
-        self.n, self.vector, self.tiles = n, dtype.vector_width, target.tiles
-        bus = target.exchange_bus_tiles
-        self.grain = bus if target.tiles % bus == 0 else 1
-        self.tile_grains = target.tiles // self.grain
-        self.fixed_split = bool(options.n_split)
-        most = min(n // self.vector, self.tile_grains)
-        self.splits = _range(options.n_split, _MOST_N_SPLITS, "n_split", most)
-        # A grain of columns: one, or as many blocks as the data path has numbers.
-        band_grain = 1 if pattern.block_size == 1 else self.vector
-        numbers = _range(
-            options.num_bands,
-            min(_MOST_BANDS, ceil_div(planned, band_grain)),
-            "num_bands",
-            min(self.tile_grains, pattern.grid[1]),
-        )
-        self.bands = {number: column_bands(column_counts, number) for number in numbers}
-        self.band_tiles = cache(self._band_tiles)
-
-    def parts(self, split: int) -> tuple[list[Interval], list[Interval]]:
-        """The parts of n and the tiles of each."""
-        n_parts = split_n(self.n, split, self.vector)
-        return n_parts, split_tiles(n_parts, self.tiles, self.grain)
-
-    def _band_tiles(self, number: int, tiles: int) -> tuple[int, ...] | None:
-        """How many of a part's tiles each of `number` bands gets; None: they are too few."""
-        return tiles_of(self.bands[number].blocks, tiles, self.grain)
-
-    def __iter__(self) -> Iterator[Cut]:
-        for split in self.splits:
-            n_parts, tile_parts = self.parts(split)
-            kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
-            same_as_fewer = len(n_parts) < split and not self.fixed_split
-            if same_as_fewer or any(tiles <= 0 for _, tiles in kinds):
-                continue
-            for number in self.bands:
-                if split * number > self.tile_grains:
-                    break
-                yield Cut(split, number, kinds)
 
 
 Numbers = Any
@@ -302,29 +227,74 @@ def _digest(pattern: SparsePattern) -> str:
     return digest.hexdigest()
 
 
-class _Estimate:
-    """The cost of one cut, from the pattern's counts."""
+class _CutSearch:
+    """All cuts of one product, and what each costs.
+
+    Args:
+        planned: rows and columns of the pattern that are reckoned with.
+        columns: blocks of each column of the pattern, those that are reckoned with first.
+    """
 
     def __init__(
         self,
         target: Any,
         dtype: DataType,
         params: MatmulParams,
+        options: Options,
         pattern: SparsePattern,
         planned: tuple[int, int],
+        columns: np.ndarray,
     ) -> None:
-        self.target, self.dtype, self.params = target, dtype, params
-        self.block, self.nnz = pattern.block_size, pattern.nnz
+        self.target, self.dtype, self.params, self.options = target, dtype, params, options
+        self.pattern, self.block = pattern, pattern.block_size
         self.rows, self.columns = planned
-        self.density = min(1.0, self.nnz / (self.rows * self.columns))
+        self.density = min(1.0, pattern.nnz / (self.rows * self.columns))
         self.n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
+        bus = target.exchange_bus_tiles
+        self.grain = bus if target.tiles % bus == 0 else 1
+        self.bands = cache(partial(column_bands, columns))
+        self.band_tiles = cache(self._band_tiles)
+
+    def parts(self, split: int) -> tuple[list[Interval], list[Interval]]:
+        """The parts of n and the tiles of each."""
+        n_parts = split_n(self.n, split, self.dtype.vector_width)
+        return n_parts, split_tiles(n_parts, self.target.tiles, self.grain)
+
+    def _band_tiles(self, number: int, tiles: int) -> tuple[int, ...] | None:
+        """How many of a part's tiles each of `number` bands gets; None: they are too few."""
+        return tiles_of(self.bands(number).blocks, tiles, self.grain)
+
+    def _cuts(self) -> Iterator[tuple[int, int, set[tuple[int, int]]]]:
+        """How many parts of n and bands there may be, and the different (columns of n, tiles) of
+        the parts.
+
+        Raises:
+            ValueError: options that ask for more parts or bands than there can be.
+        """
+        options, vector = self.options, self.dtype.vector_width
+        tile_grains = self.target.tiles // self.grain
+        most = min(self.n // vector, tile_grains)
+        # A grain of columns: one, or as many blocks as the data path has numbers.
+        columns = ceil_div(self.columns, 1 if self.block == 1 else vector)
+        most_bands = min(tile_grains, self.pattern.grid[1])
+        numbers = _range(options.num_bands, min(_MOST_BANDS, columns), "num_bands", most_bands)
+        for split in _range(options.n_split, _MOST_N_SPLITS, "n_split", most):
+            n_parts, tile_parts = self.parts(split)
+            kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
+            same_as_fewer = len(n_parts) < split and not options.n_split
+            if same_as_fewer or any(tiles <= 0 for _, tiles in kinds):
+                continue
+            for number in numbers:
+                if split * number > tile_grains:
+                    break
+                yield split, number, kinds
 
     def _present(self, probability: float, of: int) -> int:
         """How many of `of` are expected to be there, and a standard deviation more."""
         spread = math.ceil(math.sqrt(probability * (1 - probability) * of))
         return min(of, math.ceil(probability * of + spread))
 
-    def terms(
+    def _terms(
         self, bands: Bands, tiles: tuple[int, ...], n: int, splits: int
     ) -> tuple[dict[str, int], int] | str:
         """Cycles by term and temporary bytes; or the rule that is broken."""
@@ -376,65 +346,68 @@ class _Estimate:
         held = outputs * size
         return terms, max(operand + values + held, moved + held)
 
+    def _price(
+        self, split: int, number: int, kinds: set[tuple[int, int]], bound: int
+    ) -> tuple[dict[str, int], int] | str:
+        """Cycles by term and temporary bytes of a cut; or the rule that is broken."""
+        slowest: dict[str, int] = {}
+        bytes_ = 0
+        # Parts of n run side by side: the slowest counts.
+        for n, tiles in kinds:
+            band_tiles = self.band_tiles(number, tiles)
+            if band_tiles is None:
+                return "too few tiles for the bands"
+            priced = self._terms(self.bands(number), band_tiles, n, split)
+            if isinstance(priced, str):
+                return priced
+            terms, held = priced
+            bytes_ = max(bytes_, held)
+            slowest = max(slowest, terms, key=lambda t: sum(t.values()))
+        if bytes_ > bound:
+            return f"temporary data exceed {bound} bytes a tile"
+        return slowest, bytes_
 
-def _price(
-    estimate: _Estimate, cuts: Cuts, cut: Cut, bound: int
-) -> tuple[dict[str, int], int] | str:
-    """Cycles by term and temporary bytes of a cut; or the rule that is broken."""
-    slowest: dict[str, int] = {}
-    bytes_ = 0
-    # Parts of n run side by side: the slowest counts.
-    for n, tiles in cut.kinds:
-        band_tiles = cuts.band_tiles(cut.bands, tiles)
-        if band_tiles is None:
-            return "too few tiles for the bands"
-        priced = estimate.terms(cuts.bands[cut.bands], band_tiles, n, cut.n_split)
-        if isinstance(priced, str):
-            return priced
-        terms, held = priced
-        bytes_ = max(bytes_, held)
-        slowest = max(slowest, terms, key=lambda t: sum(t.values()))
-    if bytes_ > bound:
-        return f"temporary data exceed {bound} bytes a tile"
-    return slowest, bytes_
+    def best(self) -> _Chosen:
+        """The cheapest cut, and what the search saw.
 
-
-def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
-    """The cheapest cut, and what the search saw.
-
-    Raises:
-        ValueError: no cut is possible, with the rules that are in the way.
-    """
-    possible: list[dict[str, Any]] = []
-    broken: Counter[str] = Counter()
-    for cut in cuts:
-        priced = _price(estimate, cuts, cut, bound)
-        if isinstance(priced, str):
-            broken[priced] += 1
-            continue
-        terms, bytes_ = priced
-        possible.append(
-            {
-                "n_split": cut.n_split,
-                "bands": cut.bands,
-                "cycles": sum(terms.values()),
-                "temporary_bytes": bytes_,
-                "terms": terms,
-            }
-        )
-    count = len(possible) + broken.total()
-    if not possible:
-        rules = ", ".join(f"{rule} ({times})" for rule, times in broken.items())
-        raise ValueError(
-            f"none of {count} static partitions is possible: {rules}; raise "
-            "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
-        )
-    # Equal cycles: fewer parts of n, then fewer bands.
-    possible.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
-    counts = {"partitions": count, "possible": len(possible)}
-    search = Search(counts, (bound,), tuple(possible[1 : 1 + _RUNNERS_UP]))
-    best = {name: one for name, one in possible[0].items() if name != "cycles"}
-    return _Chosen(**best, search=search)
+        Raises:
+            ValueError: no cut is possible, with the rules that are in the way.
+        """
+        if not self.pattern.nnz:  # Nothing to multiply: the output is zeros.
+            moved = ceil_div(self.params.m * self.n * self.dtype.size, self.target.tiles)
+            search = Search({"partitions": 1, "possible": 1}, (1,), ())
+            return _Chosen(1, 1, {"move output": moved}, 0, search)
+        bound = int(self.options.available_memory_proportion * self.target.bytes_per_tile)
+        possible: list[dict[str, Any]] = []
+        broken: Counter[str] = Counter()
+        for split, number, kinds in self._cuts():
+            priced = self._price(split, number, kinds, bound)
+            if isinstance(priced, str):
+                broken[priced] += 1
+                continue
+            terms, bytes_ = priced
+            possible.append(
+                {
+                    "n_split": split,
+                    "bands": number,
+                    "cycles": sum(terms.values()),
+                    "temporary_bytes": bytes_,
+                    "terms": terms,
+                }
+            )
+        count = len(possible) + broken.total()
+        if not possible:
+            rules = ", ".join(f"{rule} ({times})" for rule, times in broken.items())
+            raise ValueError(
+                f"none of {count} static partitions is possible: {rules}; raise "
+                "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
+            )
+        # Equal cycles: fewer parts of n, then fewer bands.
+        possible.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
+        counts = {"partitions": count, "possible": len(possible)}
+        search = Search(counts, (bound,), tuple(possible[1 : 1 + _RUNNERS_UP]))
+        best = {name: one for name, one in possible[0].items() if name != "cycles"}
+        return _Chosen(**best, search=search)
 
 
 def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
@@ -444,24 +417,13 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
     ]
     kept = [sort_kept_first(count, options.enable_preprocessing) for count in counts]
-    (row_order, planned_rows), (column_order, planned_columns) = kept
-    estimate = _Estimate(target, dtype, params, pattern, (planned_rows, planned_columns))
-
-    def cuts(options: Options) -> Cuts:
-        columns = counts[1][column_order]
-        return Cuts(target, dtype, options, pattern, estimate.n, columns, planned_columns)
-
-    if pattern.nnz:
-        bound = int(options.available_memory_proportion * target.bytes_per_tile)
-        best = _best(estimate, cuts(options), bound)
-    else:  # Nothing to multiply: the output is zeros.
-        moved = ceil_div(params.m * estimate.n * dtype.size, target.tiles)
-        best = _Chosen(
-            1, 1, {"move output": moved}, 0, Search({"partitions": 1, "possible": 1}, (1,), ())
-        )
+    (row_order, rows), (column_order, columns) = kept
+    cuts = _CutSearch(
+        target, dtype, params, options, pattern, (rows, columns), counts[1][column_order]
+    )
+    best = cuts.best()
     _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
-    cut = cuts(replace(options, n_split=best.n_split, num_bands=best.bands))
-    n_parts, tile_parts = cut.parts(best.n_split)
+    n_parts, tile_parts = cuts.parts(best.n_split)
     return StaticPlan(
         params=params,
         options=options,
@@ -470,11 +432,11 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         pattern=pattern,
         row_order=row_order,
         column_order=column_order,
-        planned=(planned_rows, planned_columns),
-        bands=cut.bands[best.bands],
+        planned=(rows, columns),
+        bands=cuts.bands(best.bands),
         n_parts=tuple(n_parts),
         tile_parts=tuple(tile_parts),
-        band_tiles=tuple(cut.band_tiles(best.bands, part.size) or () for part in tile_parts),
+        band_tiles=tuple(cuts.band_tiles(best.bands, part.size) or () for part in tile_parts),
         terms=best.terms,
         temporary_bytes=best.temporary_bytes,
         search=best.search,
