@@ -49,6 +49,25 @@ class SubGroup(NamedTuple):
     place: np.ndarray
 
 
+class SubGroupMatches(NamedTuple):
+    """Sub-groups that concern the vertices which see them, in order of vertices. `vertex` and
+    `slot`, in which of its buckets, are int64 [sub-groups]."""
+
+    vertex: np.ndarray
+    slot: np.ndarray
+    groups: list[SubGroup]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks of each."""
+        return [len(group.row) for group in self.groups]
+
+    def joined(self, part: str) -> np.ndarray:
+        """The `part` of all blocks: "row", "col" or "place"."""
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *(getattr(group, part) for group in self.groups)])
+
+
 class BucketMatches(NamedTuple):
     """Blocks that concern the vertices which see them, in order of vertices. int64 [blocks].
 
@@ -138,6 +157,31 @@ class BucketReader:
                 self._read(unknown[first : first + self.layout.buckets])
         return [self._known[key] for key in keys]
 
+    def find(
+        self, words: np.ndarray, is_wanted: Callable[[int, SubGroup], bool]
+    ) -> tuple[np.ndarray, SubGroupMatches]:
+        """The sub-groups that concern each vertex, and its cycles for passing by the others.
+
+        Args:
+            words: uint16 [vertices, buckets each sees, words].
+            is_wanted: of a vertex and a sub-group.
+        """
+        count, slots = words.shape[:2]
+        cycles = np.zeros(count)
+        vertices, slots_of = [], []
+        found: list[SubGroup] = []
+        for index, groups in enumerate(self.groups(words.reshape(count * slots, -1))):
+            vertex, slot = divmod(index, slots)
+            for group in groups:
+                if not is_wanted(vertex, group):
+                    cycles[vertex] += MISS_CYCLES
+                    continue
+                vertices.append(vertex)
+                slots_of.append(slot)
+                found.append(group)
+        matches = np.array(vertices, np.int64), np.array(slots_of, np.int64), found
+        return cycles, SubGroupMatches(*matches)
+
     def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
         """What vertices find of their own rectangle: cycles [vertices], and the blocks.
 
@@ -145,29 +189,11 @@ class BucketReader:
             words: uint16 [vertices, buckets each sees, words].
             rectangles: x * Ny + y of each vertex, [vertices].
         """
-        count, slots = words.shape[:2]
-        buckets = self.groups(words.reshape(count * slots, -1))
-        cycles = np.zeros(count)
-        vertices, places = [], []
-        mine: list[SubGroup] = []
-        for index, groups in enumerate(buckets):
-            vertex = index // slots
-            for group in groups:
-                if group.rectangle != rectangles[vertex]:
-                    cycles[vertex] += MISS_CYCLES
-                    continue
-                cycles[vertex] += group.cycles
-                vertices.append(vertex)
-                places.append(index % slots)
-                mine.append(group)
-        sizes = [len(group.row) for group in mine]
-        return cycles, BucketMatches(
-            np.repeat(np.array(vertices, np.int64), sizes),
-            np.repeat(np.array(places, np.int64), sizes),
-            _joined([group.row for group in mine]),
-            _joined([group.col for group in mine]),
-            _joined([group.place for group in mine]),
-        )
+        cycles, found = self.find(words, lambda vertex, g: g.rectangle == rectangles[vertex])
+        np.add.at(cycles, found.vertex, [group.cycles for group in found.groups])
+        owners = (np.repeat(at, found.sizes) for at in (found.vertex, found.slot))
+        parts = (found.joined(part) for part in ("row", "col", "place"))
+        return cycles, BucketMatches(*owners, *parts)
 
     def _read(self, keys: Sequence[bytes]) -> None:
         layout = self.layout
@@ -192,10 +218,6 @@ class BucketReader:
                 contents.place[at],
             )
             self._known[keys[bucket]].append(group)
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
@@ -468,25 +490,13 @@ class EmbeddingCodelets(BucketCodelets):
         bx, by = plan.block_dimensions
         columns = v.column.reshape(-1)
         indices = v.indices.reshape(v.count, -1).astype(np.int64)
-        buckets = self.reader.groups(v.words.reshape(v.count, -1))
-        cycles = np.zeros(v.count)
-        vertex: list[int] = []
-        mine: list[SubGroup] = []
-        for number, groups in enumerate(buckets):
-            for group in groups:
-                if group.rectangle % parts_y == columns[number]:
-                    vertex.append(number)
-                    mine.append(group)
-                else:
-                    cycles[number] += MISS_CYCLES
-        sizes = [len(group.row) for group in mine]
-        owner = np.repeat(np.array(vertex, np.int64), sizes)
-        first = np.repeat([group.rectangle // parts_y * rows for group in mine], sizes)
-
-        def joined(part: str) -> np.ndarray:
-            return np.concatenate([np.zeros(0, np.int64), *(getattr(g, part) for g in mine)])
-
-        row = joined("row") + first.astype(np.int64)
+        words = v.words.reshape(v.count, 1, -1)
+        cycles, found = self.reader.find(
+            words, lambda vertex, g: g.rectangle % parts_y == columns[vertex]
+        )
+        owner = np.repeat(found.vertex, found.sizes)
+        first = [group.rectangle // parts_y * rows for group in found.groups]
+        row = found.joined("row") + np.repeat(first, found.sizes).astype(np.int64)
         # Indices of all vertices, sorted by (vertex, block row); padding sorts past every row.
         total = plan.partition.x * rows + 1
         requested = np.minimum(indices // bx, total - 1) + np.arange(v.count)[:, None] * total
@@ -501,16 +511,16 @@ class EmbeddingCodelets(BucketCodelets):
             owner[block],
             index,
             indices[owner[block], index] % bx,
-            joined("col")[block],
-            joined("place")[block],
+            found.joined("col")[block],
+            found.joined("place")[block],
         )
         workers = int(plan.target.workers)
         vectors = -(-by // plan.dtype.vector_width)
         moves = np.bincount(hits.vertex, minlength=v.count) * (_MOVE * vectors + _HIT)
         cycles += -(-moves // workers) * workers
-        counts = np.array([len(np.unique(group.row)) for group in mine])
+        counts = np.array([len(np.unique(group.row)) for group in found.groups])
         look = _LAUNCH + workers * -(-counts // workers) * (_ROW + _COMPARE * indices.shape[1])
-        np.add.at(cycles, np.array(vertex, np.int64), look)
+        np.add.at(cycles, found.vertex, look)
         return cycles, hits
 
     def _gather(self, v: VertexView) -> None:
