@@ -24,7 +24,6 @@ from popsparse.machine import (
     HALF,
     Codelet,
     Copy,
-    DType,
     Graph,
     In,
     MappingError,
@@ -82,9 +81,7 @@ class Spread(NamedTuple):
     def like(self, graph: Graph, dtype: Any, name: str) -> Tensor:
         """A new variable that lies so."""
         made = graph.add_variable(as_dtype(dtype), list(self.shape), name)
-        new = np.flatnonzero(np.append(True, np.diff(self.owner) != 0))
-        lengths = np.diff(np.append(new, len(self.owner)))
-        graph.map_stretches(made, self.owner[new], lengths)
+        graph.set_tile_mapping(made, self.owner.reshape(self.shape))
         return made
 
     def bring(self, graph: Graph, tensor: Tensor, program: Program, name: str) -> Tensor:
@@ -257,63 +254,40 @@ def reduce(
     kept = [dim for dim in range(tensor.ndim) if dim not in gone]
     shape = [tensor.shape[dim] for dim in kept]
     ordered = tensor.transpose(*kept, *sorted(gone)).reshape(int(np.prod(shape)), -1)
+    return _reduce_rows(graph, ordered, operation, program, what).reshape(*shape)
+
+
+def _reduce_rows(
+    graph: Graph, ordered: Tensor, operation: str, program: Program, what: str
+) -> Tensor:
+    """[outputs, values] to [outputs], spread evenly over the tiles that held the values."""
     spread = Spread.of(graph, ordered)
-    partials, owner = _reduce_tiles(graph, ordered, spread, operation, program, what)
-    sizes = ordered.shape[0], tensor.dtype
-    made = _reduce_parts(graph, partials, owner, *sizes, spread, operation, program, what)
-    return made.reshape(*shape)
-
-
-def _reduce_tiles(
-    graph: Graph,
-    ordered: Tensor,
-    spread: Spread,
-    operation: str,
-    program: Program,
-    what: str,
-) -> tuple[Tensor, np.ndarray]:
-    """What each tile holds of each output: float [partials], and their outputs [partials]."""
     outputs, depth = ordered.shape
+    # What each tile holds of each output.
     output = np.repeat(np.arange(outputs), depth)
     by_tile = np.lexsort((output, spread.owner))
     tile, output = spread.owner[by_tile], output[by_tile]
     begins = np.flatnonzero(np.append(True, (np.diff(tile) != 0) | (np.diff(output) != 0)))
-    placed = tile[begins]
-    first = np.searchsorted(placed, spread.tiles)
+    placed, owner = tile[begins], output[begins]
     partials = graph.add_variable(FLOAT, [len(begins)], f"{what} partials")
-    new = np.flatnonzero(np.append(True, np.diff(placed) != 0))
-    graph.map_stretches(partials, placed[new], np.diff(np.append(new, len(placed))))
+    graph.set_tile_mapping(partials, placed)
+    ends = np.append(np.searchsorted(placed, spread.tiles), len(begins))
     edges = {
         "src": Ragged(ordered.flatten()[by_tile], spread.offsets),
-        "out": Ragged(partials, np.append(first, len(begins))),
+        "out": Ragged(partials, ends),
     }
     codelet = _reduce_codelet(operation, begins, len(tile))
     program.add(execute(graph, f"{what} on tiles", codelet, spread.tiles, edges))
-    return partials, output[begins]
-
-
-def _reduce_parts(
-    graph: Graph,
-    partials: Tensor,
-    owner: np.ndarray,
-    outputs: int,
-    dtype: DType,
-    spread: Spread,
-    operation: str,
-    program: Program,
-    what: str,
-) -> Tensor:
-    """The partial results of each output reduced, the outputs evenly over the tiles."""
+    # The parts of each output.
     order = np.argsort(owner, kind="stable")
     begins = np.searchsorted(owner[order], np.arange(outputs))
     each = ceil_div(outputs, len(spread.tiles))
     tiles = spread.tiles[np.arange(outputs) // each]
     used = spread.tiles[: ceil_div(outputs, each)]
-    result = graph.add_variable(dtype, [outputs], f"{what} result")
+    result = graph.add_variable(ordered.dtype, [outputs], f"{what} result")
     graph.set_tile_mapping(result, tiles)
-    counts = np.diff(np.append(begins, len(owner)))
     arriving = graph.add_variable(FLOAT, [len(owner)], f"{what} arriving")
-    graph.map_stretches(arriving, tiles, counts)
+    graph.set_tile_mapping(arriving, tiles[owner[order]])
     program.add(Copy(partials[order], arriving, name=f"{what}: exchange"))
     bounds = np.minimum(np.arange(len(used) + 1) * each, outputs)
     ends = np.append(begins, len(owner))

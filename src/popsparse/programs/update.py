@@ -12,7 +12,6 @@ vector at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -111,11 +110,10 @@ class UpdatePrograms:
         self.dtype = machine_type(self.plan)
         values = weights.nz_values
         home = weights.values
-        tiles = graph.tiles_of(home)
         self._state = [("values", values)]
         for number in range(update.optimizer_slots):
             slot = graph.add_variable(self.dtype, home.shape, f"optimizer slot {number}")
-            graph.map_stretches(slot, *_stretches(tiles))
+            graph.set_tile_mapping(slot, graph.tiles_of(home))
             graph.set_initial_value(slot, 0)
             graph.add_handle(f"optimizer slot {number}", slot)
             self._state.append((f"optimizer slot {number}", slot.flatten()))
@@ -237,11 +235,3 @@ class UpdatePrograms:
         self.host["new meta-info"] = meta_info
         for (name, _), array in zip(self._state, values, strict=True):
             self.host[f"new {name}"] = array
-
-
-def _stretches(tiles: np.ndarray) -> Iterator[np.ndarray]:
-    """The tiles of elements in order, and how many follow each other on one."""
-    flat = tiles.reshape(-1)
-    first = np.flatnonzero(np.append(True, flat[1:] != flat[:-1]))
-    yield flat[first]
-    yield np.diff(np.append(first, len(flat)))
