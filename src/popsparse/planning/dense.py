@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_within, typed
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (
@@ -47,7 +47,6 @@ from popsparse.planning.params import (
     ceil_div,
     data_type,
     even_parts,
-    number,
 )
 from popsparse.planning.plan import Plan
 
@@ -361,7 +360,8 @@ def plan(
     sums = kind if partials is None else data_type(partials, "partials")
     if sums.size < kind.size:
         raise ValueError(f"partials must be at least as wide as the data, got {sums} for {kind}")
-    share = number(available_memory_proportion, "available_memory_proportion", 0.0, 1e6)
+    name = "available_memory_proportion"
+    share = float(check_within(name, available_memory_proportion, "[0, 1e6]"))
     return _plan(m, k, n, kind, sums, target, share)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from dynsparse._core.checks import check_choice, check_flag, check_integer
-from popsparse.planning.params import DataType, data_type, number
+from dynsparse._core.checks import check_choice, check_flag, check_integer, check_within
+from popsparse.planning.params import DataType, data_type
 
 Parsed = TypeVar("Parsed")
 
@@ -155,7 +155,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("available_memory_proportion", "meta_info_bucket_oversize_proportion"):
-            object.__setattr__(self, name, number(getattr(self, name), name, 0.0, 1e6))
+            value = check_within(name, getattr(self, name), "[0, 1e6]")
+            object.__setattr__(self, name, float(value))
         for name, least in (("num_bands", 0), ("n_split", 0), ("number_of_pass", 1)):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
         for item in fields(self):
@@ -172,8 +173,7 @@ class Options:
                 f"{self.partition_method}"
             )
         if self.memory_cycle_ratio is not None:
-            ratio = number(self.memory_cycle_ratio, "memory_cycle_ratio", 0.0, 1.0)
-            object.__setattr__(self, "memory_cycle_ratio", ratio)
+            ratio = check_within("memory_cycle_ratio", self.memory_cycle_ratio, "[0, 1]")
             if self.partition_method not in ("block", "block-group2"):
                 raise ValueError(
                     "memory_cycle_ratio goes with the methods block and block-group2, got "
@@ -246,8 +246,9 @@ class Update:
         slots = check_integer("optimizer_slots", self.optimizer_slots, 0)
         if slots > 16:
             raise ValueError(f"optimizer_slots must be at most 16, got {slots}")
-        name = "available_memory_proportion"
-        object.__setattr__(self, name, number(self.available_memory_proportion, name, 0.0, 1e6))
+        share = self.available_memory_proportion
+        share = check_within("available_memory_proportion", share, "[0, 1e6]")
+        object.__setattr__(self, "available_memory_proportion", float(share))
         partials = data_type(self.partials_type, "partials_type")
         object.__setattr__(self, "partials_type", partials)
 

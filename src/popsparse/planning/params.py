@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer
+from dynsparse._core.checks import check_integer, check_within
 
 Params = TypeVar("Params")
 
@@ -51,20 +51,6 @@ def data_type(value: Any, what: str = "dtype") -> DataType:
         return _NAMES[name.removeprefix("torch.")]
     except KeyError:
         raise ValueError(f"{what} must be float16 or float32, got {value!r}") from None
-
-
-def number(value: Any, what: str, least: float, most: float = float("inf")) -> float:
-    """`value` as a float of [least, most]; a clear error otherwise (also for NaN)."""
-    try:
-        if isinstance(value, (bool, str)):
-            raise TypeError
-        result = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{what} must be a number, got {value!r}") from None
-    if not least <= result <= most:
-        span = f"at least {least:g}" if most == float("inf") else f"in [{least:g}, {most:g}]"
-        raise ValueError(f"{what} must be {span}, got {value!r}")
-    return result
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -217,8 +203,8 @@ class FullyConnectedParams(_ParamsWithDensity):
     def __post_init__(self) -> None:
         if not isinstance(self.sparsity_params, SparsityParams):
             raise TypeError(f"sparsity_params must be SparsityParams, got {self.sparsity_params!r}")
-        ratio = number(self.nz_ratio, "nz_ratio (non-zeros over all elements)", 0.0, 1.0)
-        object.__setattr__(self, "nz_ratio", ratio)
+        ratio = check_within("nz_ratio (non-zeros over all elements)", self.nz_ratio, "[0, 1]")
+        object.__setattr__(self, "nz_ratio", float(ratio))
         for name in (
             "batch_size",
             "num_groups",
