@@ -1,4 +1,13 @@
-"""Products with a sparse matrix whose pattern is known when the program is made: the API."""
+"""Products with a sparse matrix whose pattern is known when the program is made.
+
+The names follow PopSparse's `static_` API. Each function adds variables and steps to a machine's
+`Graph` and `Sequence`; an `Engine` runs them. The short way, without a machine:
+
+    plan = static.plan(pattern, n, dtype="float16", target=Target.bow())
+    static.predict(plan).tflops
+
+Source: Li, Z. et al., arXiv:2303.16999; section 6 of docs/popsparse-formulas.md.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +26,31 @@ from popsparse.planning.params import MatmulParams
 from popsparse.planning.plan import PlanningCache
 from popsparse.planning.static import make_plan, pattern_of, transpose
 from popsparse.planning.static_layout import StaticPlan
+from popsparse.plans import plan_report, plan_text, predict, tile_memory
 from popsparse.programs.layout import PlannedTensor
 from popsparse.programs.static import add_product, add_values, dense_operand
+
+__all__ = [
+    "MatmulParams",
+    "Options",
+    "Partitioner",
+    "PlannedTensor",
+    "PlanningCache",
+    "SparseTensor",
+    "StaticPlan",
+    "create_dense_sparse_matmul_lhs",
+    "create_dense_sparse_matmul_rhs",
+    "create_sparse_dense_matmul_lhs",
+    "create_sparse_dense_matmul_rhs",
+    "dense_sparse_matmul",
+    "make_plan",
+    "plan",
+    "plan_report",
+    "plan_text",
+    "predict",
+    "sparse_dense_matmul",
+    "tile_memory",
+]
 
 _Options = Options | dict[str, Any] | None
 
@@ -54,14 +86,6 @@ def plan(
     return make_plan(target, dtype, params, pattern, options)
 
 
-def _check_params(params: MatmulParams, *, transposed: bool) -> MatmulParams:
-    check_kind("params", params, MatmulParams, "MatmulParams")
-    if params.transposed != transposed:
-        made = "create_for_dense_sparse" if transposed else "create_for_sparse_dense"
-        raise ValueError(f"the parameters are of the other product: make them by {made}")
-    return params
-
-
 def create_sparse_dense_matmul_lhs(
     graph: Graph,
     dtype: Any,
@@ -72,18 +96,17 @@ def create_sparse_dense_matmul_lhs(
     *,
     name: str = "sparse",
 ) -> SparseTensor:
-    """The sparse operand [m, k] of sparse x dense.
+    """The sparse operand: [m, k] of sparse x dense, or [k, m] of dense x sparse.
 
     Args:
         graph: of the target to plan for.
         dtype: float16 or float32.
-        params: by `MatmulParams.create_for_sparse_dense`.
+        params: by `MatmulParams.create_for_sparse_dense` or `create_for_dense_sparse`.
         matrix: its pattern; values it may have are not written, see `Partitioner.encode`.
 
     Raises:
-        ValueError, TypeError: parameters of the other product; as `make_plan`.
+        ValueError, TypeError: as `make_plan`.
     """
-    params = _check_params(params, transposed=False)
     plan = make_plan(graph.target, dtype, params, matrix, options, cache)
     return SparseTensor(plan, add_values(graph, plan, name))
 
@@ -98,45 +121,18 @@ def create_sparse_dense_matmul_rhs(
     *,
     name: str = "dense",
 ) -> PlannedTensor:
-    """The dense operand [1, k, n] of sparse x dense, laid out by its use. Errors as above.
+    """The dense operand, laid out by its use: [1, k, n] of sparse x dense, or [1, n, k] of dense x
+    sparse. Arguments and errors as above.
 
     Any other tensor of this shape serves too, at the price of a rearrangement.
     """
-    params = _check_params(params, transposed=False)
     plan = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return dense_operand(graph, plan, name)
+    return dense_operand(graph, plan, name, transposed=params.transposed)
 
 
-def create_dense_sparse_matmul_rhs(
-    graph: Graph,
-    dtype: Any,
-    params: MatmulParams,
-    matrix: SparseMatrix | SparsePattern,
-    options: _Options = None,
-    cache: PlanningCache | None = None,
-    *,
-    name: str = "sparse",
-) -> SparseTensor:
-    """The sparse operand [k, m] of dense x sparse; parameters by `create_for_dense_sparse`."""
-    params = _check_params(params, transposed=True)
-    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return SparseTensor(plan, add_values(graph, plan, name))
-
-
-def create_dense_sparse_matmul_lhs(
-    graph: Graph,
-    dtype: Any,
-    params: MatmulParams,
-    matrix: SparseMatrix | SparsePattern,
-    options: _Options = None,
-    cache: PlanningCache | None = None,
-    *,
-    name: str = "dense",
-) -> PlannedTensor:
-    """The dense operand [1, n, k] of dense x sparse, laid out by its use."""
-    params = _check_params(params, transposed=True)
-    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return dense_operand(graph, plan, name, transposed=True)
+# The parameters say which product it is.
+create_dense_sparse_matmul_rhs = create_sparse_dense_matmul_lhs
+create_dense_sparse_matmul_lhs = create_sparse_dense_matmul_rhs
 
 
 def sparse_dense_matmul(
@@ -195,7 +191,10 @@ def _check_operands(
         )
     check_kind("the sparse operand", sparse, SparseTensor, "a static.SparseTensor")
     plan = sparse.plan
-    params = _check_params(plan.params, transposed=side == "left")
+    params = plan.params
+    if params.transposed != (side == "left"):
+        made = "create_for_sparse_dense" if side == "right" else "create_for_dense_sparse"
+        raise ValueError(f"the parameters are of the other product: make them by {made}")
     if options is not None and (given := Options.parse(options, "static")) != plan.options:
         raise ValueError(f"the sparse operand was made with {plan.options}, not with {given}")
     check_kind("the dense operand", dense, Tensor, "a Tensor")

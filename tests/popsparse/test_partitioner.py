@@ -101,29 +101,6 @@ def test_round_trip(case):
         assert np.array_equal(*columns)
 
 
-def test_worst_case_all_non_zeros_in_one_rectangle():
-    """Every bucket is needed, so the propagation visits every offset: Nz (Nx Ny - 1) steps."""
-    rows, cols = torch.meshgrid(torch.arange(4, 8), torch.arange(4, 8), indexing="ij")
-    pattern = SparsePattern(rows.flatten(), cols.flatten(), shape=(12, 16))
-    values = torch.arange(1.0, 17.0)
-    layout = BucketLayout(
-        rows=12, cols=16, batch=4, partition=(3, 4, 2), nz_elements=1, meta_info_words=99
-    )
-    with pytest.raises(BucketOverflowError):
-        Partitioner(
-            BucketLayout(**{**layout.__dict__, "partition": (3, 4, 1)})
-        ).encode(pattern, values)  # fmt: skip
-    partitioner = Partitioner(layout)
-    encoded = partitioner.encode(pattern, values)
-    # 16 buckets hold one each: (1, y) and, reached one step of X later, (0, y).
-    assert encoded.info.nz_used.tolist() == [1] * 16 + [0] * 8
-    assert encoded.info.overflow.kept_offsets == [
-        (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)
-    ]  # fmt: skip
-    assert encoded.info.propagation_steps == 2 * 7
-    assert partitioner.decode(encoded)[0] == pattern
-
-
 def test_spills_go_where_they_are_met_soonest():
     """One non-zero too many in (0, 2) goes to (0, 1): met after one step of Y."""
     pattern = SparsePattern([0, 0, 1], [4, 5, 4], shape=(2, 8))

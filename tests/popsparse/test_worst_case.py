@@ -98,13 +98,3 @@ def test_the_worst_case_takes_a_step_for_every_bucket_elsewhere():
     assert info.propagation_steps == nz * (nx * ny - 1)
     for name in ALL:
         assert loop_runs(layer, name) == info.propagation_steps
-
-
-def test_no_spill_no_steps():
-    layer = Layer(plan(48, 48, 8, 0.1, 1, "float32", Target.mk2(tiles=12), passes=ALL,
-                       options={"meta_info_bucket_oversize_proportion": 2.0}))  # fmt: skip
-    pattern = SparsePattern.random((48, 48), 0.1, generator=torch.Generator().manual_seed(0))
-    check(layer, pattern, "float32", 1e-5)
-    assert layer.encoding.info.propagation_steps == 0
-    for name in ALL:
-        assert loop_runs(layer, name) == 0

@@ -158,41 +158,11 @@ def add_blocks(
     return made
 
 
-def home_tiles(plan: BlockSparsePlan, which: str, count: int) -> np.ndarray:
-    """The tile of the first piece that reads each of `count` blocks of operand "a" or "b"; -1
-    where none does."""
-    pieces = plan.pieces
-    blocks = getattr(pieces.products, which)[pieces.chosen]
-    tiles = np.repeat(pieces.tile, np.diff(pieces.first))
-    home = np.full(count, -1)
-    home[blocks[::-1]] = tiles[::-1]
-    return home
-
-
 def join_blocks(blocks: Tensor, rows: int) -> Tensor:
     """Blocks [rows * cols, height, width] as the matrix that they make."""
     count, height, width = blocks.shape
     grid = blocks.reshape(rows, count // rows, height, width).transpose(0, 2, 1, 3)
     return grid.reshape(rows * height, count // rows * width)
-
-
-def add_product(
-    graph: Graph,
-    plan: BlockSparsePlan,
-    a: np.ndarray,
-    b: np.ndarray,
-    program: Sequence,
-    name: str,
-    *,
-    b_is_transposed: bool,
-) -> Tensor:
-    """Add a product to a program: [results, bm, bn], in the order of the plan's products.
-
-    Args:
-        a: address of each element of the blocks [.., bm, bk] of the left operand.
-        b: likewise of the right one, [.., bn, bk] where `b_is_transposed`, otherwise [.., bk, bn].
-    """
-    return _Product(graph, plan, name).add(a, b, program, b_is_transposed)
 
 
 class _Product:
@@ -215,7 +185,13 @@ class _Product:
     def execute(self, what: str, codelet: Any, tiles: np.ndarray, edges: dict[str, Any]) -> Execute:
         return execute(self.graph, f"{self.name} {what}", codelet, tiles, edges, what)
 
-    def add(self, a: np.ndarray, b: np.ndarray, program: Sequence, b_is_transposed: bool) -> Tensor:
+    def add(self, a: np.ndarray, b: np.ndarray, program: Sequence) -> Tensor:
+        """Add the product to a program: [results, bm, bn], in the order of the plan's products.
+
+        Args:
+            a: address of each element of the blocks [.., bm, bk] of the left operand.
+            b: likewise of the right one, as they are stored: [.., bk, bn] or [.., bn, bk].
+        """
         steps = Sequence(name=self.name)
         program.add(steps)
         count, kind = len(self.pieces.products.row), as_dtype(self.params.partials_type.name)
@@ -225,7 +201,7 @@ class _Product:
         for turn in range(self.plan.options.number_of_pass):
             now = np.flatnonzero(self.pieces.turn == turn)
             if len(now):
-                self._multiply(now, a, b, b_is_transposed, partials, steps)
+                self._multiply(now, a, b, partials, steps)
         self._reduce(partials, out, steps)
         return out.reshape(count, self.params.block_size[0], self.params.block_size[2])
 
@@ -241,7 +217,6 @@ class _Product:
         now: np.ndarray,
         a: np.ndarray,
         b: np.ndarray,
-        b_is_transposed: bool,
         partials: Tensor,
         steps: Sequence,
     ) -> None:
@@ -255,7 +230,7 @@ class _Product:
         right = self._local("right blocks", products.b[chosen], tile, b, pairs)
         if pairs:
             steps.add(Copy(pairs, name="gather blocks"))
-        if not b_is_transposed:
+        if not self.params.transposed:
             right = self._turned(right, tile, steps)
         tiles, inverse = np.unique(pieces.tile[now], return_inverse=True)
         held = np.append(0, np.cumsum(np.bincount(inverse, counts).astype(np.int64)))
@@ -385,7 +360,11 @@ def _create(graph: Graph, params: MatmulParams, options: Any, side: str, name: s
     which = {"lhs": "b", "rhs": "a"}[side] if transposed else {"lhs": "a", "rhs": "b"}[side]
     forward = params.forward()
     count, shape, sparse = _blocks(forward, which)
-    home = home_tiles(made, which, count)
+    # Each block lies on the tile of the first piece that reads it.
+    pieces = made.pieces
+    home = np.full(count, -1)
+    read = getattr(pieces.products, which)[pieces.chosen]
+    home[read[::-1]] = np.repeat(pieces.tile, np.diff(pieces.first))[::-1]
     blocks = add_blocks(graph, as_dtype(params.dtype.name), home, shape, name)
     if sparse:
         return blocks.reshape(count, shape[0] * shape[1])
@@ -460,7 +439,7 @@ def matmul(
     a = _cut(at, forward.block_size[0], forward.block_size[1])
     b = sparse.addresses()
     b = b.reshape(count, *shape) if is_sparse else _cut(b, shape[0], shape[1])
-    out = add_product(graph, made, a, b, program, name, b_is_transposed=forward.transposed)
+    out = _Product(graph, made, name).add(a, b, program)
     if params.kind == "dense_dense":
         return out.reshape(len(out), out.shape[1] * out.shape[2])
     joined = join_blocks(out, groups * forward.grid[0])
