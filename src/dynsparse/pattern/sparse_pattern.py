@@ -627,6 +627,8 @@ class SparsePattern:
         tensor = self.by_rows(tensor)
         if self.block_size == 1:
             matrix = scipy.sparse.csr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)
+            if format == "bsr":  # SciPy would choose larger blocks and fill them with zeros
+                return matrix.tobsr(blocksize=(1, 1))
             return matrix if format is None else matrix.asformat(format)
         matrix = scipy.sparse.bsr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)
         return matrix if format in (None, "bsr") else matrix.asformat(format)
