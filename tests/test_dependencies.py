@@ -157,7 +157,7 @@ def test_an_import_brings_nothing_along_but_torch_and_numpy(imported_beyond_torc
     assert installed <= {"dynsparse", "numpy"}
 
 
-def test_an_import_loads_layers_and_operators_and_no_other_room(imported_beyond_torch):
+def test_an_import_loads_layers_and_operators_and_no_other_package(imported_beyond_torch):
     """What it takes beside torch's own import, as modules: time is measured elsewhere."""
     ours = [name for name in imported_beyond_torch if name.startswith("dynsparse.")]
     assert {name.split(".")[1] for name in ours} <= LOADED

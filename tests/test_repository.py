@@ -136,18 +136,18 @@ def test_the_table_of_places_is_the_tree():
     assert section
     named = places_of("\n".join(re.findall(r"^\|.*", section.group(1), flags=re.MULTILINE)[2:]))
     tracked = {file.relative_to(ROOT).as_posix() for file in tracked_files()}
-    there = {f"{name.split('/')[0]}/" for name in tracked if "/" in name and name[0] != "."}
-    there.discard("src/")
+    existing = {f"{name.split('/')[0]}/" for name in tracked if "/" in name and name[0] != "."}
+    existing.discard("src/")
+    existing.add("src/popsparse/")
     package = "src/dynsparse/"
-    there.add("src/popsparse/")
     for name in tracked:
-        room, inside, _ = name.removeprefix(package).partition("/")
-        if name.startswith(package) and (inside or room.endswith(".py")):
-            there.add(f"{package}{room}{inside}")
-    assert named == there - {f"{package}__init__.py"}
+        member, slash, _ = name.removeprefix(package).partition("/")
+        if name.startswith(package) and (slash or member.endswith(".py")):
+            existing.add(f"{package}{member}{slash}")
+    assert named == existing - {f"{package}__init__.py"}
 
 
-def test_the_files_and_rooms_that_the_architecture_names_are_there():
+def test_the_files_and_folders_that_the_architecture_names_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
     assert len(named) > 20

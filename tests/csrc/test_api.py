@@ -47,22 +47,6 @@ def declarations() -> dict[str, tuple[type | None, list[type | None]]]:
     }
 
 
-def test_the_parser_reads_every_kind_of_type():
-    assert declarations()["dynsparse_dropout"] == (
-        None,
-        [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_uint64,
-            ctypes.c_int32,
-            ctypes.c_float,
-            ctypes.c_int32,
-        ],
-    )
-    assert declarations()["dynsparse_bf16_unit"] == (ctypes.c_int32, [])
-
-
 def test_the_table_of_native_is_the_header():
     declared = declarations()
     assert set(native._SIGNATURES) == set(declared)

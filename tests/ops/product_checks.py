@@ -45,6 +45,12 @@ def activations(
     return random(batch, features)
 
 
+def shuffle_slots(pattern: SparsePattern, generator: torch.Generator) -> SparsePattern:
+    """The same blocks in slots of another order."""
+    order = torch.randperm(pattern.nnz, generator=generator)
+    return SparsePattern._by_slots(pattern.flat[order], pattern)
+
+
 def dense_weight(pattern: SparsePattern, values: Tensor) -> Tensor:
     """The matrix [out, in] of `values`, in float64."""
     b = pattern.block_size

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_of import needs_kernels, with_library
-from product_checks import LAYOUTS, LOW, activations, check, dense_weight
+from product_checks import LAYOUTS, LOW, activations, check, dense_weight, shuffle_slots
 from torch import Tensor
 
 from dynsparse._core import native
@@ -76,6 +76,8 @@ def test_any_shape_pattern_and_stride(kind: str, data: st.DataObject) -> None:
     batch = data.draw(batches[0] if kind == "small" else st.one_of(*batches))
     density = data.draw(st.sampled_from([0.0, 0.02, 0.1, 0.3, 0.6, 1.0]))
     pattern = SparsePattern.random(shape, density, block_size=block, generator=generator)
+    if data.draw(st.booleans()):
+        pattern = shuffle_slots(pattern, generator)
     dtype = LOW if kind == "bfloat16" else torch.float32
     x, dy = (
         activations((batch, size), data.draw(st.sampled_from(LAYOUTS)), generator, dtype)
@@ -119,6 +121,8 @@ def test_each_instruction_set(isa: str, kind: str, block: int, threads: int) -> 
     if block >= 48:
         shape = (3 * block, 4 * block)
     pattern = SparsePattern.random(shape, 0.3, block_size=block, generator=generator)
+    if threads == 1:
+        pattern = shuffle_slots(pattern, generator)
     batches = {
         "sparse": (0, 1, 7, 33, 64, 103),
         "small": (0, *range(1, 18)) if block == 1 else (0, 1, 3, 8),
@@ -248,10 +252,14 @@ def operands(shape, block, batch, density=0.3, seed=8):
         *(("sparse", block, 150, (256, 192)) for block in (1, 4, 16)),
         ("sparse", 1, 400, (333, 257)),  # in panels
         *(("small", b, 5, (300 // b * b, 700 // b * b)) for b in cost_table.SMALL_BLOCKS),
+        *(("bfloat16", block, 48, (192, 160)) for block in (1, 8, 16)),
+        *(("torch", block, 48, (192, 160)) for block in (1, 8, 16)),
     ],
 )
 def test_calls_agree_bit_for_bit_for_any_number_of_threads(isa, kind, block, batch, shape) -> None:
     case = operands(shape, block, batch, density=0.4)
+    if kind == "bfloat16":
+        case = (case[0], *(tensor.to(LOW) for tensor in case[1:]))
     torch.set_num_threads(1)
     first = passes(kind, *case)
     assert len(first) == 4

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from product_checks import shuffle_slots
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, ops
@@ -33,6 +34,8 @@ def make(block_size, grid=(4, 5), density=0.4, dtype=torch.float64, batch=(6,)):
 )
 def test_naive_passes_against_dense_float64(b, height, width, density, batch):
     pattern, x, values, bias = make(b, (height, width), density, batch=(batch,))
+    if batch % 2:
+        pattern = shuffle_slots(pattern, torch.default_generator)
     dense = pattern.to_dense(values)
     y = naive.forward(x, values, pattern.index, bias)
     torch.testing.assert_close(y, dense_linear(x, dense, bias))
@@ -273,6 +276,14 @@ def test_operands_that_would_be_read_past_their_end(dtype):
     for message, call in calls.items():
         with pytest.raises(RuntimeError, match=message):
             call()
+
+
+@pytest.mark.parametrize("slots", [(0, 0, 1, 2), (0, 1, 2, 4), (-1, 0, 1, 2)])
+def test_slots_that_are_none_are_refused(slots):
+    pattern = SparsePattern([0, 0, 1, 2], [0, 2, 1, 2], shape=(3, 3))
+    index = pattern.index._replace(slots=torch.tensor(slots, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="slots must"):
+        linear(torch.ones(2, 3), torch.ones(4), index)
 
 
 def test_whoever_watches_the_dispatcher_sees_the_operator():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from product_checks import shuffle_slots
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import embedding as dense_embedding
 
@@ -15,6 +16,7 @@ from dynsparse.ops.embedding import embedding, products
 def table(b=1, height=6, width=4, density=0.4, seed=0):
     g = torch.Generator().manual_seed(seed)
     pattern = SparsePattern.random((height * b, width * b), density, block_size=b, generator=g)
+    pattern = shuffle_slots(pattern, g)
     values = torch.randn(pattern.values_shape, generator=g, dtype=torch.float64)
     return pattern, values.requires_grad_()
 

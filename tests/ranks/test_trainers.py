@@ -18,6 +18,7 @@ from rank_trainings import (
     weights,
 )
 from threaded import over
+from tiers import algorithms
 
 import dynsparse as ds
 from dynsparse.training import GMP, ConstantSchedule
@@ -53,7 +54,7 @@ def check(expected, results):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms(ALGORITHMS))
 def test_ranks_train_as_one_process_does(name, size):
     expected = train(name)
     if name != "static":

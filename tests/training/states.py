@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from tiers import algorithms
 from torch import Tensor, nn
 
 import dynsparse as ds
@@ -11,7 +12,8 @@ from dynsparse.training import ConstantSchedule
 
 EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.3)
 
-ALGORITHMS = ("rigl", "set", "snfs", "gmp", "granet", "deepr", "mest", "topkast")
+ALL = ("rigl", "set", "snfs", "gmp", "granet", "deepr", "mest", "topkast")
+ALGORITHMS = algorithms(ALL)
 
 
 def make(name: str, optimizer: Any = None, **options: Any) -> Any:

@@ -212,28 +212,6 @@ def test_a_long_training_begins_at_once(window):
     assert updated is not None
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options", "message"),
-    [
-        (ds.RigL, {"initial_value": float("nan")}, "initial_value must be finite, got nan"),
-        (ds.RigL, {"initial_value": True}, "initial_value must be a number or a function, got Tr"),
-        (ds.RigL, {"regrow_dropped": -1}, "regrow_dropped must be True or False, got -1"),
-        (ds.MEST, {"soft_memory_bound": -1}, "soft_memory_bound must be True or False, got -1"),
-        (ds.SNFS, {"redistribute": "no"}, "redistribute must be True or False, got 'no'"),
-        (ds.GMP, {"final_density": float("nan")}, r"final_density must be a number in .*, got nan"),
-        (ds.GMP, {"final_density": True}, r"final_density must be a number in .*, got True"),
-        (ds.GraNet, {"final_density": 0.0}, r"final_density must be a number in .*, got 0.0"),
-    ],
-)
-def test_arguments(algorithm, options, message):
-    layer = SparseLinear(8, 8, density=0.5)
-    with pytest.raises((TypeError, ValueError), match=message):
-        algorithm(layer, torch.optim.SGD(layer.parameters(), lr=0.1), total_steps=9, **options)
-    for bad in (True, float("nan"), 0):
-        with pytest.raises((TypeError, ValueError), match="block_size must be an integer"):
-            SparseLinear(8, 8, density=0.5, block_size=bad)
-
-
 def damaged(name, state):
     """Ways to forge the state: (key, value)."""
     for key in ("steps", "updates"):

@@ -5,7 +5,6 @@ treat as any other; the other is a masked dense `nn.Conv2d` that knows nothing o
 """
 
 import copy
-import io
 import math
 
 import pytest
@@ -222,15 +221,3 @@ def test_growth_of_groups_and_of_one_dimension():
         assert len(grown)
         best = score.argsort(descending=True)[: len(grown)].sort().values
         assert torch.equal(grown, best)
-
-
-def test_files_and_states():
-    model = network(2, 0.25)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    stored = io.BytesIO()
-    torch.save(model.state_dict(), stored)
-    stored.seek(0)
-    other = network(2, 0.25)
-    other.load_state_dict(torch.load(stored))
-    assert torch.equal(model(x), other(x))
-    assert torch.equal(copy.deepcopy(model)(x), model(x))

@@ -115,6 +115,29 @@ def test_deepr(b):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("regrow_dropped", [False, True])
+@pytest.mark.parametrize("b", [1, 2])
+def test_rigl(b, regrow_dropped, adam):
+    def rule(step, twin, layers, trainer):
+        if not due(step):
+            return
+        for i, present in enumerate(twin.present):
+            count = cosine(step, 90, 0.4, int(present.sum()))
+            dropped = lowest(twin.pool(twin.weights[i].abs()), present, count)
+            free = ~present | dropped if regrow_dropped else ~present
+            grown = largest(twin.pool(twin.dense[i].abs()), free, count)
+            twin.rewire(i, (present & ~dropped) | grown)
+
+    compare(
+        lambda model, optimizer: ds.RigL(
+            model, optimizer, total_steps=STEPS, update_interval=INTERVAL, drop_fraction=0.4,
+            regrow_dropped=regrow_dropped,
+        ),
+        rule, b=b, adam=adam, updates=4,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("regrow_dropped", [False, True])
 @pytest.mark.parametrize("b", [1, 2])
 def test_rigl_with_a_global_budget(b, regrow_dropped):

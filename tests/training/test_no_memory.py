@@ -5,7 +5,7 @@ Every tensor that a step makes, and every array of a pattern, is refused once.
 
 import pytest
 import torch
-from tests.training.states import ALGORITHMS, backward, make, same, state_of
+from tests.training.states import ALL, backward, make, same, state_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,7 +63,7 @@ def update(trainer, refused, monkeypatch):
 # What grows in Adagrad's state starts with something else than zero.
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*((name, "Adam") for name in ALGORITHMS), ("rigl", "Adagrad"), ("granet", "Adagrad")],
+    [*((name, "Adam") for name in ALL), ("rigl", "Adagrad"), ("granet", "Adagrad")],
 )
 def test_memory_runs_out_at_every_point_of_an_update(name, optimizer, monkeypatch):
     def ready():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiers import algorithms
 from torch import nn
 
 import dynsparse as ds
@@ -70,7 +71,7 @@ def compare(model, trainer, again, other):
 
 
 @pytest.mark.parametrize("at", [8, 17])  # 8 is an update step
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("name", algorithms(ALGORITHMS))
 def test_resume_is_exact(name, at, tmp_path):
     model, trainer = make(name, 11)
     telemetry = Telemetry(trainer)

@@ -1,7 +1,5 @@
 """The trainer: what an update does, worked out by hand, and that it gets along with the rest."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -297,43 +295,6 @@ def test_a_failing_update_changes_no_layer():
     with pytest.raises(ValueError, match="x holds NaN or infinity"):
         trainer.step()
     assert patterns(model) == before
-
-
-def run(model, trainer, steps, data):
-    for _ in range(steps):
-        trainer.optimizer.zero_grad()
-        x = torch.randn(8, 12, generator=data, dtype=torch.float64)
-        model(x).square().mean().backward()
-        trainer.step()
-
-
-@pytest.mark.parametrize("algorithm", [RigL, SET])
-@pytest.mark.parametrize("at", [5, 6, 7])  # 6 is an update step
-def test_resume_is_exact(algorithm, at):
-    def make():
-        model = make_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        torch.manual_seed(11)
-        return model, algorithm(model, optimizer, total_steps=40, update_interval=3)
-
-    model, trainer = make()
-    data = torch.Generator().manual_seed(1)
-    run(model, trainer, at, data)
-    saved = copy.deepcopy(
-        (model.state_dict(), trainer.optimizer.state_dict(), trainer.state_dict(), data.get_state())
-    )
-    run(model, trainer, 20, data)
-    again, other = make()
-    torch.manual_seed(99)
-    again.load_state_dict(saved[0])
-    other.optimizer.load_state_dict(saved[1])
-    other.load_state_dict(saved[2])
-    data.set_state(saved[3])
-    run(again, other, 20, data)
-    assert (other.steps, other.updates) == (trainer.steps, trainer.updates)
-    assert patterns(again) == patterns(model)
-    for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_bad_arguments():

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from device_trainings import TIMES, backward, both, model, same, train
+from tiers import algorithms
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,7 +25,7 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms(ALGORITHMS))
 def test_every_algorithm_makes_the_patterns_it_makes_on_the_cpu(request, name):
     assert {*ALGORITHMS, "static"} == {*BY_NAME}
     algorithm = ALGORITHMS[name]

@@ -1,0 +1,17 @@
+"""Which parameters of a test belong to the quick tier, and which to the slow one."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+QUICK = ("rigl", "granet", "topkast")
+
+
+def algorithms(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test that holds for all algorithms by construction.
+
+    They are one trainer with exchangeable parts, so three of different kinds are enough in the
+    quick tier: a fixed number of blocks, a changing one, and an active subset.
+    """
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
