@@ -19,7 +19,7 @@ from popsparse.machine.dtypes import ProgramError
 from popsparse.machine.graph import Graph
 from popsparse.machine.lowering import Lowering
 from popsparse.machine.memory import Contents, analyse, check_fit, measure_memory
-from popsparse.machine.profile import Profile, StepProfile, build_document
+from popsparse.machine.profile import Profile, StepProfile, build_document, build_tree
 from popsparse.machine.program import Program, check_nesting, check_program
 from popsparse.machine.state import Node, State
 from popsparse.machine.target import Target
@@ -233,7 +233,7 @@ class Engine:
         if self.options.allow_out_of_memory:
             check_fit(self.memory_use)
         profile = self.report()
-        profile.name, profile.program = name, self._programs[name]
+        profile.name = name
         # The machine overflows to infinity without a word.
         with np.errstate(all="ignore"):
             self._nodes[name](profile)
@@ -243,6 +243,9 @@ class Engine:
                 row.received_bytes = plan.received_bytes * row.runs
                 row.sent_bytes = plan.sent_bytes * row.runs
                 row.local_bytes = plan.local_bytes * row.runs
+        spent = [step.cycles for step in profile.steps]
+        rows = self._contents.rows
+        profile.nodes = build_tree(self._programs[name], rows, spent, profile.choices)
         earlier = sum(run.name == name for run in self._reported)
         if self.options.execution_report and earlier < self.options.reported_runs:
             self._reported.append(profile)

@@ -123,16 +123,15 @@ class Lowering:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.nodes: dict[int, Node] = {}
-        self.kept: list[programs.Program] = []
+        self.nodes: dict[programs.Program, Node] = {}
         self.copies: list[CopyPlan] = []
         self.vertex_sets: list[VertexSet] = []
         self.compute_sets = 0
 
     def lower(self, program: programs.Program, path: str = "") -> Node:
         """The node of a program."""
-        if id(program) in self.nodes:
-            return self.nodes[id(program)]
+        if program in self.nodes:
+            return self.nodes[program]
         name = program.name
         if name is not None:
             path = f"{path}/{name}" if path else name
@@ -140,9 +139,7 @@ class Lowering:
         outer, self.state.making = self.state.making, program
         node: Node = make(program, path)
         self.state.making = outer
-        self.nodes[id(program)] = node
-        # Kept alive, so that an id is never used again for another program.
-        self.kept.append(program)
+        self.nodes[program] = node
         return node
 
     def _leaf_path(self, program: programs.Program, path: str, kind: str) -> str:

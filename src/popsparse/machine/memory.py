@@ -106,7 +106,7 @@ class _Analysis:
             self.first_bit[dtype] = bit
             self.starts[dtype] = np.array([v.start for v in group])
             bit += len(group)
-        self.effects: dict[int, _Effect] = {}
+        self.effects: dict[programs.Program, _Effect] = {}
         self.moments: dict[int, str] = {}
         self.held: dict[programs.Program, list[int]] = {}
 
@@ -153,9 +153,9 @@ class _Analysis:
 
     def effect(self, leaf: programs.Program) -> _Effect:
         """What a step reads and writes."""
-        if id(leaf) not in self.effects:
-            self.effects[id(leaf)] = self._effect(leaf)
-        return self.effects[id(leaf)]
+        if leaf not in self.effects:
+            self.effects[leaf] = self._effect(leaf)
+        return self.effects[leaf]
 
     def _effect(self, leaf: programs.Program) -> _Effect:
         if isinstance(leaf, programs.Copy):
@@ -232,10 +232,10 @@ class _Analysis:
             self.held[program] = [*(other for other in known if other | live != live), live]
 
 
-def _leaves(program: programs.Program, seen: set[int]) -> Iterable[programs.Program]:
-    if id(program) in seen:
+def _leaves(program: programs.Program, seen: set[programs.Program]) -> Iterable[programs.Program]:
+    if program in seen:
         return
-    seen.add(id(program))
+    seen.add(program)
     yield program
     for part in program.parts():
         yield from _leaves(part, seen)
@@ -248,7 +248,7 @@ def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
     fixed = [v.is_constant for v in analysis.variables]
     always = sum(1 << i for i, is_fixed in enumerate(fixed) if is_fixed)
     always |= analysis.touched([*graph.handles.values(), *(t for t, _ in graph.initial)])
-    read, seen = 0, set[int]()
+    read, seen = 0, set[programs.Program]()
     for program in several:
         for part in _leaves(program, seen):
             read |= analysis.effect(part).reads

@@ -11,7 +11,6 @@ import numpy as np
 from dynsparse._core.checks import check_kind, shortened, typed
 from popsparse.machine import program as programs
 from popsparse.machine.memory import Contents, MemoryUse
-from popsparse.machine.program import Program
 from popsparse.machine.target import Target
 
 
@@ -232,7 +231,7 @@ class CodeletProfile:
 @dataclass(eq=False)
 class Profile:
     """The cost of one run. Fields are plain numbers and NumPy arrays, but for `contents`: what lies
-    where and when, and `program`, which ran (None: none); `name` is the one the engine knows it by.
+    where and when, and `nodes`: the program that ran. `name` is the one the engine knows it by.
     """
 
     target: Target
@@ -245,14 +244,8 @@ class Profile:
     counts: dict[str, int] = field(default_factory=dict)
     cycles: float = 0
     timeline_is_whole: bool = True
-    program: Program | None = None
     choices: dict[int, dict[int, int]] = field(default_factory=dict)
-    _kept_tree: list[ProgramNode] = field(default_factory=list)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the nodes of the tree in place of the program, whose codelets may
-        be functions of any kind."""
-        return self.__dict__ | {"program": None, "_kept_tree": self.tree()}
+    nodes: list[ProgramNode] = field(default_factory=list)
 
     def chosen(self, step: int, value: int) -> None:
         """Count a control value that was tested. For engines."""
@@ -262,10 +255,7 @@ class Profile:
     def tree(self) -> list[ProgramNode]:
         """The static program that ran, the root first, each program before those inside it. Empty
         where none ran."""
-        if self.program is None:
-            return self._kept_tree
-        spent = [step.cycles for step in self.steps]
-        return build_tree(self.program, self.contents.rows, spent, self.choices)
+        return self.nodes
 
     def record(self, step: int, *, tile_cycles: np.ndarray | None = None, **amounts: float) -> None:
         """Add one run of a step: cycles and bytes by field of `StepProfile`. For engines."""
@@ -433,7 +423,7 @@ class Profile:
             counts=dict(plain["counts"]),
             cycles=float(plain["cycles"]["total"]),
             timeline_is_whole=plain["timeline_is_whole"],
-            _kept_tree=tree,
+            nodes=tree,
         )
 
     @typed

@@ -17,7 +17,7 @@ def made(*steps, memory=500, contents=None, tree=()):
     use = MemoryUse({"always live": np.where(np.arange(10) == 3, memory, 0)}, 1000)
     contents = held() if contents is None else contents
     cycles = sum(step.cycles for step in steps)
-    return Profile(target, use, list(steps), contents, cycles=cycles, _kept_tree=list(tree))
+    return Profile(target, use, list(steps), contents, cycles=cycles, nodes=list(tree))
 
 
 def compute(cycles, balance=1.0, tiles=10, name="work", **more):
