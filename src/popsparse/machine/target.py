@@ -1,42 +1,5 @@
 """The machine: its constants, with their sources, and what each target has.
 
-Sources of the constants. [V] vendor documents, [T] constants carried in third-party sources or in
-PopLibs, [I] inferred by arithmetic from published figures.
-
-=============================== =========== ==================================================
-field                           Mk2, Bow    source
-=============================== =========== ==================================================
-tiles                           1472        [V] profiles and data sheets
-bytes_per_tile                  638,976     [V] text of Poplar's out-of-memory error (624 KiB)
-workers                         6           [V] Poplar assembly programming guide
-clock_hz                        1.33e9,     [V] `gc-info` of an M2000;
-                                1.85e9      [V] Bow-2000 data sheet
-data_path_bits                  64          [T] PopLibs' vector widths: 4 half, 2 float
-exchange_bytes_per_cycle        4           [T] `Target::getExchangeBytesPerCycle`; [I] makes
-                                            the published 7.8 TB/s of a whole Mk2
-exchange_bus_tiles              2           [V] `Target::getTilesPerSharedExchangeBus`
-exchange_fragment_cycles        3           [T] an independent compiler for the C600: three
-                                            control instructions for each fragment received,
-                                            beside the payload
-sync_cycles                     311         the sum of sync (126), set-up (111) and fill (74) of an
-                                            exchange, each with its source and range in
-                                            the facts below. 142 to 596
-memcpy_bytes_per_cycle          8           [T] `Target::getMemcpyBytesPerCycle`
-local_copy_cycles               0           launch of a copy inside a tile: the facts below. 0 to
-                                            288
-coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unless the option
-                                            use128BitConvUnitLoad is set
-host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
-                                            host buffer
-host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer to tile
-remote_write_bytes_per_second   3.75e9      [V] the same: tile to buffer in streaming memory, which
-                                            is said to be 3 to 20 times slower than the links
-remote_read_bytes_per_second    3.25e9      [V] the same: buffer to tile
-link_bytes_per_second           2.64e10     [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways
-                                            together; a Bow-2000's data sheet says 512
-link_sync_cycles                600         [T] `Target::getGlobalSyncCycles` of the C600. Uncertain
-=============================== =========== ==================================================
-
 None is fitted to a published benchmark. Sources: [V] vendor documents, [T] constants and code in
 PopLibs or in other public sources, [M] measured and published by somebody, [I] arithmetic on these.
 The C600 is a board with the same processor and tiles; an independent compiler for it
@@ -214,34 +177,44 @@ class Target:
     """A bulk-synchronous machine of tiles with private memory, joined by an exchange.
 
     `Target.mk2()` and `Target.bow()` are Graphcore's GC200 and Bow; any field can be changed:
-    `Target(tiles=4, bytes_per_tile=4096)`, `Target.bow(sync_cycles=0)`. The module's table gives
-    the source of each default (Mk2).
+    `Target(tiles=4, bytes_per_tile=4096)`, `Target.bow(sync_cycles=0)`. Defaults are the Mk2's.
 
     Args:
         name: shown in reports.
-        tiles: how many cores with their own memory, on all processors, at most 65,536.
+        tiles: how many cores with their own memory, on all processors, at most 65,536. [V] profiles
+            and data sheets.
         processors: how many chips share the tiles, in order and evenly.
-        bytes_per_tile: memory of one tile, bytes.
-        workers: hardware threads of a tile. Each issues every `workers`-th cycle.
-        data_path_bits: width of a load or store.
-        clock_hz: cycles a second.
+        bytes_per_tile: memory of one tile, bytes. [V] text of Poplar's out-of-memory error.
+        workers: hardware threads of a tile. Each issues every `workers`-th cycle. [V] Poplar
+            assembly programming guide.
+        data_path_bits: width of a load or store. [T] PopLibs' vector widths: 4 half, 2 float.
+        clock_hz: cycles a second. [V] `gc-info` of an M2000; Bow-2000 data sheet.
         exchange_bytes_per_cycle: what a tile receives and, at the same time, sends, each cycle.
+            [T] `Target::getExchangeBytesPerCycle`; [I] makes the published 7.8 TB/s of a whole Mk2.
         exchange_bus_tiles: how many neighbouring tiles share a bus (1: none). Data that all of
-            them receive arrives at the sum of their rates.
+            them receive arrives at the sum of their rates. [V]
+            `Target::getTilesPerSharedExchangeBus`.
         exchange_fragment_cycles: control instructions per contiguous fragment received. They run
-            beside the payload, so the longer of the two counts.
+            beside the payload, so the longer of the two counts. [T] an independent compiler for the
+            C600.
         sync_cycles: what a superstep costs before its first byte arrives: the synchronisation of
-            all tiles, the code around an exchange, the way across the chip.
-        memcpy_bytes_per_cycle: copies inside a tile.
-        local_copy_cycles: overhead of each copy inside a tile.
-        coefficient_load_bytes_per_cycle: loading weights into the matrix units.
-        host_read_bytes_per_second: host to tiles, all tiles together.
-        host_write_bytes_per_second: tiles to host.
-        remote_read_bytes_per_second: memory beside a processor to its tiles.
-        remote_write_bytes_per_second: tiles to that memory.
+            all tiles, the code around an exchange, the way across the chip: `SUPERSTEP`.
+        memcpy_bytes_per_cycle: copies inside a tile. [T] `Target::getMemcpyBytesPerCycle`.
+        local_copy_cycles: overhead of each copy inside a tile: `COPY_LAUNCH`.
+        coefficient_load_bytes_per_cycle: loading weights into the matrix units. [T] PopLibs: 64-bit
+            loads unless the option use128BitConvUnitLoad is set.
+        host_read_bytes_per_second: host to tiles, all tiles together. [V] `gc-hosttraffictest`
+            sample: 26 Gbit/s, host buffer to tile.
+        host_write_bytes_per_second: tiles to host. [V] the same: 30 Gbit/s.
+        remote_read_bytes_per_second: memory beside a processor to its tiles. [V] the same: buffer
+            to tile.
+        remote_write_bytes_per_second: tiles to that memory, which is said to be 3 to 20 times
+            slower than the links. [V] the same: tile to buffer.
         link_bytes_per_second: what a processor sends to others and, at the same time, receives
-            from them.
+            from them. [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways together; a Bow-2000's
+            data sheet says 512.
         link_sync_cycles: cost of each synchronisation of all processors, where there are several.
+            [T] `Target::getGlobalSyncCycles` of the C600. Uncertain.
 
     Raises:
         TypeError, ValueError: a field that is not a number, or out of range.
