@@ -88,57 +88,38 @@ STEP = "benchmarks: {a: {about: x, measure: step, "
 CELL = "layer: 8, batch: 2, density: 0.5"
 WRONG = [
     ("", "b.yml, the file: expected a mapping, got None"),
-    ("[1]", "b.yml, the file: expected a mapping, got [1]"),
     ("a: [", "b.yml: expected a YAML file, got an error"),
+    ("a: !!float abc", "b.yml: expected a YAML file, got an error"),
+    ("a: !!python/object/apply:os.system [x]", "b.yml: expected a YAML file, got an error"),
+    ("[" * 20_000, "b.yml: expected a YAML file, got an error"),
+    ("benchmarks: {a: {about: x, measure: [step], grid: {}}}", "measure: expected one of"),
     ("other: {}", "b.yml, the file, other: expected one of the keys defaults, benchmarks"),
     ("defaults: {}", "b.yml, the file, benchmarks: expected a mapping from names to benchmarks"),
     ("benchmarks: {1: {}}", "benchmarks: expected names that are text, got 1"),
-    ("benchmarks: {a: 1}", "b.yml, benchmark 'a': expected a mapping, got 1"),
     ("benchmarks: {a: {about: x}}", "one of measure, command and runs, got None"),
     ("benchmarks: {a: {measure: step}}", "benchmark 'a', about: expected text, got None"),
     ("benchmarks: {a: {about: x, measure: run}}", "expected one of step, forward, network"),
     ("benchmarks: {a: {about: x, measure: step}}", "'a', grid: expected a mapping, got None"),
     ("benchmarks: {a: {about: x, command: ls}}", "command: expected a list of texts, got 'ls'"),
     ("benchmarks: {a: {about: x, runs: [b]}}", "runs: expected names of benchmarks of this file"),
-    ("benchmarks: {a: {about: x, runs: [a]}}", "that run no others, got 'a'"),
-    ("benchmarks: {a: {about: x, runs: [a], seconds: 1}}", "seconds: expected one of the keys"),
     (STEP + "grid: {layer: 8, batch: 2}}}", "'a', grid, density: expected a value or a list"),
     (STEP + f"grid: {{{CELL}, blocks: 4}}}}}}", "'a', grid, blocks: expected one of the keys"),
     (STEP + "grid: {layer: 8, batch: 0, density: 1}}}", "batch: expected an integer of at least 1"),
-    (STEP + "grid: {layer: 8, batch: yes, density: 1}}}", "batch: expected an integer"),
-    (STEP + "grid: {layer: 8, batch: [], density: 1}}}", "expected a value or a list of values"),
     (STEP + "grid: {layer: 8, batch: 2, density: 0}}}", "expected a number above 0 and up to 1"),
-    (
-        STEP + "grid: {layer: 8, batch: 2, density: .nan}}}",
-        "density: expected a number in [0, 1], got nan",
-    ),
     (
         STEP + "grid: {layer: 8, batch: 2, density: [0.1, 2]}}}",
         "density: expected a number in [0, 1], got 2",
     ),
     (STEP + "grid: {layer: 8-8, batch: 2, density: 1}}}", "such as 1024 or 784x300, got '8-8'"),
-    (STEP + "grid: {layer: 8x8x8, batch: 2, density: 1}}}", "got '8x8x8'"),
-    (STEP + "grid: {layer: 8x, batch: 2, density: 1}}}", "got '8x'"),
-    (STEP + "grid: {layer: -8, batch: 2, density: 1}}}", "got '-8x-8'"),
     (STEP + f"grid: {{{CELL}, dtype: int8}}}}}}", "dtype: expected one of float32, bfloat16"),
-    (STEP + f"grid: {{{CELL}, block: 1.5}}}}}}", "block: expected an integer of at least 1"),
-    (STEP + f"threads: 2, grid: {{{CELL}}}}}}}", "'a', threads: expected one of the keys"),
     (
         STEP + f"contenders: [jax], grid: {{{CELL}}}}}}}",
         "among masked, dense, mkl, masked_medium, dense_medium, one_thread",
     ),
-    (STEP + f"contenders: [], grid: {{{CELL}}}}}}}", "contenders: expected a list of texts"),
     (
         STEP + f"seconds: -1, grid: {{{CELL}}}}}}}",
         "seconds: expected a number in [0, 3600], got -1",
     ),
-    (STEP + f"seconds: .inf, grid: {{{CELL}}}}}}}", "seconds: expected a number in [0, 3600]"),
-    (
-        STEP + f"seconds: long, grid: {{{CELL}}}}}}}",
-        "seconds: expected a number in [0, 3600], got 'long'",
-    ),
-    (STEP + f"rounds: 0, grid: {{{CELL}}}}}}}", "rounds: expected an integer of at least 1"),
-    (STEP + f"foreign: 2, grid: {{{CELL}}}}}}}", "foreign: expected a number in [0, 1], got 2"),
     (STEP + f"accuracy: 0.5, grid: {{{CELL}}}}}}}", "accuracy: expected one of the keys"),
 ]
 
@@ -149,13 +130,6 @@ def test_what_is_wrong_is_told_with_file_key_expected_and_got(tmp_path, text, me
         read(tmp_path, text)
     assert message in str(caught.value)
     assert str(caught.value).startswith("b.yml")
-
-
-def test_bytes_that_are_no_text(tmp_path):
-    file = tmp_path / "b.yml"
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="expected a YAML file, got an error"):
-        read_spec(file)
 
 
 def test_a_package_without_benchmarks_asks_for_the_option(monkeypatch, tmp_path):

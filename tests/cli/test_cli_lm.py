@@ -134,11 +134,11 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
     assert call(capsys, "encode", "--data", text, *output)[0] == 0
     for arguments, message in (
         (["--tokens", "word", *output], "--tokens: expected one of char, byte, bpe, got 'word'"),
-        (["--vocabulary-size", "300", *output], "--vocabulary-size: expected --tokens bpe"),
-        (["--bpe-dir", ".", *output], "--bpe-dir: expected --tokens bpe with it"),
+        (["--vocabulary-size", "300", *output], "--vocabulary-size: applies to --tokens bpe"),
+        (["--bpe-dir", ".", *output], "--bpe-dir: expected BPE tokens with it, got char"),
         (
             ["--vocabulary", tmp_path / "o.tokens", "--tokens", "char", *output],
-            "leave out --tokens",
+            "--tokens: applies to texts without --vocabulary",
         ),
         (["--vocabulary", tmp_path / "o.tokens", "--bpe-dir", ".", *output], "got char tokens"),
         (["--vocabulary", text, *output], "expected a token file made by `dynsparse encode`"),

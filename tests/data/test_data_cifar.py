@@ -1,10 +1,8 @@
 """CIFAR-10's files: folders, archives, damage, the download through a local server."""
 
 import hashlib
-import http.server
 import io
 import tarfile
-import threading
 
 import numpy as np
 import pytest
@@ -125,45 +123,11 @@ def test_an_empty_folder_and_none_are_refused(tmp_path):
         data.load("cifar-10", tmp_path / "nowhere")
 
 
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """The folder of a server on this machine, which is where the archive is downloaded from."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=folder)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        monkeypatch.setattr(pictures, "CIFAR_URLS", (f"http://127.0.0.1:{running.server_port}/",))
-        monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
-        yield folder
-        running.shutdown()
-        thread.join()
-
-
-def test_it_is_downloaded_once_and_checked(tmp_path, served, monkeypatch):
+def test_it_is_read_from_the_cache(tmp_path, monkeypatch):
+    """Downloads are tested in test_data_sets.py."""
     content = archive(contents())
-    (served / CIFAR_ARCHIVE).write_bytes(content)
-    with pytest.raises(ValueError, match="expected the checksum md5:c32a1d4ab5d03f"):
-        data.load("cifar-10")
-    assert not any((tmp_path / "cache" / "cifar-10").iterdir())
+    (tmp_path / "cifar-10").mkdir()
+    (tmp_path / "cifar-10" / CIFAR_ARCHIVE).write_bytes(content)
+    monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pictures, "CIFAR_CHECKSUM", "md5:" + hashlib.md5(content).hexdigest())
     check(data.load("cifar-10"))
-    (served / CIFAR_ARCHIVE).unlink()
-    check(data.load("cifar-10"))
-
-
-def test_without_a_connection_there_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "CIFAR_URLS", ("http://127.0.0.1:1/",))
-    monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path))
-    with pytest.raises(OSError, match=r"cannot download cifar-10-binary\.tar\.gz") as error:
-        data.load("cifar-10")
-    assert "no connection" in str(error.value)
-    assert "\n" not in str(error.value)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from dynsparse.data.text import (
@@ -19,78 +19,77 @@ from dynsparse.data.text import (
     tokenizer_from_state,
     write_tokens,
 )
-from dynsparse.options import OUTPUT_FILE, parse_integer
+from dynsparse.options import (
+    FILE,
+    OUTPUT_FILE,
+    TEXT,
+    Need,
+    check_applies,
+    check_values,
+    choice,
+    integer,
+    option,
+    with_flags,
+)
+
+_OWN = Need("texts without --vocabulary", lambda o: o.vocabulary is None, lambda o: "--vocabulary")
+_BPE = Need("--tokens bpe", lambda o: o.tokens == "bpe", lambda o: f"--tokens {o.tokens}")
 
 
-def _option(help: str, **more: Any) -> Any:
-    return typer.Option(help=help, show_default=False, **more)
+@dataclass(frozen=True)
+class _Request:
+    """The options of the command."""
+
+    output: Path = option(MISSING, "The token file to write.", OUTPUT_FILE)
+    data: str = option(
+        STDLIB,
+        "The text: a file in UTF-8, plain or packed, or stdlib: the source text of Python's "
+        "standard library.",
+        TEXT,
+        also=("dataset",),
+    )
+    tokens: str = option(KINDS[0], "What a token is.", choice(*KINDS), needs=(_OWN,))
+    vocabulary: Path | None = option(
+        None,
+        "Use the vocabulary of this token file: for the texts that go with it to validate and to "
+        "test on.",
+        FILE,
+    )
+    bpe_dir: Path | None = option(
+        None, "Folder with GPT-2's vocab.bpe; without it the file is downloaded once.", FILE
+    )
+    vocabulary_size: int | None = option(
+        None,
+        "Use only the first merges of GPT-2's, for as many BPE tokens.",
+        integer(1),
+        needs=(_OWN, _BPE),
+    )
 
 
-def encode(
-    output: Annotated[Path, _option("The token file to write.")],
-    data: Annotated[
-        str,
-        _option(
-            "The text: a file in UTF-8, plain or packed, or stdlib, the source text of Python's "
-            "standard library. stdlib if left out.",
-            metavar="FILE|stdlib",
-        ),
-    ] = STDLIB,
-    tokens: Annotated[
-        str | None, _option("What a token is: char if left out.", metavar="|".join(KINDS))
-    ] = None,
-    vocabulary: Annotated[
-        Path | None,
-        _option(
-            "Use the vocabulary of this token file: for the texts that go with it to validate and "
-            "to test on."
-        ),
-    ] = None,
-    bpe_dir: Annotated[
-        Path | None,
-        _option("Folder with GPT-2's vocab.bpe; without it the file is downloaded once."),
-    ] = None,
-    vocabulary_size: Annotated[
-        int | None,
-        _option(
-            "Use only the first merges of GPT-2's, for as many BPE tokens.",
-            parser=parse_integer,
-            metavar="<int>",
-        ),
-    ] = None,
-) -> None:
+@with_flags(_Request)
+def encode(values: dict[str, Any]) -> None:
     """Prepare a text for `dynsparse lm` once: tokens, with the vocabulary they belong to."""
-    if tokens not in (None, *KINDS):
-        raise ValueError(f"--tokens: expected one of {', '.join(KINDS)}, got {tokens!r}")
-    if vocabulary is not None and (tokens is not None or vocabulary_size is not None):
-        raise ValueError(
-            "--vocabulary: the token file defines the tokens: leave out --tokens and "
-            "--vocabulary-size"
-        )
-    if vocabulary_size is not None and tokens != "bpe":
-        raise ValueError("--vocabulary-size: expected --tokens bpe with it")
-    if bpe_dir is not None and tokens != "bpe" and vocabulary is None:
-        raise ValueError("--bpe-dir: expected --tokens bpe with it")
-    OUTPUT_FILE.check("output", output)
+    request = _Request(**values)
+    check_values(request)
+    check_applies(request, values)
     begin = time.perf_counter()
-    known = None if vocabulary is None else open_tokens(vocabulary).vocabulary
-    if bpe_dir is not None and known is not None and known["kind"] != "bpe":
-        raise ValueError(
-            f"--bpe-dir: expected --vocabulary of BPE tokens with it, got {known['kind']} tokens"
-        )
-    text = read_text(data)
+    known = None if request.vocabulary is None else open_tokens(request.vocabulary).vocabulary
+    kind = request.tokens if known is None else known["kind"]
+    if request.bpe_dir is not None and kind != "bpe":
+        raise ValueError(f"--bpe-dir: expected BPE tokens with it, got {kind} tokens")
+    text = read_text(request.data)
     tokenizer: Tokenizer
     if known is None:
-        tokenizer = make_tokenizer(tokens or KINDS[0], text, bpe_dir, vocabulary_size)
+        tokenizer = make_tokenizer(kind, text, request.bpe_dir, request.vocabulary_size)
     else:
-        tokenizer = tokenizer_from_state(known, bpe_dir)
+        tokenizer = tokenizer_from_state(known, request.bpe_dir)
     try:
         ids = tokenizer.encode(text)
     except ValueError as error:
-        raise ValueError(f"{data}: {error}") from None
-    write_tokens(output, ids, tokenizer, Path(data).name)
+        raise ValueError(f"{request.data}: {error}") from None
+    write_tokens(request.output, ids, tokenizer, Path(request.data).name)
     Console().print(
-        f"{output}: {len(ids):,} {tokenizer.kind} tokens of {len(text):,} characters "
+        f"{request.output}: {len(ids):,} {tokenizer.kind} tokens of {len(text):,} characters "
         f"({len(text) / len(ids):.2f} each), vocabulary of {tokenizer.size:,}, "
         f"{time.perf_counter() - begin:.1f} s",
         highlight=False,

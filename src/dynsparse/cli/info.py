@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from json import dumps
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -68,12 +68,9 @@ def info(
             table.add_row(name, value)
     console = Console()
     console.print(table, highlight=False)
-    if kernels["backend"] == "native":
+    for choices in _choices():
         console.print()
-        console.print(_table(*_cpu_layers()), highlight=False)
-    if torch.cuda.is_available():
-        console.print()
-        console.print(_table(*_gpu_layers(torch.device("cuda"))), highlight=False)
+        console.print(_table(choices), highlight=False)
 
 
 def facts() -> dict[str, Any]:
@@ -83,11 +80,7 @@ def facts() -> dict[str, Any]:
     density from which on it computes.
     """
     kernels, costs = native.describe(), cost_table.active()
-    choices = [_to_dict("cpu", *_cpu_layers())] if kernels["backend"] == "native" else []
-    gpus = []
-    if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-        choices.append(_to_dict("cuda", *_gpu_layers(torch.device("cuda"))))
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
         "version": __version__,
         "kernels": {name: kernels[name] for name in ("backend", "isa", "reason", "bfloat16")}
@@ -103,9 +96,9 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(one) for one in devices],
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DYNSPARSE_")},
-        "choices": choices,
+        "choices": _choices(),
     }
 
 
@@ -119,80 +112,74 @@ def _describe_costs() -> str:
     return words
 
 
-class _Layers(NamedTuple):
-    """The layers whose kernels are shown."""
+def _choices() -> list[dict[str, Any]]:
+    """What computes layers on the CPU, and on the GPU if there is one; see `facts`."""
+    found = []
+    if native.describe()["backend"] == "native":
+        title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
+        blocks = (1, 4, 16, 64)
+        layers = _layers(_FEATURES, blocks, _BATCHES, cost_table.choose)
+        found.append({"device": "cpu", "features": _FEATURES, "dtype": "float32"})
+        found[-1] |= {"title": title, "layers": layers}
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        chip = chip_of(device)
+        rates = rates_of(chip)
 
-    title: str
-    features: int
-    dtype: str
-    batches: tuple[int, ...]
-    blocks: tuple[int, ...]
+        def choose_gpu(layer: Layer, batch: int, backward: bool) -> str:
+            if not runs_triton(device):
+                return "dense"
+            return costs.choose(layer, batch, backward, torch.bfloat16, chip)
 
-
-def _cpu_layers() -> tuple[_Layers, Choose]:
-    title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
-    return _Layers(title, _FEATURES, "float32", _BATCHES, (1, 4, 16, 64)), cost_table.choose
-
-
-def _gpu_layers(device: torch.device) -> tuple[_Layers, Choose]:
-    """Likewise on a GPU, where layers are larger."""
-    chip = chip_of(device)
-    rates = rates_of(chip)
-    origin = "measured on" if rates.measured else "predicted for"
-    title = (
-        f"What computes a bfloat16 layer {_GPU_FEATURES} x {_GPU_FEATURES} on the GPU, from which "
-        f"density on ({origin} chips like {rates.name})"
-    )
-
-    def choose(layer: Layer, batch: int, backward: bool) -> str:
-        if not runs_triton(device):
-            return "dense"
-        return costs.choose(layer, batch, backward, torch.bfloat16, chip)
-
-    return _Layers(title, _GPU_FEATURES, "bfloat16", _GPU_BATCHES, (1, 16, 32, 64, 128)), choose
+        title = (
+            f"What computes a bfloat16 layer {_GPU_FEATURES} x {_GPU_FEATURES} on the GPU, from "
+            f"which density on ({'measured on' if rates.measured else 'predicted for'} chips like "
+            f"{rates.name})"
+        )
+        blocks = (1, 16, 32, 64, 128)
+        layers = _layers(_GPU_FEATURES, blocks, _GPU_BATCHES, choose_gpu)
+        found.append({"device": "cuda", "features": _GPU_FEATURES, "dtype": "bfloat16"})
+        found[-1] |= {"title": title, "layers": layers}
+    return found
 
 
-def _table(layers: _Layers, choose: Choose) -> Table:
-    table = Table(
-        title=layers.title, title_justify="left", title_style="bold", box=None, padding=(0, 2)
-    )
-    for name in ("block", "pass", *(f"batch {batch}" for batch in layers.batches)):
-        table.add_column(name)
-    for block in layers.blocks:
-        for backward in (False, True):
-            table.add_row(
-                str(block),
-                "backward" if backward else "forward",
-                *(
-                    _describe_ranges(layers.features, block, b, backward, choose)
-                    for b in layers.batches
-                ),
-            )
-    return table
-
-
-def _describe_ranges(features: int, block: int, batch: int, backward: bool, choose: Choose) -> str:
-    """The kinds in the order of density: `sparse, dense 0.55`."""
-    ranges = _ranges(features, block, batch, backward, choose)
-    return ", ".join(f"{kind} {at:.2f}" if i else kind for i, (kind, at) in enumerate(ranges))
-
-
-def _to_dict(device: str, layers: _Layers, choose: Choose) -> dict[str, Any]:
-    rows = [
+def _layers(
+    features: int, blocks: Sequence[int], batches: Sequence[int], choose: Choose
+) -> list[dict[str, Any]]:
+    return [
         {
             "block_size": block,
             "pass": "backward" if backward else "forward",
             "batch": batch,
             "kinds": [
                 {"kind": kind, "from_density": at}
-                for kind, at in _ranges(layers.features, block, batch, backward, choose)
+                for kind, at in _ranges(features, block, batch, backward, choose)
             ],
         }
-        for block in layers.blocks
+        for block in blocks
         for backward in (False, True)
-        for batch in layers.batches
+        for batch in batches
     ]
-    return {"device": device, "features": layers.features, "dtype": layers.dtype, "layers": rows}
+
+
+def _table(choices: dict[str, Any]) -> Table:
+    """A row per block and pass, a column per batch; the kinds in the order of density."""
+    table = Table(
+        title=choices["title"], title_justify="left", title_style="bold", box=None, padding=(0, 2)
+    )
+    rows: dict[tuple[str, str], list[str]] = {}
+    for layer in choices["layers"]:
+        kinds = [
+            f"{one['kind']} {one['from_density']:.2f}" if one["from_density"] else one["kind"]
+            for one in layer["kinds"]
+        ]
+        rows.setdefault((str(layer["block_size"]), layer["pass"]), []).append(", ".join(kinds))
+    batches = dict.fromkeys(f"batch {layer['batch']}" for layer in choices["layers"])
+    for name in ("block", "pass", *batches):
+        table.add_column(name)
+    for head, cells in rows.items():
+        table.add_row(*head, *cells)
+    return table
 
 
 def _ranges(
