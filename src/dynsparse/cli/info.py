@@ -117,8 +117,7 @@ def _choices() -> list[dict[str, Any]]:
     found = []
     if native.describe()["backend"] == "native":
         title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
-        blocks = (1, 4, 16, 64)
-        layers = _layers(_FEATURES, blocks, _BATCHES, cost_table.choose)
+        layers = _layers(_FEATURES, (1, 4, 16, 64), _BATCHES, cost_table.choose)
         found.append({"device": "cpu", "features": _FEATURES, "dtype": "float32"})
         found[-1] |= {"title": title, "layers": layers}
     if torch.cuda.is_available():
@@ -136,8 +135,7 @@ def _choices() -> list[dict[str, Any]]:
             f"which density on ({'measured on' if rates.measured else 'predicted for'} chips like "
             f"{rates.name})"
         )
-        blocks = (1, 16, 32, 64, 128)
-        layers = _layers(_GPU_FEATURES, blocks, _GPU_BATCHES, choose_gpu)
+        layers = _layers(_GPU_FEATURES, (1, 16, 32, 64, 128), _GPU_BATCHES, choose_gpu)
         found.append({"device": "cuda", "features": _GPU_FEATURES, "dtype": "bfloat16"})
         found[-1] |= {"title": title, "layers": layers}
     return found
