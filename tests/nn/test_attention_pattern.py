@@ -267,3 +267,16 @@ def test_patterns_refuse_what_does_not_fit():
         with pytest.raises(ValueError, match=words):
             call()
     assert math.isclose(PATTERNS["window"].density, 16 / 36)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_batch_without_sequences(need_weights, padded):
+    attention = layer(PATTERNS["window"])
+    x = torch.randn(0, TOKENS, 16, requires_grad=True)
+    padding = torch.zeros(0, TOKENS, dtype=torch.bool) if padded else None
+    y, weights = attention(x, x, x, need_weights=need_weights, key_padding_mask=padding)
+    assert y.shape == (0, TOKENS, 16)
+    assert weights.shape == (0, TOKENS, TOKENS) if need_weights else weights is None
+    y.sum().backward()
+    assert x.grad.shape == x.shape

@@ -149,7 +149,7 @@ def broken(value):
         (None, TypeError, "expected a torch.nn.Module, got NoneType"),
         ([nn.Linear(8, 8)], TypeError, "expected a torch.nn.Module, got list"),
         (nn.Sequential(nn.ReLU()), ValueError, "the model has no layer that can be made sparse"),
-        (nn.Sequential(SparseLinear(8, 8)), ValueError, "no layer that can be made sparse"),
+        (nn.Sequential(SparseLinear(8, 8)), ValueError, "sparse already: call dynsparse.densify"),
         (nn.Linear(8, 8), ValueError, "a single Linear, which cannot be replaced in place"),
         (nn.MultiheadAttention(8, 2), ValueError, "a single MultiheadAttention, which cannot be"),
         (nn.Sequential(nn.Linear(8, 8, device="meta")), ValueError, "'0' is on the meta device"),

@@ -65,3 +65,30 @@ def test_what_a_trainer_says_of_itself():
             return 1
 
     assert "next_update=as Own says" in repr(ds.SET(model, optimizer, schedule=Own()))
+
+
+def test_a_training_past_its_schedule_is_told_of_once():
+    model, optimizer, trainer = small(schedule=None, total_steps=4, update_interval=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(7):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            assert len(said) == (step >= 4)
+    assert "step 5 of a schedule for total_steps=4" in str(said[0].message)
+    assert trainer.steps == 7
+
+
+def test_gradients_removed_before_an_update_are_told_of():
+    model, optimizer, trainer = small(schedule=None, total_steps=40, update_interval=2)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step == 1:
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match=r"zero_grad\(\) after the step or before"):
+                trainer.step()
+            loss_of(model, step).backward()
+        trainer.step()
+    assert (trainer.steps, trainer.updates) == (2, 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dynsparse.nn.linear import is_conv1d, is_graph_linear
+from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.ops.conv.geometry import to_matrix
 
 _KINDS = (
@@ -188,6 +189,11 @@ def select(
         if not any(matches_name(pattern, name) for name in (*candidates, *names)):
             raise ValueError(f"exclude: {_no_match_message(pattern, candidates)}")
     if not candidates:
+        if any(isinstance(module, SparseModule) for module in model.modules()):
+            raise ValueError(
+                "the layers of the model are sparse already: call dynsparse.densify(model) first, "
+                "then sparsify(model, ..., start='magnitude')"
+            )
         raise ValueError(f"the model has no layer that can be made sparse: {_KINDS}")
     selected = {
         name: candidate

@@ -33,6 +33,8 @@ class _SparseConv(SparseLinear):
 
     dimensions: ClassVar[int]
     dense_class: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
+    # That of the outputs, as of a dense weight in this format; set by `to(memory_format=...)`.
+    memory_format: torch.memory_format = torch.contiguous_format
 
     @typed
     def __init__(
@@ -153,6 +155,16 @@ class _SparseConv(SparseLinear):
         """The weight [out, in / groups, *kernel], differentiable in the values."""
         return to_weight(super().to_dense(), self.kernel_size)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> _SparseConv:
+        # The values have no memory format, so a tensor of four dimensions in their place tells
+        # which one `to(memory_format=...)` asks for.
+        probe = torch.empty(2, 2, 2, 2, device="cpu").to(memory_format=self.memory_format)
+        probe = fn(probe)
+        is_last = probe.is_contiguous(memory_format=torch.channels_last)
+        self.memory_format = torch.channels_last if is_last else torch.contiguous_format
+        super()._apply(fn, recurse)
+        return self
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         return None  # not a linear layer
 
@@ -202,6 +214,8 @@ class _SparseConv(SparseLinear):
             x = functional.pad(x, self._around, self.padding_mode)
         if self.dimensions == 1:
             x = x.unsqueeze(2)
+        elif self.memory_format is not torch.contiguous_format:
+            x = x.contiguous(memory_format=self.memory_format)
         if self.executor is not None:
             y = self.executor(self, x)
         else:
@@ -339,7 +353,7 @@ def from_dense_conv(
     """A sparse layer with the options of a dense one, without bias and with random values."""
     assert isinstance(conv, (nn.Conv1d, nn.Conv2d))
     kind = SparseConv2d if isinstance(conv, nn.Conv2d) else SparseConv1d
-    return kind(
+    layer = kind(
         conv.in_channels,
         conv.out_channels,
         conv.kernel_size,
@@ -354,6 +368,11 @@ def from_dense_conv(
         device=conv.weight.device,
         dtype=conv.weight.dtype,
     )
+    weight, last = conv.weight, torch.channels_last
+    is_2d = isinstance(conv, nn.Conv2d)
+    if is_2d and not weight.is_contiguous() and weight.is_contiguous(memory_format=last):
+        layer.memory_format = last
+    return layer
 
 
 def dense_conv(layer: _SparseConv) -> nn.Module:
@@ -371,6 +390,7 @@ def dense_conv(layer: _SparseConv) -> nn.Module:
         device="meta",
     )
     weight = layer.to_dense().detach()
+    weight = weight.contiguous(memory_format=layer.memory_format) if weight.dim() == 4 else weight
     dense.weight = nn.Parameter(weight, requires_grad=layer.values.requires_grad)
     dense.register_parameter("bias", layer.bias)
     return dense.train(layer.training)

@@ -21,6 +21,7 @@ from dynsparse.nn.sharded import require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.products import route
+from dynsparse.ops.torch_internals import is_wrapped
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import ShardSpec
 
@@ -335,7 +336,13 @@ class SparseLinear(SparseModule):
         parameters = self._parameters
         values = parameters.get("values")
         if type(values) is not Parameter or is_dynamo_compiling():
-            return linear(x, require_unsharded(self.values), self.index, self.bias)
+            given, index = require_unsharded(self.values), self.index
+            if not is_compiling():
+                if is_wrapped(given):
+                    self._check_stacked(given)
+                if given.device != index.cols.device:  # of a base on the meta device
+                    index = self._pattern._index_on(given.device)
+            return linear(x, given, index, self.bias)
         state = self._state
         if (
             state is None

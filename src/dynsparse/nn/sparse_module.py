@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from multiprocessing.context import get_spawning_popen
 from types import FrameType
 from typing import Any
@@ -22,8 +23,9 @@ from dynsparse.nn.sharded import gathered, is_sharded, require_unsharded
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.panels import discard_panels
+from dynsparse.ops.torch_internals import unwrapped
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
-from dynsparse.ranks import DimShard, ShardSpec
+from dynsparse.ranks import DimShard, ShardSpec, check_consistent, digest, ranks_of
 
 # The layer that each Parameter of values belongs to.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -189,6 +191,35 @@ class SparseModule(nn.Module):
                 "pass rows and cols with them, as in the other layer's state_dict()"
             )
 
+    def _check_stacked(self, values: Tensor) -> None:
+        """Refuse values that were stacked, as `torch.func.stack_module_state` does it, with those
+        of layers with other patterns: stacks have no patterns.
+
+        Layers are found by their values, so the check ends where these have been trained on.
+        """
+        stacked, shape = unwrapped(values), values.shape
+        if stacked.dim() <= len(shape) or not stacked.numel() or stacked.is_meta:
+            return
+        rows = stacked.detach().reshape(-1, shape.numel())
+        for own, reference in list(_owners.items()):
+            layer = reference()
+            if (
+                layer is None
+                or own.shape != shape
+                or own.device != rows.device
+                or is_sharded(own)
+                or layer._pattern._has_slots_of(self._pattern)
+            ):
+                continue
+            flat = own.detach().flatten()
+            first = (rows[:, :1] == flat[:1]).any()
+            if bool(first) and bool((rows == flat).all(1).any()) and bool((flat != flat[0]).any()):
+                raise RuntimeError(
+                    "values of sparse layers with different patterns were stacked, and all would "
+                    "be computed with the pattern of one: call the models one after the other, or "
+                    "give them one pattern before stack_module_state"
+                )
+
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Switch to a pattern, and to its `values` if given."""
         self._was_replaced = True
@@ -256,9 +287,51 @@ class SparseModule(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModule:
+        self._permit_swap()
         super()._apply(fn, recurse)
         self._refresh()
         return self
+
+    def _permit_swap(self) -> None:
+        """Drop weak references to the values and their gradient, which torch swaps only without
+        them if `set_swap_module_params_on_conversion` is set."""
+        if torch.__future__.get_swap_module_params_on_conversion():
+            values = self.values
+            drop_references(values)
+            if values.grad is not None:
+                values.grad = values.grad.detach()
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; to the functions of torch.distributed.checkpoint that rename the
+        entries of a state dict, rows and cols are buffers, too."""
+        caller = _distributed_caller()
+        if caller is not None and caller.f_code.co_name == "_get_managed_states":
+            self._check_before_sharding(caller)
+        elif caller is not None:
+            return chain(super().named_buffers(*args, **kwargs), self._index_tensors())
+        return super().named_buffers(*args, **kwargs)
+
+    def _index_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._index_tensor(name)) for name in ("rows", "cols"))
+
+    def _check_before_sharding(self, caller: FrameType | None) -> None:
+        """Refuse `fully_shard` where ranks have different patterns: values would be gathered into
+        positions of another rank. All ranks call it."""
+        while caller is not None and caller.f_code.co_name != "fully_shard":
+            caller = caller.f_back
+        mesh = None if caller is None else caller.f_locals.get("mesh")
+        if mesh is None:
+            return
+        pattern = self._pattern
+        found: dict[str, str | int] = {
+            "the pattern of a sparse layer": digest(pattern.rows, pattern.cols, repr(pattern))
+        }
+        advice = (
+            "seed the ranks alike before they make the model, or call "
+            "dynsparse.distributed.replicate(model) before fully_shard"
+        )
+        for dimension in range(mesh.ndim):
+            check_consistent(ranks_of(mesh.get_group(dimension)), found, advice, shown=False)
 
     def __getstate__(self) -> dict[str, Any]:
         with changing:
@@ -464,6 +537,12 @@ class SparseModule(nn.Module):
                 "belong to another pattern: save and load the three together"
             )
             return
+        elif prefix + "weight" in state_dict:
+            error_msgs.append(
+                f"{prefix}weight is that of a dense layer, and here is a sparse one: load it into "
+                "the model before dynsparse.sparsify, or into dynsparse.densify(model)"
+            )
+        self._permit_swap()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -480,6 +559,22 @@ class SparseModule(nn.Module):
         # Copies, so that in-place changes of a state dict do not write to the pattern.
         for name in ("rows", "cols"):
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
+
+
+def _distributed_caller() -> FrameType | None:
+    """The function of torch that shards modules or renames entries of their state dicts, if it asks
+    a module for its buffers."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(2):  # `Module.buffers` may be in between
+        if frame is None:
+            return None
+        file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        if file.endswith("torch/distributed/checkpoint/state_dict.py") or (
+            name == "_get_managed_states" and "torch/distributed/fsdp/" in file
+        ):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 # Files of torch and timm that copy a model to average its weights.

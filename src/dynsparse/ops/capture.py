@@ -35,7 +35,7 @@ CHANGED = (
 class Pairs(list[tuple[Tensor, Tensor]]):
     """(x [batch, in], dY [batch, out]) of the backward passes that made the current gradient."""
 
-    values: weakref.ref[Tensor]
+    values: Tensor
     last_pass: int = -1
     writes: int = -1  # version of the gradient when the last pass began; -1 if there was none
     before: int = 0  # number of pairs when the last pass began
@@ -45,10 +45,10 @@ class Pairs(list[tuple[Tensor, Tensor]]):
         if backward_pass == self.last_pass:
             return
         self.last_pass = backward_pass
-        values = self.values()
+        values = self.values
         if hasattr(values, "_local_tensor"):
             return  # a DTensor, whose gradient is accumulated elsewhere until the step
-        grad = None if values is None else values.grad
+        grad = values.grad
         if grad is None:
             self.clear()
             self.writes = -1
@@ -78,7 +78,7 @@ def start(row_ptr: Tensor, values: Tensor) -> Pairs:
         values: the Parameter of the layer, which gets the gradient.
     """
     pairs = Pairs()
-    pairs.values = weakref.ref(values)
+    pairs.values = values
     _open[row_ptr.data_ptr()] = pairs
     return pairs
 

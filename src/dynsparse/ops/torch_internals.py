@@ -36,8 +36,9 @@ def _find(name: str, fallback: Any) -> Any:
 _any_autocast = _find("_C._is_any_autocast_enabled", lambda: True)
 _count_modes = _find("_C._len_torch_dispatch_stack", lambda: 1)
 _transforms = _find("_C._functorch.peek_interpreter_stack", lambda: None)
-_is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _tracing_state = _find("_C._get_tracing_state", lambda: None)
+_unwrap = _find("_C._functorch.get_unwrapped", lambda tensor: tensor)
 is_batched = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 """Whether a gradient stands for several, with `is_grads_batched=True`."""
 
@@ -61,7 +62,7 @@ def is_plain_eager(x: Tensor, autocast: bool = False) -> bool:
         or (not autocast and is_autocast(x))
         or _count_modes()
         or _transforms() is not None
-        or _is_wrapped(x)  # a tensor that has left its transform
+        or is_wrapped(x)  # a tensor that has left its transform
         or _tracing_state() is not None
         or forward_ad._current_level >= 0
     )
@@ -89,6 +90,13 @@ def dispatch_modes() -> list[Any]:
 def is_transformed() -> bool:
     """Whether a transform of `torch.func`, or forward-mode differentiation, is active."""
     return _transforms() is not None or getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor inside all transforms of torch.func, with the dimensions of vmap."""
+    while is_wrapped(tensor):
+        tensor = _unwrap(tensor)
+    return tensor
 
 
 def refuse_transforms(what: str, *tensors: Tensor | None) -> None:

@@ -7,7 +7,7 @@ decides itself: an update that would rank NaN or infinity leaves the pattern as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -57,10 +57,11 @@ def check_scores(scores: Tensor, nnz: int) -> Tensor:
 
 def check_gradients(
     layers: Mapping[str, SparseLinear],
-    pairs: Mapping[str, Iterable[tuple[Tensor, Tensor]]],
+    pairs: Mapping[str, Collection[tuple[Tensor, Tensor]]],
     alone: bool = False,
 ) -> None:
-    """Raise ValueError, with the layer's name, where a gradient holds NaN or infinity.
+    """Raise ValueError, with the layer's name, where a gradient holds NaN or infinity; RuntimeError
+    where backward has made gradients, and none is left.
 
     Args:
         layers: whose weights are ranked.
@@ -69,6 +70,12 @@ def check_gradients(
             ranked, and the errors of the previous update raised here.
     """
     raise_pending_errors(layers)
+    gone = all(layer.values.grad is None for layer in layers.values())
+    if gone and any(map(len, pairs.values())):
+        raise RuntimeError(
+            "the gradients are gone before the step, whose update would look at them: call "
+            "zero_grad() after the step or before backward()"
+        )
     for name, layer in layers.items():
         if alone and layer.is_on_device:
             continue

@@ -56,6 +56,7 @@ from dynsparse.training.update_on_device import can_update_on_device, plan_on_de
 from dynsparse.training.validation import (
     check_components,
     find_sparse_layers,
+    warn_at_end,
     warn_of_settings,
 )
 
@@ -301,6 +302,7 @@ class SparseTrainer:
         due = self._is_update()
         ranks = self.ranks if due else ALONE
         undo = self._undo(planning=True) if due else None
+        warn_at_end(self.schedule, self.steps + 1)
         self.steps += 1
         has_gradient = [0] * len(self._trained() if due else ())
         try:

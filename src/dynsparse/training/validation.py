@@ -109,6 +109,17 @@ def warn_of_settings(
         )
 
 
+def warn_at_end(schedule: Schedule | None, step: int) -> None:
+    """Warn, once, of the first step after the last one of the schedule."""
+    total = getattr(schedule, "total_steps", None)
+    if total is not None and step == total + 1:
+        warnings.warn(
+            f"this is step {step:,} of a schedule for total_steps={total:,}: the patterns no "
+            "longer change; pass the number of steps of the whole training as total_steps",
+            stacklevel=2,
+        )
+
+
 def _without_decay(
     optimizer: torch.optim.Optimizer, layers: Mapping[str, SparseLinear]
 ) -> list[str]:

@@ -247,7 +247,7 @@ def test_what_it_refuses():
             lambda: attend(q, k, v, pattern, key_padding_mask=torch.zeros(1, 8).requires_grad_()),
             "detach",
         ),
-        (lambda: attend(q[:0], k[:0], v[:0], pattern), "at least one"),
+        (lambda: attend(q[:, :0], k[:, :0], v[:, :0], pattern), "at least one"),
         (lambda: attend(q, k, v, None), "SparsePattern"),
         (lambda: torch.vmap(lambda x: attend(x, k, v, pattern))(q[None]), "torch.func"),
     ]

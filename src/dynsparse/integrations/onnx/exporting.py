@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,9 +143,18 @@ def _export(
                 dynamic_shapes=dynamic_shapes,
             )
         except Exception as error:  # of many classes, with messages of many lines
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            reason = (lines[0] if lines else type(error).__name__)[:300]
-            raise ValueError(f"torch.onnx.export cannot export the model: {reason}") from error
+            raise ValueError(
+                f"torch.onnx.export cannot export the model: {_reason(error)}"
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, on one line: of the error that torch's exporter wrapped in its advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}"[:300] if lines else type(error).__name__
 
 
 def _simplify(program: Any, names: set[str]) -> None:

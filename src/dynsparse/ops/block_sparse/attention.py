@@ -290,8 +290,10 @@ def scaled_dot_product_attention(
             "query, key and value must be [N, heads, tokens, features] with the same N and heads, "
             f"got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
         )
+    if not query.shape[0]:
+        return query @ key.mT @ value  # an empty result that has derivatives
     if any(tensor.numel() == 0 for tensor in (query, key, value)):
-        raise ValueError("there must be at least one sequence, head and feature")
+        raise ValueError("there must be at least one head and feature")
     refuse_transforms("attention at the blocks of a pattern", query, key, value)
     bias = bias_of(key_padding_mask, query, (query.shape[0], pattern.shape[1]))
     # Not `pattern.index`, which a compiler could not trace.
