@@ -278,7 +278,7 @@ class SparseLinear(SparseModule):
 
         The trainer `TopKAST` sets them; a change of the pattern resets them to None.
         """
-        if isinstance(self.executor, ActiveSet):
+        if self.executor is None or isinstance(self.executor, ActiveSet):
             return self.executor
         return self.executor.active if isinstance(self.executor, ShardSpec) else None
 

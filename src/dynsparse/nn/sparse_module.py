@@ -256,9 +256,8 @@ class SparseModule(nn.Module):
             follower.resizable = self.resizable
             switches.append(follower.prepare(Rewiring.between(follower.pattern, pattern)))
 
-        @torch.no_grad()
         def switch() -> None:
-            with uninterrupted():
+            with torch.no_grad(), uninterrupted():
                 with changing:
                     new = state
                     if before is not None:
@@ -462,7 +461,12 @@ class SparseModule(nn.Module):
     def may_resize(self) -> bool:
         """Whether the number of blocks on this rank may change; that of a shard may even if that of
         the full layer may not."""
-        return self.resizable or isinstance(self.executor, ShardSpec)
+        return self.resizable or self._is_shard
+
+    @property
+    def _is_shard(self) -> bool:
+        # Whether an object follows a protocol takes long to tell.
+        return self.executor is not None and isinstance(self.executor, ShardSpec)
 
     @property
     def keeps_slots(self) -> bool:
@@ -475,7 +479,7 @@ class SparseModule(nn.Module):
         alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
         resizable = self.may_resize
         if is_sharded(self.values):
-            resizable = isinstance(self.executor, ShardSpec)
+            resizable = self._is_shard
         if not alike or (pattern.nnz != own.nnz and not resizable):
             raise ValueError(
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "
@@ -515,7 +519,9 @@ class SparseModule(nn.Module):
     ) -> None:
         # The pattern is part of the state: either all of it fits and is loaded, or nothing is.
         rows, cols = state_dict.get(prefix + "rows"), state_dict.get(prefix + "cols")
-        if rows is not None and cols is not None:
+        if rows is not None and cols is not None and self._is_at(rows, cols):
+            pass  # the values alone are loaded, as those of a dense layer
+        elif rows is not None and cols is not None:
             try:
                 pattern = SparsePattern._in_order(
                     rows, cols, shape=self._pattern.shape, block_size=self.block_size
@@ -551,6 +557,19 @@ class SparseModule(nn.Module):
                 unexpected_keys.remove(prefix + name)
             if strict and prefix + name not in state_dict:
                 missing_keys.append(prefix + name)
+
+    def _is_at(self, rows: Any, cols: Any) -> bool:
+        """Whether these are the coordinates of the layer's slots."""
+        if self.is_on_device:
+            return False
+        given = zip((rows, cols), (self._pattern.rows, self._pattern.cols), strict=True)
+        return all(
+            isinstance(tensor, Tensor)
+            and tensor.is_cpu
+            and tensor.dtype is own.dtype
+            and torch.equal(tensor, own)
+            for tensor, own in given
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with changing:

@@ -79,7 +79,7 @@ def find_shards(layers: Mapping[str, SparseLinear]) -> dict[str, LayerShard]:
     return {
         name: LayerShard(executor, layers[name].pattern)
         for name, executor in executors.items()
-        if isinstance(executor, ShardSpec)
+        if executor is not None and isinstance(executor, ShardSpec)
     }
 
 

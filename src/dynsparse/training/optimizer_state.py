@@ -63,15 +63,15 @@ def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callab
         else:
             prepared.append((entry, rewiring.apply(entry.tensor, entry.fill)))
 
-    @torch.no_grad()
     def follow() -> None:
-        for fill, tensors in in_place.items():
-            rewiring.apply_(*tensors, fill=fill)
-        for entry, tensor in prepared:
-            if rewiring.keeps_size:
-                entry.tensor.copy_(tensor)
-            else:
-                entry.state[entry.key] = tensor
+        with torch.no_grad():
+            for fill, tensors in in_place.items():
+                rewiring.apply_(*tensors, fill=fill)
+            for entry, tensor in prepared:
+                if rewiring.keeps_size:
+                    entry.tensor.copy_(tensor)
+                else:
+                    entry.state[entry.key] = tensor
 
     return follow
 

@@ -388,7 +388,9 @@ class Change:
         values = layer.values
         if is_sharded(values):
             _check_shards(layer, rewiring)
-        elif not any(values is p for group in optimizer.param_groups for p in group["params"]):
+        elif values not in optimizer.state and not any(
+            values is p for group in optimizer.param_groups for p in group["params"]
+        ):
             raise RuntimeError(
                 "its values are not those that the optimizer holds: where fully_shard leaves them "
                 "gathered after backward, call reshard() before trainer.step()"

@@ -79,8 +79,7 @@ class RowSearch:
     ) -> None:
         self._pairs, self._pattern = pairs, pattern
         self._first, self._last = first, pattern.grid[0] if last is None else last
-        self._rows = _chunk_rows(pattern, dtype)
-        held = min(self._rows, self._last - first)
+        self._rows = held = max(1, min(_chunk_rows(pattern, dtype), self._last - first))
         self._scorer = Scorer(pairs, pattern.block_size, pooling, dtype, held)
 
     @staticmethod
