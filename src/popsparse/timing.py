@@ -217,8 +217,10 @@ class BucketLoad:
     def at_offset(self, x: int, y: int) -> np.ndarray:
         """Which sub-groups lie (x, y) partitions away from where they belong, bool."""
         px, py, _ = self.partition
-        there, here = self.groups.rectangle, self.home
-        return ((there // py - here // py) % px == x) & ((there % py - here % py) % py == y)
+        destination, home = self.groups.rectangle, self.home
+        return ((destination // py - home // py) % px == x) & (
+            (destination % py - home % py) % py == y
+        )
 
     @cached_property
     def scan(self) -> int:
@@ -404,10 +406,12 @@ class _Pass(ABC):
         for offset in offsets:
             slowest = 0.0
             for load in self.loads:
-                there = load.at_offset(*offset)
-                if there.any():
+                at_offset = load.at_offset(*offset)
+                if at_offset.any():
                     # A bucket may hold several sub-groups for the rectangle it passes.
-                    spent = np.bincount(load.groups.bucket[there], self.group_cycles(load)[there])
+                    spent = np.bincount(
+                        load.groups.bucket[at_offset], self.group_cycles(load)[at_offset]
+                    )
                     slowest = max(slowest, float(spent.max()))
             compute += z * (slowest or float(max(load.scan for load in self.loads)))
         turns = z * len(offsets)
@@ -447,12 +451,12 @@ class _Product(_Pass):
             for share in shares:
                 kernel = self.kernel(share * grain)
                 by_share.append(self.workers * kernel.worker(0, load.groups.nz))
-            own = (
+            supervisor = (
                 kernel.supervisor
                 + load.groups.rows * kernel.by_row
                 + load.groups.nz * kernel.by_each
             )
-            return np.maximum.reduce(by_share) + own
+            return np.maximum.reduce(by_share) + supervisor
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
             work = kernel.worker(load.groups.rows, load.shared_turns(self.workers))
@@ -507,8 +511,10 @@ class _GradWeight(_Pass):
         rows = (
             load.groups.rows if amp else np.minimum(-(-load.groups.rows // self.workers) + 1, share)
         )
-        own = kernel.supervisor + load.groups.rows * kernel.by_row + load.groups.nz * kernel.by_each
-        return self.workers * kernel.worker(rows, share) + own
+        supervisor = (
+            kernel.supervisor + load.groups.rows * kernel.by_row + load.groups.nz * kernel.by_each
+        )
+        return self.workers * kernel.worker(rows, share) + supervisor
 
     def steps(self) -> Iterable[Step]:
         plan, parts = self.plan, self.plan.partition

@@ -90,18 +90,18 @@ def _moves(graph: Graph, dtype: DType, pairs: list[tuple[Tensor, Tensor]]) -> _M
 
 def _check_overlap(graph: Graph, dtype: DType, moves: _Moves, name: str) -> None:
     ends = moves.dst + moves.lengths
-    twice = np.flatnonzero(moves.dst[1:] < ends[:-1])
-    if len(twice):
-        variable = graph.variable_at(dtype, int(moves.dst[twice[0] + 1]))
+    repeated = np.flatnonzero(moves.dst[1:] < ends[:-1])
+    if len(repeated):
+        variable = graph.variable_at(dtype, int(moves.dst[repeated[0] + 1]))
         raise RaceError(
-            f"copy {name!r} writes element {int(moves.dst[twice[0] + 1]) - variable.start} of "
+            f"copy {name!r} writes element {int(moves.dst[repeated[0] + 1]) - variable.start} of "
             f"{variable.name!r} twice"
         )
     # The last destination that starts before a source ends must itself end before the source.
     at = np.searchsorted(moves.dst, moves.src + moves.lengths, "left") - 1
-    meets = np.flatnonzero((at >= 0) & (ends[np.maximum(at, 0)] > moves.src))
-    if len(meets):
-        variable = graph.variable_at(dtype, int(moves.src[meets[0]]))
+    overlapping = np.flatnonzero((at >= 0) & (ends[np.maximum(at, 0)] > moves.src))
+    if len(overlapping):
+        variable = graph.variable_at(dtype, int(moves.src[overlapping[0]]))
         raise RaceError(
             f"copy {name!r} reads and writes the same elements of {variable.name!r}: copy through "
             f"a second variable"

@@ -283,8 +283,8 @@ class Graph:
         runs = tensor.runs()
         for variable in self.variables[tensor.dtype]:
             if variable.is_constant and tensor.numel:
-                meets = (runs.starts < variable.stop) & (runs.ends > variable.start)
-                if bool(meets.any()):
+                overlaps = (runs.starts < variable.stop) & (runs.ends > variable.start)
+                if bool(overlaps.any()):
                     return variable
         return None
 

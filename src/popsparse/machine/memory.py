@@ -336,9 +336,9 @@ def measure_memory(
         codelet = vertices.codelet
         size = _VERTEX_BYTES + _EDGE_BYTES * len(codelet.fields)
         size += _SCALAR_BYTES * len(codelet.scalars)
-        here = np.bincount(vertices.tiles, minlength=tiles)
-        state += here * size
-        placed[codelet] = placed.get(codelet, np.zeros(tiles, bool)) | (here > 0)
+        count = np.bincount(vertices.tiles, minlength=tiles)
+        state += count * size
+        placed[codelet] = placed.get(codelet, np.zeros(tiles, bool)) | (count > 0)
     for codelet, where in placed.items():
         code[where] += codelet.code_bytes
     exchange = np.zeros(tiles)

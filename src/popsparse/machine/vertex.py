@@ -115,9 +115,9 @@ class Codelet:
         if not callable(self.flops) and not is_number(self.flops):
             raise TypeError(f"flops must be a number or a function, got {shortened(self.flops)}")
         check_integer("code_bytes", self.code_bytes, 0)
-        both = set(self.fields) & set(self.scalars)
-        if both:
-            raise ValueError(f"codelet {self.name!r}: {sorted(both)} are both field and scalar")
+        shared = set(self.fields) & set(self.scalars)
+        if shared:
+            raise ValueError(f"codelet {self.name!r}: {sorted(shared)} are both field and scalar")
 
     def __repr__(self) -> str:
         return f"Codelet({self.name!r})"

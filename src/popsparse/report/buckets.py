@@ -32,7 +32,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         "partition" (x, y, z) and "groups". For each bucket, in the host's order:
         "nz_used" and "foreign" (values; those that belong to another rectangle), "words_used",
         "sub_groups", "grad_a_words_used" (None without buckets of grad_input's own). For each
-        rectangle [groups, x, y]: "wanted", the values that belong there. "nz_capacity",
+        rectangle [groups, x, y]: "demand", the values that belong there. "nz_capacity",
         "words_capacity", "grad_a_words_capacity". "spilled", "propagated" (blocks) and
         "propagation_steps". "offsets": the (x, y) that the propagation visits; "travels": (x, y,
         values) that lie at a distance.
@@ -49,14 +49,14 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     layout, groups, info = partitioner.layout, partitioner.groups, pattern.info
     parts_x, parts_y, parts_z = layout.partition
     body = pattern.meta_info[layout.overflow_words :].reshape(groups, -1)
-    wanted: list[np.ndarray] = []
+    demand: list[np.ndarray] = []
     foreign: list[np.ndarray] = []
     travels = np.zeros((parts_x, parts_y), np.int64)
     for words in body:
         buckets = read_buckets(words, layout)
         home = buckets.bucket // parts_z
         far = home != buckets.rectangle
-        wanted.append(np.bincount(buckets.rectangle, minlength=parts_x * parts_y))
+        demand.append(np.bincount(buckets.rectangle, minlength=parts_x * parts_y))
         foreign.append(np.bincount(buckets.bucket[far], minlength=layout.buckets))
         away_x = (buckets.rectangle // parts_y - home // parts_y) % parts_x
         away_y = (buckets.rectangle - home) % parts_y
@@ -75,7 +75,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         spilled=info.spilled,
         propagated=info.propagated,
         propagation_steps=info.propagation_steps,
-        wanted=np.concatenate(wanted) * layout.area,
+        demand=np.concatenate(demand) * layout.area,
         foreign=np.concatenate(foreign) * layout.area,
         offsets=[list(pair) for pair in info.overflow.kept_offsets],
         travels=[[int(x), int(y), int(travels[x, y])] for x, y in np.argwhere(travels)],
@@ -99,7 +99,7 @@ class BucketData:
     spilled: int
     propagated: int
     propagation_steps: int
-    wanted: np.ndarray
+    demand: np.ndarray
     foreign: np.ndarray
     offsets: list[list[int]]
     travels: list[list[int]]
@@ -114,7 +114,7 @@ class BucketData:
         with reading("encoding"):
             x, y, z = encoding["partition"]
             rectangles = encoding["groups"] * x * y
-            sizes = dict.fromkeys(_OF_BUCKETS, rectangles * z) | {"wanted": rectangles}
+            sizes = dict.fromkeys(_OF_BUCKETS, rectangles * z) | {"demand": rectangles}
             arrays = {}
             for key, size in sizes.items():
                 if encoding[key] is not None:
@@ -130,7 +130,7 @@ _OF_BUCKETS = ("nz_used", "words_used", "sub_groups", "grad_a_words_used", "fore
 def build_bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float | None]]:
     """The maps: (id, title, unit, values [groups * x, y], capacity)."""
     parts_x, parts_y, parts_z = data.partition
-    room = data.nz_capacity or 1
+    capacity = data.nz_capacity or 1
 
     def grid(values: np.ndarray) -> np.ndarray:
         return values.reshape(data.groups * parts_x, parts_y)
@@ -138,13 +138,13 @@ def build_bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray,
     def by_rectangle(values: np.ndarray) -> np.ndarray:
         return values.reshape(-1, parts_z)
 
-    asked = 100 * data.wanted / (room * parts_z)
-    held = 100 * by_rectangle(data.nz_used).mean(1) / room
+    asked = 100 * data.demand / (capacity * parts_z)
+    held = 100 * by_rectangle(data.nz_used).mean(1) / capacity
     words = 100 * by_rectangle(data.words_used).max(1) / data.words_capacity
     maps: list[tuple[str, str, str, np.ndarray, float | None]] = [
         (
-            "map-wanted",
-            "Asked for: values that belong to a rectangle, of what its buckets hold",
+            "map-demand",
+            "Demand: values that belong to a rectangle, of what its buckets hold",
             "%",
             grid(asked),
             100.0,
@@ -172,7 +172,7 @@ def render_buckets(data: BucketData) -> str:
         mean, most = float(used.mean()), float(used.max())
         fill = percent(mean, capacity), percent(most, capacity)
         rows.append([esc(name), capacity, mean, fill[0], most, fill[1]])
-    head = ["content of a bucket", "#room", "#mean", "#fill", "#fullest", "#fill"]
+    head = ["content of a bucket", "#capacity", "#mean", "#fill", "#fullest", "#fill"]
     x, y, z = data.partition
     groups = f" in each of {data.groups:,} groups" if data.groups > 1 else ""
     out = [

@@ -28,11 +28,11 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:,.{digits}g}"
 
 
-def percent(part: float, whole: float = 1.0) -> str:
-    """A share of at least 0, such as 6.3 %; empty where the whole is 0."""
-    if not whole:
+def percent(part: float, total: float = 1.0) -> str:
+    """A share of at least 0, such as 6.3 %; empty where the total is 0."""
+    if not total:
         return ""
-    share = 100 * part / whole
+    share = 100 * part / total
     if 0 < share < 0.1:
         return "< 0.1\u00a0%"
     return f"{share:.2g}\u00a0%" if 0 < share < 1 else f"{share:,.1f}\u00a0%"
@@ -91,12 +91,12 @@ def _content(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else number(content)
 
 
-def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
-    """A stacked bar, as wide as its parts of the whole. Parts: (colour class, amount)."""
+def bar(parts: Iterable[tuple[str, float]], total: float) -> str:
+    """A stacked bar, as wide as its parts of the total. Parts: (colour class, amount)."""
     pieces = "".join(
-        f'<i class="{kind}" style="width:{min(100 * amount / whole, 100):.3f}%"></i>'
+        f'<i class="{kind}" style="width:{min(100 * amount / total, 100):.3f}%"></i>'
         for kind, amount in parts
-        if whole and amount > 0
+        if total and amount > 0
     )
     return f'<span class="bar">{pieces}</span>'
 

@@ -154,8 +154,8 @@ def report_html(
     if compared is not None:
         add("compared", "Compared", render_comparison(compared))
     if profiles:
-        found = [(run.name, findings(run)) for run in profiles]
-        add("findings", "What costs most", render_findings(found))
+        results = [(run.name, findings(run)) for run in profiles]
+        add("findings", "What costs most", render_findings(results))
     if plan:
         with reading("plan"):
             html = render_plan(plan)

@@ -34,15 +34,15 @@ def render_tree(program: Sequence[ProgramNode], step_names: Sequence[str], total
     """Nested lists that fold: what ran is open, what several places call is shown once."""
     shown: set[int] = set()
     lines = 0
-    whole = True
+    is_complete = True
 
     def line(node: int, label: str, runs: int, depth: int) -> str:
-        nonlocal lines, whole
+        nonlocal lines, is_complete
         current = program[node]
         if current.kind == "Sequence" and not current.parts:
             return ""
         if lines == _MOST_NODES or depth > _MOST_DEPTH:
-            whole = False
+            is_complete = False
             return ""
         lines += 1
         cycles = current.cycles * runs / current.runs if current.runs else 0.0
@@ -64,7 +64,7 @@ def render_tree(program: Sequence[ProgramNode], step_names: Sequence[str], total
         return "".join(line(child, label, runs, depth + 1) for label, child, runs in current.parts)
 
     html = line(0, "", program[0].runs, 0) if program else ""
-    if not whole:
+    if not is_complete:
         html += f"<p>{lines:,} of {len(program):,} programs are shown.</p>"
     return (
         "<p>How often each program ran and what all its runs cost, with those inside it. "

@@ -129,13 +129,13 @@ def _render_terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
 
 def _render_memory(memory: Mapping[str, Any]) -> str:
     needed, available = memory["needed"], memory["available"]
-    whole = max(needed, available)
+    total = max(needed, available)
     parts = [(kind, float(memory[key])) for key, kind in _MEMORY]
     keys = [(kind, f"{key} {number(memory[key])} B") for key, kind in _MEMORY]
     fits = "" if memory.get("fits", True) else ' <strong class="warn">does not fit</strong>'
     return (
         "<h3>Memory of the fullest tile, as planned</h3>"
-        f'<p class="wide">{bar(parts, whole)}</p>{legend(keys)}'
+        f'<p class="wide">{bar(parts, total)}</p>{legend(keys)}'
         f"<p>{number(needed)} of {number(available)} B ({percent(needed, available)}){fits}</p>"
     )
 

@@ -116,7 +116,7 @@ def test_what_belongs_where_adds_up(block, force):
     found = encoding_data(partitioner, encoded)
     info = encoded.info
     assert json.loads(json.dumps(found)) == found
-    assert sum(found["wanted"]) == sum(found["nz_used"]) == pattern.nnz * block**2
+    assert sum(found["demand"]) == sum(found["nz_used"]) == pattern.nnz * block**2
     assert sum(found["foreign"]) == info.propagated * block**2
     assert sum(values for *_, values in found["travels"]) == sum(found["foreign"])
     assert found["propagation_steps"] == found["partition"][2] * len(found["offsets"])
@@ -126,8 +126,8 @@ def test_what_belongs_where_adds_up(block, force):
     x, y, _ = found["partition"]
     part_x, part_y, _ = partitioner.layout.part
     rectangle = (pattern.rows // part_x) * y + pattern.cols // part_y
-    wanted = np.bincount(rectangle.numpy(), minlength=x * y) * block**2
-    assert found["wanted"] == wanted.tolist()
+    demand = np.bincount(rectangle.numpy(), minlength=x * y) * block**2
+    assert found["demand"] == demand.tolist()
     page = Page(report_html(title="t", summary={}, encoding=found))
     assert f"{info.spilled:,} blocks left the bucket" in page.words
     if info.propagation_steps:
@@ -136,7 +136,7 @@ def test_what_belongs_where_adds_up(block, force):
     else:
         assert "None. Every bucket holds only" in page.words
         assert "map-guests" not in page.ids
-    assert {"map-wanted", "map-held", "map-words"} <= set(page.data["maps"])
+    assert {"map-demand", "map-held", "map-words"} <= set(page.data["maps"])
 
 
 def test_several_groups_and_buckets_of_grad_inputs_own():
@@ -155,7 +155,7 @@ def test_several_groups_and_buckets_of_grad_inputs_own():
     encoded = partitioner.encode(patterns, [torch.ones(p.values_shape) for p in patterns])
     found = encoding_data(partitioner, encoded)
     page = Page(report_html(title="t", summary={}, encoding=found))
-    assert sum(found["wanted"]) == sum(p.nnz for p in patterns)
+    assert sum(found["demand"]) == sum(p.nnz for p in patterns)
     assert "in each of 2 groups" in page.words
     assert "meta-info of grad input, words" in page.words
 
@@ -203,7 +203,7 @@ def test_pages_of_large_programs_stay_small():
         one = graph.add_variable(FLOAT, [1], f"variable {i}", tiles=i % 16)
         steps.append(Copy(kept[-1], one, name=f"step {i}"))
         kept.append(one)
-    # All of them are wanted until the end.
+    # All of them are demand until the end.
     steps.append(Copy(concat(kept[1:]), graph.add_variable(FLOAT, [2000], "all", tiles=1)))
     profile = Engine(graph, Sequence(*steps)).run()
     text = report_html(title="t", summary={}, profile=profile)
@@ -310,8 +310,8 @@ def test_other_refusals(tmp_path):
             report_html(title="t", summary={}, encoding=broken(encoding, key))
     with pytest.raises(ValueError, match="encoding: not enough values"):
         report_html(title="t", summary={}, encoding={**encoding, "partition": [2, 2]})
-    with pytest.raises(ValueError, match=r"encoding: wanted must be \d+ numbers"):
-        report_html(title="t", summary={}, encoding={**encoding, "wanted": [1.0]})
+    with pytest.raises(ValueError, match=r"encoding: demand must be \d+ numbers"):
+        report_html(title="t", summary={}, encoding={**encoding, "demand": [1.0]})
     with pytest.raises(FileNotFoundError):
         write_report(tmp_path / "missing" / "page.html", title="t", summary={})
     with pytest.raises(TypeError, match="title"):

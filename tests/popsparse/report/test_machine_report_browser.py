@@ -82,7 +82,7 @@ def page() -> str:
         "spilled": 3,
         "propagated": 2,
         "propagation_steps": 4,
-        "wanted": [10 * i for i in range(12)],
+        "demand": [10 * i for i in range(12)],
         "offsets": [[0, 1], [1, 2]],
     }
     return report_html(
@@ -116,7 +116,7 @@ said.push("[" + shown.textContent + "]");
 const memory = document.getElementById("p0-memory");
 at(memory, "pointermove", memory.getBoundingClientRect().width / 2, 40);
 said.push(tip.textContent.split("\\n")[0].replace(/[0-9,]+/, "N"));
-const map = document.getElementById("map-wanted");
+const map = document.getElementById("map-demand");
 at(map, "pointermove", 40, 30);
 said.push(tip.textContent.replace("\\n", ": "));
 document.body.dataset.said = said.join(" | ");
@@ -186,7 +186,7 @@ def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
         "words_capacity": 9,
         "sub_groups": [1] * 1200,
         "foreign": [0] * 1200,
-        "wanted": [10] * 1200,
+        "demand": [10] * 1200,
         "spilled": 0,
         "propagated": 0,
         "propagation_steps": 0,
