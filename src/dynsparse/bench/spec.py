@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 from dynsparse._core.checks import shortened, typed
 from dynsparse.bench.cells import DTYPES, Cell
 from dynsparse.bench.timing import Effort
-from dynsparse.options import Kind, choice, integer, number, options_of
+from dynsparse.options import TEXT, Kind, choice, integer, many, number, options_of
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,6 @@ _GRID: dict[str, tuple[Kind, Any]] = {
 }
 """Key of a grid beside the layer -> the kind of its values, and the default."""
 
-_MOST_CELLS = 10_000
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -220,61 +218,49 @@ class _Entries:
             if key not in keys:
                 self.fail(str(key), f"one of the keys {', '.join(keys)}", key)
 
-    def text(self, key: str) -> str:
-        value = self.content.get(key)
-        if not isinstance(value, str) or not value.strip():
-            self.fail(key, "text", value)
-        return " ".join(value.split())
-
     def check(self, key: str, kind: Kind, value: Any) -> Any:
         """The value if it is of the kind."""
         if violation := kind.violation(value):
             self.fail(key, *violation)
         return kind.type(value)
 
-    def texts(self, key: str) -> tuple[str, ...]:
-        value = self.content.get(key)
-        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-            self.fail(key, "a list of texts", value)
-        return tuple(value)
+    def values(self, key: str, kind: Kind | None, default: Any = None) -> list[Any]:
+        """The values of a key, a list or one alone, each of the kind if one is given."""
+        value = self.content.get(key, default)
+        listed = list(value) if isinstance(value, (list, tuple)) else [value]
+        if value is None or not listed:
+            self.fail(key, "a value or a list of values", value)
+        return listed if kind is None else [self.check(key, kind, one) for one in listed]
 
 
 def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     kinds = [key for key in ("measure", "command", "runs") if key in entries.content]
     if len(kinds) != 1:
         entries.fail("measure", "one of measure, command and runs", kinds or None)
-    about = entries.text("about")
-    if kinds == ["runs"]:
-        entries.allow("about", "runs")
-        return Benchmark(name, about, runs=entries.texts("runs"))
-    if kinds == ["command"]:
-        entries.allow("about", "command")
-        return Benchmark(name, about, command=entries.texts("command"))
-    measure = entries.content["measure"]
-    if not isinstance(measure, str) or measure not in MEASURES:
-        entries.fail("measure", f"one of {', '.join(MEASURES)}", measure)
-    keys = ["about", "measure", "grid", *options_of(Effort)]
+    about = " ".join(entries.check("about", TEXT, entries.content.get("about")).split())
+    if kinds != ["measure"]:
+        entries.allow("about", *kinds)
+        texts = tuple(entries.values(kinds[0], TEXT))
+        if kinds == ["runs"]:
+            return Benchmark(name, about, runs=texts)
+        return Benchmark(name, about, command=texts)
+    measure = entries.check("measure", choice(*MEASURES), entries.content["measure"])
     baselines = MEASURES[measure].baselines
-    contenders: tuple[str, ...] = ()
+    allowed = ["about", "measure", "grid", *options_of(Effort)]
+    entries.allow(*allowed, *(["contenders"] if baselines else []))
+    contenders: list[str] = []
     if baselines:
-        keys.append("contenders")
-        contenders = MEASURES[measure].usual
-        if "contenders" in entries.content:
-            contenders = entries.texts("contenders")
-        for contender in contenders:
-            if contender not in baselines:
-                entries.fail("contenders", f"among {', '.join(baselines)}", contender)
-    entries.allow(*keys)
+        among = many(choice(*baselines), f"among {', '.join(baselines)}")
+        contenders = entries.values("contenders", among, MEASURES[measure].usual)
     grids = entries.content.get("grid")
     cells: list[Cell] = []
     for grid in grids if isinstance(grids, list) and grids else [grids]:
-        part = _Entries(entries.file, grid, f"{entries.where}, grid")
-        cells.extend(_cells(part, measure))
+        cells.extend(_cells(_Entries(entries.file, grid, f"{entries.where}, grid"), measure))
     return Benchmark(
         name,
         about,
         measure=measure,
-        contenders=contenders,
+        contenders=tuple(contenders),
         cells=tuple(dict.fromkeys(cells)),
         effort=_effort(entries, effort),
     )
@@ -293,33 +279,16 @@ def _effort(entries: _Entries, default: Effort) -> Effort:
 
 def _cells(grid: _Entries, measure: str) -> list[Cell]:
     grid.allow("layer", *_GRID)
-    layers = [_features(grid, value, measure) for value in _values(grid, "layer", None)]
-    sizes = {
-        key: [grid.check(key, kind, value) for value in _values(grid, key, default)]
-        for key, (kind, default) in _GRID.items()
-    }
-    count = len(layers) * math.prod(map(len, sizes.values()))
-    if count > _MOST_CELLS:
-        raise ValueError(
-            f"{grid.file}, {grid.where}: expected at most {_MOST_CELLS:,} cells, got {count:,}: "
-            "make several benchmarks of them"
-        )
-    cells = []
+    layers = [_features(grid, value, measure) for value in grid.values("layer", None)]
+    sizes = {key: grid.values(key, kind, default) for key, (kind, default) in _GRID.items()}
     # Cells that differ in the batch alone follow each other: they share a pattern.
     order = (sizes[key] for key in ("threads", "dtype", "block", "density"))
-    for thread, dtype, block, density, layer, batch in itertools.product(
-        *order, layers, sizes["batch"]
-    ):
-        cells.append(Cell(layer, batch, density, block, thread, dtype))
-    return cells
-
-
-def _values(grid: _Entries, key: str, default: Any) -> list[Any]:
-    """The values of one key, a list or one alone."""
-    value = grid.content.get(key, default)
-    if value is None or value == []:
-        grid.fail(key, "a value or a list of values", value)
-    return value if isinstance(value, list) else [value]
+    return [
+        Cell(layer, batch, density, block, thread, dtype)
+        for thread, dtype, block, density, layer, batch in itertools.product(
+            *order, layers, sizes["batch"]
+        )
+    ]
 
 
 def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:

@@ -24,6 +24,5 @@ def run(data: bytes) -> None:
     with refused_as(ValueError):
         spec = read_spec(file)
         for benchmark in spec.select(list(spec.benchmarks)):
-            assert len(benchmark.cells) <= 10_000 * 100
             for cell in benchmark.cells[:100]:
                 str(cell)
