@@ -93,6 +93,11 @@ WRONG = [
     ("a: !!python/object/apply:os.system [x]", "b.yml: expected a YAML file, got an error"),
     ("[" * 20_000, "b.yml: expected a YAML file, got an error"),
     ("benchmarks: {a: {about: x, measure: [step], grid: {}}}", "measure: expected one of"),
+    (
+        STEP
+        + f"grid: {{layer: 8, density: 1, batch: [{'1,' * 101}], threads: [{'1,' * 101}]}}}}}}",
+        "layer: expected at most 10,000 cells in all, in several benchmarks, got 10201",
+    ),
     ("other: {}", "b.yml, the file, other: expected one of the keys defaults, benchmarks"),
     ("defaults: {}", "b.yml, the file, benchmarks: expected a mapping from names to benchmarks"),
     ("benchmarks: {1: {}}", "benchmarks: expected names that are text, got 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,6 +145,7 @@ _GRID: dict[str, tuple[Kind, Any]] = {
 }
 """Key of a grid beside the layer -> the kind of its values, and the default."""
 
+_MOST_CELLS = 10_000
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -281,6 +283,9 @@ def _cells(grid: _Entries, measure: str) -> list[Cell]:
     grid.allow("layer", *_GRID)
     layers = [_features(grid, value, measure) for value in grid.values("layer", None)]
     sizes = {key: grid.values(key, kind, default) for key, (kind, default) in _GRID.items()}
+    count = len(layers) * math.prod(map(len, sizes.values()))
+    if count > _MOST_CELLS:
+        grid.fail("layer", f"at most {_MOST_CELLS:,} cells in all, in several benchmarks", count)
     # Cells that differ in the batch alone follow each other: they share a pattern.
     order = (sizes[key] for key in ("threads", "dtype", "block", "density"))
     return [
