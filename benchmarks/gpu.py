@@ -8,10 +8,11 @@
     python3 benchmarks/gpu.py --dry                     # all of it small, on a CPU: does it run?
 
 Works from a checkout with torch, Triton, NumPy and SciPy: nothing is installed, and no compiled CPU
-kernels are needed. Each section is a process of its own, so that a kernel which breaks the device
-or never ends costs its own section alone. The results file, `--out` or in $OUT, is whole after
-every section. Data are random; times are medians of calls in turn, the cache cold, with what nine
-and one of ten calls exceed. Exit status 1 where a result was wrong.
+kernels are needed. Each section is a process of its own. Where a kernel breaks the device another
+one goes on without that kernel; one that never ends costs its own section alone. The results file,
+`--out` or in $OUT, is whole after every section. benchmarks/gpu_run.sh runs it in steps. Data are
+random; times are medians of calls in turn, the cache cold, with what nine and one of ten calls
+exceed. Exit status 1 where a result was wrong.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def describe(dry: bool) -> dict[str, object]:
 
 def child(args: argparse.Namespace) -> None:
     """One section, in this process."""
+    section = all_sections()[args.sections[0]]
     with ExitStack() as stack:
-        if args.dry:
+        if args.dry:  # exchanges the kernels of what was imported
             sys.path.insert(0, str(HERE.parent / "tests" / "ops" / "cuda"))
             import interpreted
 
@@ -89,61 +91,82 @@ def child(args: argparse.Namespace) -> None:
         device = torch.device("cpu" if args.dry else "cuda")
         torch.manual_seed(0)
         run = Run(device, args.small or args.dry, args.out, args.limit, args.tokens)
-        all_sections()[args.sections[0]](run)
+        section(run)
         run.write()
+
+
+class Section:
+    """One section in a process of its own. A process that ends while it tries something, as where a
+    kernel breaks the device, is followed by one that goes on without that."""
+
+    def __init__(self, args: argparse.Namespace, name: str, out: Path) -> None:
+        self.args, self.name, self.out = args, name, out
+        self.begin = time.time()
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen:
+        args = self.args
+        command = [sys.executable, __file__, self.name, "--child", "--out", str(self.out)]
+        command += ["--limit", str(self.begin + args.limit - time.time())]
+        command += ["--tokens", str(args.tokens)] if args.tokens else []
+        command += ["--small"] * args.small + ["--dry"] * args.dry
+        return subprocess.Popen(command, start_new_session=True)
+
+    def stop(self) -> None:
+        """The process, and what it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def found(self) -> dict[str, Any]:
+        nothing = {"rows": [], "wrong": [], "trying": None}
+        return json.loads(self.out.read_text()) if self.out.exists() else nothing
+
+    def wait(self) -> str:
+        """How it ended."""
+        without = -1
+        while True:
+            try:
+                code = self.process.wait(max(1.0, self.begin + self.args.limit - time.time()))
+            except subprocess.TimeoutExpired:
+                return f"not within {self.args.limit:g} s"
+            found = self.found()
+            wrong = len({*found["wrong"], found["trying"]})
+            if code == 0 or found["trying"] is None or wrong == without:
+                return f"exit status {code}" if code else "well"
+            without = wrong
+            print(f"-- {self.name}: goes on without {found['trying']}", flush=True)
+            self.process = self._start()
 
 
 def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     """Sections one after the other; those that check nothing but results beside each other."""
     results: dict[str, Any] = {"about": describe(args.dry), "sections": {}}
     print(results["about"], flush=True)
-    running = {}
     with tempfile.TemporaryDirectory() as folder:
-        parts = {name: Path(folder) / f"{name.replace(' ', '-')}.json" for name in names}
-        for name in names:
-            if name.startswith("smoke"):
-                running[name] = start(args, name, parts[name])
+
+        def begin(name: str) -> Section:
+            return Section(args, name, Path(folder) / f"{name.replace(' ', '-')}.json")
+
+        running = {name: begin(name) for name in names if name.startswith("smoke")}
         try:
             for name in names:
                 if name not in running:
-                    running[name] = start(args, name, parts[name])
-                process, begin = running[name]
-                ended = "interrupted"
+                    running[name] = begin(name)
+                section, ended = running[name], "interrupted"
                 try:
-                    process.wait(timeout=max(1.0, begin + args.limit - time.time()))
-                    code = process.returncode
-                    ended = f"exit status {code}" if code else "well"
-                except subprocess.TimeoutExpired:
-                    ended = f"not within {args.limit:g} s"
+                    ended = section.wait()
                 finally:
-                    stop(process)
-                    seconds = round(time.time() - begin, 1)
-                    found: dict[str, Any] = {"wrong": []}
-                    if parts[name].exists():
-                        found = json.loads(parts[name].read_text())
+                    section.stop()
+                    found, seconds = section.found(), round(time.time() - section.begin, 1)
                     if ended != "well":
                         found["wrong"].append(f"{name}: {ended}")
                     results["sections"][name] = {"ended": ended, "seconds": seconds, **found}
                     args.out.write_text(json.dumps(results, indent=1))
                     print(f"-- {name}: {ended}, {seconds} s", flush=True)
         finally:
-            for process, _ in running.values():
-                stop(process)
+            for section in running.values():
+                section.stop()
     return results
-
-
-def stop(process: subprocess.Popen) -> None:
-    """A section that still runs, and what it has started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def start(args: argparse.Namespace, name: str, out: Path) -> tuple[subprocess.Popen, float]:
-    command = [sys.executable, __file__, name, "--child", "--out", str(out)]
-    command += ["--limit", str(args.limit)]
-    command += ["--tokens", str(args.tokens)] if args.tokens else []
-    command += ["--small"] * args.small + ["--dry"] * args.dry
-    return subprocess.Popen(command, start_new_session=True), time.time()
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Configurations to measure beside those of the tables, by what is multiplied and block.
 
 Only a measurement tells whether tiles of 256 samples with two stages beat two programs of 128 on a
-multiprocessor, how many blocks of the gradient a program should take, and among how many programs
-to divide the samples.
+multiprocessor, how many blocks of the gradient a program should take, among how many programs to
+divide the samples, and whether the copy engine beats pointers.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ ROWS: dict[Numbers, dict[int, tuple[Rows, ...]]] = {
     },
 }  # fmt: skip
 
+TMA: dict[int, tuple[Rows, ...]] = {
+    64: (Rows(128, 64, 4, 4), Rows(128, 64, 4, 3), Rows(256, 64, 8, 2)),
+    128: (Rows(128, 64, 8, 3), Rows(128, 64, 8, 2)),
+}
+"""Of `tma.rows`, for 16-bit numbers."""
+
 GRADIENT: dict[Numbers, dict[int, tuple[Gradient, ...]]] = {
     "16-bit": {
         16: (Gradient(8, 64, 4, 4), Gradient(8, 64, 4, 3), Gradient(16, 64, 8, 3)),
@@ -54,6 +60,8 @@ GRADIENT: dict[Numbers, dict[int, tuple[Gradient, ...]]] = {
         ),
         128: (
             Gradient(1, 64, 8, 3), Gradient(1, 64, 8, 3, split=2), Gradient(1, 64, 8, 3, split=4),
+            # With bias its programs take too many registers for two on a multiprocessor.
+            Gradient(1, 64, 8, 3, registers=128), Gradient(1, 64, 8, 3, split=2, registers=128),
             Gradient(2, 64, 8, 3, split=2),
         ),
     },

@@ -20,8 +20,16 @@ from torch.nn.functional import linear
 from dynsparse.ops.linear.cuda import blocks, dense, launch
 from dynsparse.ops.linear.cuda.chip import Numbers, chip_of
 from dynsparse.ops.linear.cuda.configurations import Gradient, Rows, table_of
-from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, config_of, rates_of
-from gpu_parts.candidates import GRADIENT, ROWS
+from dynsparse.ops.linear.cuda.costs import (
+    PASSES,
+    Bounds,
+    Pass,
+    bounds,
+    config_of,
+    rates_of,
+)
+from gpu_parts import tma
+from gpu_parts.candidates import GRADIENT, ROWS, TMA
 from gpu_parts.data import Data, error
 from gpu_parts.run import Run, spread
 
@@ -137,17 +145,25 @@ def multiplied(numbers: Numbers) -> Iterator[None]:
 
 
 class Job(NamedTuple):
-    """A kernel: its pass, or "with bias" for the gradients of values and bias in one."""
+    """A kernel: its pass, or "with bias" for the gradients of values and bias in one; `tma`: the
+    one through the copy engine."""
 
     what: str
     b: int
     numbers: Numbers
     config: Rows | Gradient
+    tma: bool = False
 
     def __str__(self) -> str:
         c = self.config
         more = [f"{k}={getattr(c, k)}" for k, v in c._field_defaults.items() if getattr(c, k) != v]
-        return f"{type(c).__name__}({', '.join([*map(str, c[:4]), *more])})"
+        name = f"{type(c).__name__}({', '.join([*map(str, c[:4]), *more])})"
+        return name + " by TMA" * self.tma
+
+    @property
+    def of(self) -> Pass:
+        """The pass that it computes."""
+        return next((p for p in PASSES if p == self.what), "grad_weight")
 
     def call(self, d: Data) -> Callable[[], Tensor]:
         """The launch."""
@@ -156,7 +172,11 @@ class Job(NamedTuple):
             sums: list[Tensor] | None = [] if self.what == "with bias" else None
             return lambda: launch.grad_weight(d.dy, d.x, d.p, d.values.dtype, c, sums)
         if self.what == "forward":
+            if self.tma:
+                return lambda: tma.rows(d.x, d.values, d.p, d.bias, c, True)
             return lambda: launch.forward(d.x, d.values, d.p, d.bias, c)
+        if self.tma:
+            return lambda: tma.rows(d.dy, d.values, d.p, None, c, False)
         return lambda: launch.grad_input(d.dy, d.values, d.p, c)
 
 
@@ -173,6 +193,8 @@ def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
         else:
             known = dict.fromkeys([today, *ROWS[numbers][d.b]])
             found += [Job(what, d.b, numbers, c) for c in known]
+            if numbers == "16-bit":
+                found += [Job(what, d.b, numbers, c, True) for c in TMA.get(d.b, ())]
     if run.small:
         found = list({job.what: job for job in found}.values())
     return found
@@ -189,9 +211,10 @@ class _Compiles:
 
 
 def _compile(jobs: list[Job], until: float) -> list[str]:
-    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
-        if not isinstance(getattr(launch, name), _Compiles):
-            setattr(launch, name, _Compiles(getattr(launch, name)))
+    for module in (launch, tma):
+        for name, kernel in list(vars(module).items()):
+            if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
+                setattr(module, name, _Compiles(kernel))
     problems = []
     for job in jobs:
         if time.time() > until:
@@ -242,59 +265,71 @@ def measure(run: Run, b: int) -> None:
                         for group in ((2,) if run.small else (2, 4, 16))
                     ]
                     best[what] |= _times(run, d, groups)
-            _tell_best(run, b, numbers, best)
+            _tell_best(run, d, numbers, best)
+            if numbers == "16-bit":
+                us = run.times({"sum": lambda d=d: d.dy.sum(0)})
+                run.note(f"{b} the bias alone, by torch", **us)
         del d
     _small_batches(run, b)
 
 
-def _times(run: Run, d: Data, jobs: list[Job]) -> dict[Job, float]:
-    """Medians of those that are right."""
+def _times(run: Run, d: Data, jobs: list[Job], where: str = "") -> dict[Job, float]:
+    """Medians of those that are right; `where` begins the names of the rows."""
     if not jobs:
         return {}
-    what, chip = jobs[0].what, chip_of(run.device)
-    product: Pass = next((p for p in PASSES if p == what), "grad_weight")
+    what, product, chip = jobs[0].what, jobs[0].of, chip_of(run.device)
     today = config_of(d.layer, d.batch, product, d.x.dtype, chip)
     plain = dense_calls(d)[product]
     wanted = d.collected(plain()) if product == "grad_weight" else plain()
     calls: dict[str, Callable[[], object]] = {"dense": plain}
     errors = {}
     for job in jobs:
-        try:
-            errors[str(job)] = off = error(job.call(d)(), wanted)
-        except Exception as problem:
-            run.wrong(f"{d.b} {what} {job.numbers} {job}", problem)
-            run.wait()  # raises where the device is lost to this process
+        name = f"{where}{d.b} {what} {job.numbers} {job}"
+        off = run.case(name, lambda job=job: error(job.call(d)(), wanted))
+        if off is None:
             continue
         if off < LIMIT:
-            calls[str(job)] = job.call(d)
+            errors[str(job)], calls[str(job)] = off, job.call(d)
         else:
-            run.wrong(f"{d.b} {what} {job.numbers} {job}", AssertionError(f"error {off:.1e}"))
+            run.wrong(name, AssertionError(f"error {off:.1e}"))
     found = run.all_times(calls, 0.12 * len(calls))
     base = statistics.median(found.pop("dense"))
     by_name = {str(job): job for job in jobs}
     for name in sorted(found, key=lambda name: statistics.median(found[name])):
         job, us = by_name[name], statistics.median(found[name])
-        bound = bounds(d.layer, d.batch, job.config, job.numbers, rates_of(chip))
+        bound = _bound(run, d, job)
         run.note(
-            f"{d.b} {what} {job.numbers} {name}", **spread(found[name]), dense=base,
+            f"{where}{d.b} {what} {job.numbers} {name}", **spread(found[name]), dense=base,
             ratio=base / us, bound=bound.least * 1e6, by=bound.name,
-            share=bound.least * 1e6 / us, error=errors[name], today=job.config == today,
+            share=bound.least * 1e6 / us, error=errors[name],
+            today=job.config == today and not job.tma,
         )  # fmt: skip
     return {by_name[name]: statistics.median(times) for name, times in found.items()}
 
 
-def _tell_best(run: Run, b: int, numbers: Numbers, best: dict[str, dict[Job, float]]) -> None:
-    """The rows of the table as measured: one configuration serves forward and grad_input."""
+def _bound(run: Run, d: Data, job: Job) -> Bounds:
+    """Of the configuration that runs."""
+    return bounds(d.layer, d.batch, job.config, job.numbers, rates_of(chip_of(run.device)))
+
+
+def _tell_best(run: Run, d: Data, numbers: Numbers, best: dict[str, dict[Job, float]]) -> None:
+    """The rows of the table as measured, one configuration for forward and grad_input; and the
+    share of its bound that the fastest of each pass reaches."""
     both = {
-        job.config: us + best["grad_input"][other]
+        job: us + best["grad_input"][other]
         for job, us in best["forward"].items()
         if (other := job._replace(what="grad_input")) in best["grad_input"]
     }
     gradient = best.get("with bias") or best["grad_weight"]
     if both and gradient:
-        rows = Job("forward", b, numbers, min(both, key=both.__getitem__))
-        least = min(gradient, key=gradient.__getitem__)
-        run.note(f"for the table {numbers}", row=f"{b}: {rows}; {b}: {least}")
+        rows, least = min(both, key=both.__getitem__), min(gradient, key=gradient.__getitem__)
+        run.note(f"for the table {numbers}", row=f"{d.b}: {rows}; {d.b}: {least}")
+    shares = {
+        what: _bound(run, d, job).least * 1e6 / times[job]
+        for what, times in best.items()
+        if times and (job := min(times, key=times.__getitem__))
+    }
+    run.note(f"shares of the bounds, {numbers}", **shares)
 
 
 def _small_batches(run: Run, b: int) -> None:
@@ -304,8 +339,8 @@ def _small_batches(run: Run, b: int) -> None:
         chip = chip_of(run.device)
         today = config_of(d.layer, batch, "forward", torch.bfloat16, chip)
         configs = [today, *table_of(torch.bfloat16, chip).rows[b], Rows(64, 64, 4, 3)]
-        run.note(f"{n} features, {batch} samples:")
-        _times(run, d, [Job("forward", b, "16-bit", c) for c in dict.fromkeys(configs)])
+        jobs = [Job("forward", b, "16-bit", c) for c in dict.fromkeys(configs)]
+        _times(run, d, jobs, f"{n} features, {batch} samples: ")
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {

@@ -9,12 +9,13 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 # Written over before each call: more than any L2 cache holds, and time for the host to run ahead.
 _FLUSHED = 512 << 20
@@ -28,8 +29,8 @@ class Run:
         small: small sizes: whether everything runs, not how fast.
         tokens: a file of tokens to train on, or None.
         sizes: features, samples and density of the main layer.
-        state: what was found so far; what `out` holds.
-        trying: what is being computed.
+        state: what was found so far; what `out` holds. Where `out` exists, an earlier process of
+            this section ended early, and this one continues without what was wrong then.
     """
 
     def __init__(
@@ -43,8 +44,13 @@ class Run:
         self.device, self.small, self.out, self.tokens = device, small, out, tokens
         self.interpreted = device.type == "cpu"
         self.sizes = (256, 64, 0.3) if small else (4096, 8192, 0.1)
-        self.state: dict[str, Any] = {"rows": [], "wrong": []}
-        self.trying = ""
+        self.state: dict[str, Any] = {"rows": [], "wrong": [], "trying": None}
+        if out.exists():
+            self.state = json.loads(out.read_text())
+            if self.state["trying"] not in (None, *self.state["wrong"]):
+                self.state["wrong"].append(self.state["trying"])
+            self.state["trying"] = None
+        self._without = frozenset(self.state["wrong"])
         self._end = time.time() + seconds
         self._flush: Tensor | None = None
 
@@ -134,6 +140,23 @@ class Run:
             torch.cuda.synchronize()
 
     # ---- results ----
+
+    def case(self, name: str, call: Callable[[], T]) -> T | None:
+        """What `call` returns once the device has finished; None if it fails, or did so in an
+        earlier process of this section. Ends this process if the device is lost to it."""
+        if name in self._without:
+            return None
+        self.state["trying"] = name
+        self.write()  # before it ends the process
+        found = None
+        try:
+            found = call()
+            self.wait()
+        except Exception as problem:
+            self.wrong(name, problem)
+            self.wait()  # raises where the device is lost
+        self.state["trying"] = None
+        return found
 
     def note(self, what: str, **figures: object) -> None:
         """One row."""

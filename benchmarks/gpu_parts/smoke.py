@@ -8,15 +8,15 @@ scores, a pattern update, a captured step and one that torch.compile captures.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import dynsparse as ds
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseConv2d, SparseLinear
 from dynsparse.ops import use_kernel
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ops.linear.cuda import blocks, dense, launch
@@ -42,73 +42,99 @@ def check_blocks(run: Run, b: int) -> None:
     n = 4 * b if run.small else 1024
     batches = (70, 1) if run.small else (1000, 1)
     for dtype, batch in itertools.product(DTYPES, batches):
-        with _case(run, f"{b} {_name(dtype)} batch {batch}"):
-            d = Data(run.device, n, batch, 0.4, b, dtype, out=n - b)
-            _check(run, d)
+        d = Data(run.device, n, batch, 0.4, b, dtype, out=n - b)
+        _check(run, f"{b} {_name(dtype)} batch {batch}", d)
     for lie in ("transposed", "expanded", "odd address", "odd stride"):
-        with _case(run, f"{b} {lie}"):
-            d = Data(run.device, n, batches[0], 0.4, b, HALF)
-            d.x, d.dy = _laid(d.x, lie), _laid(d.dy, lie)
-            _check(run, d)
-    with _case(run, f"{b} float32 values"):
         d = Data(run.device, n, batches[0], 0.4, b, HALF)
-        d.values = torch.randn(d.values.shape, device=run.device)
-        _check(run, d)
-    if not run.small:
-        for terms in (128, 1024, 8192):
-            with _case(run, f"{b} float32 sums of {terms}"):
-                d = Data(run.device, 512, terms, 0.4, b, torch.float32)
-                got = launch.grad_weight(d.dy, d.x, d.p, torch.float32)
-                wanted = d.collected(d.dy.double().t() @ d.x.double())
-                _tell(run, f"{b} float32 sums of {terms}", [error(got, wanted)],
-                      limit_of(d.x.dtype, terms))  # fmt: skip
+        d.x, d.dy = _laid(d.x, lie), _laid(d.dy, lie)
+        _check(run, f"{b} {lie}", d)
+    d = Data(run.device, n, batches[0], 0.4, b, HALF, shuffled=True)
+    d.values = torch.randn(d.values.shape, device=run.device)
+    _check(run, f"{b} float32 values in slots of any order", d)
+    for terms in () if run.small else (128, 1024, 8192):
+        d = Data(run.device, 512, terms, 0.4, b, torch.float32)
+        wanted = d.collected(d.dy.double().t() @ d.x.double())
+
+        def sums(d: Data = d, wanted: Tensor = wanted) -> list[float]:
+            return [error(launch.grad_weight(d.dy, d.x, d.p, torch.float32), wanted)]
+
+        _tell(run, f"{b} float32 sums of {terms}", sums, limit_of(d.x.dtype, terms))
 
 
-def check_rest(run: Run) -> None:
-    """Growth, updates, graphs, and compiled steps."""
+def check_updates(run: Run) -> None:
+    """Growth, updates of patterns, and graphs that were captured before."""
     for b, dtype in itertools.product((1, 4, 16, 64, 128), (torch.float64, *DTYPES)):
-        with _case(run, f"growth scores of blocks of {b}, {_name(dtype)}"):
-            d = Data(torch.device("cpu"), 512, 256, 0.2, b, dtype)
-            k = max(1, (d.pattern.total - d.pattern.nnz) // 4)
-            here = topk_outside([(d.x, d.dy)], d.pattern, k)
-            there = topk_outside([(d.x.to(run.device), d.dy.to(run.device))], d.pattern, k)
-            off = error(there.scores.cpu(), here.scores)
-            _tell(run, f"growth scores of blocks of {b}, {_name(dtype)}", [off],
-                  1e-12 if dtype is torch.float64 else limit_of(dtype, 256))  # fmt: skip
+        limit = 1e-12 if dtype is torch.float64 else limit_of(dtype, 256)
+        name = f"growth scores of blocks of {b}, {_name(dtype)}"
+        _tell(run, name, lambda b=b, dtype=dtype: [_growth(run, b, dtype)], limit)
     for b in (1, 64):
-        with _case(run, f"an update of RigL, blocks of {b}"):
-            _tell(run, f"an update of RigL, blocks of {b}", [_update(run, b)], 1e-4)
-        with _case(run, f"a captured training over updates, blocks of {b}"):
-            off = captured_training(run, b)
-            _tell(run, f"a captured training over updates, blocks of {b}", [off], 1e-3)
-        with _case(run, f"compiled with reduce-overhead, blocks of {b}"):
-            off = _reduce_overhead(run, b)
-            _tell(run, f"compiled with reduce-overhead, blocks of {b}", off, 1e-2)
+        _tell(run, f"an update of RigL, blocks of {b}", lambda b=b: [_update(run, b)], 1e-4)
+        name = f"a captured training over updates, blocks of {b}"
+        _tell(run, name, lambda b=b: [captured_training(run, b)], 1e-3)
 
 
-def _check(run: Run, d: Data) -> None:
+def check_compiled(run: Run) -> None:
+    """Steps that torch.compile captures, of layers fresh from their making."""
+    n = 64 if run.small else 1024
+    for b in (64, 1):
+        layer = SparseLinear(n, n, 0.3, b, device=run.device, dtype=HALF)
+        x = torch.randn(512, n, device=run.device)
+        name = f"compiled with reduce-overhead, blocks of {b}"
+        _tell(run, name, lambda layer=layer, x=x: _compiled(run, layer, x), 1e-2)
+    convolution = SparseConv2d(16, 32, 3, density=0.3, device=run.device, dtype=HALF)
+    x = torch.randn(8, 16, 20, 20, device=run.device)
+    name = "compiled with reduce-overhead, a convolution"
+    _tell(run, name, lambda: _compiled(run, convolution, x), 1e-2)
+
+
+def _check(run: Run, name: str, d: Data) -> None:
+    """All passes, each of them twice."""
+    weight, x, dy = d.dense(d.values.to(d.x.dtype).double()), d.x.double(), d.dy.double()
+    dw = d.collected(dy.t() @ x)
+    wanted = {
+        "forward": [linear(x, weight, d.bias.double())],
+        "grad_input": [dy @ weight],
+        "grad_weight": [dw],
+        "grad_weight with bias": [dw, dy.sum(0)],
+    }
     limit = limit_of(d.x.dtype, max(d.n, d.batch))
-    weight, x, dy = d.dense(d.values.double()), d.x.double(), d.dy.double()
-    if d.values.dtype is not d.x.dtype:
-        weight = d.dense(d.values.to(d.x.dtype).double())
-    wanted = (
-        linear(x, weight, d.bias.double()), dy @ weight, d.collected(dy.t() @ x), dy.sum(0)
-    )  # fmt: skip
-    for name, kind in (("blocks", blocks), ("dense", dense)):
-        errors, before = [], None
-        for _ in range(2):
-            sums: list[Tensor] = []
-            more = {"sums": sums} if kind is blocks else {}
-            got = [
-                kind.forward(d.x, d.values, d.p, d.bias),
-                *kind.backward(d.dy, d.x, d.values, d.p, True, True, **more),
-                *sums,
-            ]
-            errors = [error(*pair) for pair in zip(got, wanted, strict=False)]
-            if before is not None and not all(map(torch.equal, got, before)):
-                raise AssertionError("two runs give different bits")
-            before = got
-        _tell(run, f"{run.trying} by {name}", errors, limit)
+    for way, kind in (("blocks", blocks), ("dense", dense)):
+        errors: list[float] = []
+        for what, call in _passes(kind, d).items():
+            pairs = run.case(f"{name} {what} by {way}", lambda call=call: (call(), call()))
+            if pairs is None:
+                continue
+            found = [error(*pair) for pair in zip(pairs[0], wanted[what], strict=True)]
+            same = all(map(torch.equal, *pairs))
+            if not same or not all(off < limit for off in found):
+                run.state["wrong"].append(f"{name} {what} by {way}")
+            errors += found if same else [float("inf")]
+        run.note(f"{name} by {way}", errors=_rounded(errors),
+                 right=all(off < limit for off in errors))  # fmt: skip
+
+
+def _passes(kind: ModuleType, d: Data) -> dict[str, Callable[[], list[Tensor]]]:
+    def backward(need_input: bool, **more: list[Tensor]) -> list[Tensor]:
+        found = kind.backward(d.dy, d.x, d.values, d.p, need_input, not need_input, **more)
+        return [t for t in (*found, *more.get("sums", [])) if t is not None]
+
+    passes = {
+        "forward": lambda: [kind.forward(d.x, d.values, d.p, d.bias)],
+        "grad_input": lambda: backward(True),
+        "grad_weight": lambda: backward(False),
+    }
+    if kind is blocks and d.x.element_size() == 2:
+        passes["grad_weight with bias"] = lambda: backward(False, sums=[])
+    return passes
+
+
+def _growth(run: Run, b: int, dtype: torch.dtype) -> float:
+    """How far the best scores on the device are from those on the CPU."""
+    d = Data(torch.device("cpu"), 512, 256, 0.2, b, dtype)
+    k = max(1, (d.pattern.total - d.pattern.nnz) // 4)
+    here = topk_outside([(d.x, d.dy)], d.pattern, k)
+    there = topk_outside([(d.x.to(run.device), d.dy.to(run.device))], d.pattern, k)
+    return error(there.scores.cpu(), here.scores)
 
 
 def _update(run: Run, b: int) -> float:
@@ -128,14 +154,11 @@ def _update(run: Run, b: int) -> float:
     return error(weights[1], weights[0])
 
 
-def _reduce_overhead(run: Run, b: int) -> list[float]:
-    """Steps of a compiled layer, fresh from its making, beside eager ones."""
-    if run.device.type == "cpu":
-        return [0.0]
-    torch.manual_seed(0)
-    layer = SparseLinear(1024, 1024, 0.1, b, device=run.device, dtype=HALF)
-    x = torch.randn(512, 1024, device=run.device).to(HALF).requires_grad_()
-    compiled = torch.compile(layer, mode="reduce-overhead")
+def _compiled(run: Run, layer: nn.Module, x: Tensor) -> list[float]:
+    """A warm-up, a captured and a replayed step beside an eager one; traced alone on a CPU."""
+    x = x.to(HALF).requires_grad_()
+    how = {"backend": "aot_eager"} if run.interpreted else {"mode": "reduce-overhead"}
+    compiled = torch.compile(layer, **how)
     found: list[list[Tensor]] = []
     with use_kernel("blocks"):
         for model in (compiled, compiled, compiled, layer):
@@ -158,21 +181,17 @@ def _laid(x: Tensor, lie: str) -> Tensor:
     return torch.nn.functional.pad(x, (0, 1))[:, :-1]
 
 
-@contextmanager
-def _case(run: Run, name: str) -> Iterator[None]:
-    run.trying = name
-    try:
-        yield
-    except Exception as problem:
-        run.wrong(name, problem)
-        run.wait()  # raises where the device is lost to this process
+def _tell(run: Run, what: str, call: Callable[[], list[float]], limit: float) -> None:
+    errors = run.case(what, call)
+    if errors is not None:
+        right = all(off < limit for off in errors)
+        if not right:
+            run.state["wrong"].append(what)
+        run.note(what, errors=_rounded(errors), right=right)
 
 
-def _tell(run: Run, what: str, errors: list[float], limit: float) -> None:
-    right = all(off < limit for off in errors)
-    run.note(what, errors=[float(f"{off:.1e}") for off in errors], right=right)
-    if not right:
-        run.state["wrong"].append(what)
+def _rounded(errors: list[float]) -> list[float]:
+    return [float(f"{off:.1e}") for off in errors]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -181,5 +200,6 @@ def _name(dtype: torch.dtype) -> str:
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
     **{f"smoke {b}": lambda run, b=b: check_blocks(run, b) for b in (128, 64, 32, 16)},
-    "smoke rest": check_rest,
+    "smoke updates": check_updates,
+    "smoke compiled": check_compiled,
 }

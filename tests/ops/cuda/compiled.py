@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -32,7 +33,8 @@ from dynsparse.ops.linear.cuda.chip import Chip, Numbers
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, HOPPER, OTHERS, Gradient, Rows
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from gpu_parts.candidates import GRADIENT, ROWS
+from gpu_parts import tma
+from gpu_parts.candidates import GRADIENT, ROWS, TMA
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB that one program may have: CUDA C++ Programming Guide, technical specifications."""
@@ -67,7 +69,7 @@ class Code(NamedTuple):
     Attributes:
         products: instructions of the tensor cores, in PTX.
         overlapped: whether a product still runs when the next is issued, where it can (Hopper).
-        copies: asynchronous ones of 16 bytes, in PTX.
+        copies: asynchronous ones of 16 bytes, or of tiles by the copy engine, in PTX.
         narrow_copies: asynchronous ones of 4 bytes. (Of 8 where a tile has no 16 for each thread.)
         buffers: how many of each tile the pipeline has.
         loads: from global memory inside loops over products, as PTX names them: only indices.
@@ -103,10 +105,11 @@ def pretended(capability: int) -> Iterator[list]:
             )
 
     with ExitStack() as stack:
-        for module in (launch, growth):
+        for module in (launch, growth, tma):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 kernel = Compiles(getattr(module, name))
                 stack.enter_context(mock.patch.object(module, name, kernel))
+        for module in (launch, growth):
             stack.enter_context(mock.patch.object(module, "chip_of", return_value=chip))
         active = mock.patch.object(triton.runtime.driver, "_active", Driver(capability))
         stack.enter_context(active)
@@ -125,7 +128,7 @@ def read(kernel, capability: int) -> Code:
     return Code(
         products=ptx.count(product),
         overlapped="pendings = 1" in kernel.asm["ttgir"] or product != "wgmma.mma_async",
-        copies=len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
+        copies=len(re.findall(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk\.tensor", ptx)),
         narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global[^;]*, 0x4\b", ptx)),
         buffers=frozenset(map(int, _BUFFERS.findall(kernel.asm["ttgir"]))),
         loads=_loads_beside(product, ptx),
@@ -174,7 +177,8 @@ class Job(NamedTuple):
 
 
 def _layer(b: int, dtype: torch.dtype) -> LayerIndex:
-    pattern = SparsePattern.random((4 * b, 4 * b), 0.5, block_size=b)
+    # With slots, as a trainer makes it.
+    pattern = SparsePattern.random((4 * b, 4 * b), 0.5, block_size=b)._with_slots()
     return LayerIndex(pattern.index, torch.empty(pattern.values_shape, dtype=dtype))
 
 
@@ -213,6 +217,19 @@ def rows_jobs(
         yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
 
 
+def tma_jobs(c: Rows, b: int) -> Iterator[Job]:
+    """The candidate through the copy engine, for Hopper."""
+
+    def run(forward: bool) -> None:
+        p, x = _layer(b, torch.bfloat16), _activations(b, torch.bfloat16, "even")
+        values = torch.empty(p.values_shape, dtype=x.dtype)
+        tma.rows(x, values, p, torch.empty(4 * b) if forward else None, c, forward)
+
+    for name, forward in (("forward", True), ("grad_input", False)):
+        name = f"sm_90 {name} b{b} tma {c.samples}x{c.inputs} w{c.warps} s{c.stages}"
+        yield Job(name, 90, "16-bit", partial(run, forward))
+
+
 def gradient_job(
     c: Gradient, b: int, numbers: Numbers, capability: int, lie: str = "even", bias: bool = False
 ) -> Job:
@@ -224,6 +241,7 @@ def gradient_job(
         launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, sums)
 
     how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
+    how += f" r{c.registers}" if c.registers else ""
     how += " bias" if bias else ""
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
 
@@ -286,6 +304,10 @@ def others() -> Iterator[Job]:
                 yield from rows_jobs(c, b, numbers, 90)
             for gradient in dict.fromkeys(c._replace(split=1) for c in GRADIENT[numbers][b]):
                 yield gradient_job(gradient, b, numbers, 90)
+                if gradient.registers is not None:
+                    yield gradient_job(gradient, b, numbers, 90, bias=True)
+        for c in TMA.get(b, ()):
+            yield from tma_jobs(c, b)
     for b in SCORED_BLOCKS:
         for pooling in ("avg", "max"):
             yield scores_job(b, pooling, 1, "16-bit", 90)

@@ -43,12 +43,12 @@ core = tl.core  # the interpreter exchanges what modules of the language it find
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """All of Triton's and dynsparse's kernels are interpreted meanwhile."""
+    """All kernels of Triton, dynsparse and its benchmark are interpreted meanwhile."""
     with ExitStack() as stack:
         for place in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base):
             stack.callback(_restore, place, dict(vars(place)))
         for name, module in list(sys.modules.items()):
-            if name.startswith(("triton.language", "dynsparse.ops.")):
+            if name.startswith(("triton.language", "dynsparse.ops.", "gpu_parts.")):
                 for key, value in list(vars(module).items()):
                     if isinstance(value, JITFunction):
                         _set(stack, module, key, interpreter.InterpretedFunction(value.fn))

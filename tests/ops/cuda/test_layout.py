@@ -38,8 +38,10 @@ def passes(x, dy, values, p):
     return dense.forward(x, values, p, None), *dense.backward(dy, x, values, p, True, True)
 
 
-def same(b, density, dtype, wide, kernels, layout="contiguous"):
+def same(b, density, dtype, wide, kernels, layout="contiguous", shuffled=False):
     pattern = SparsePattern.random(SHAPES[b], density, block_size=b)
+    if shuffled:
+        pattern = SparsePattern._by_slots(pattern.flat[torch.randperm(pattern.nnz)], pattern)
     values = torch.randn(pattern.values_shape, dtype=torch.float32 if wide else dtype)
     p = LayerIndex(pattern.index, values)
     x, dy = (activations(6, n, dtype, layout) for n in reversed(SHAPES[b]))
@@ -64,6 +66,12 @@ def test_every_block_and_type(b, dtype, layout, kernels):
 @pytest.mark.parametrize("b", SHAPES)
 def test_values_of_float32(b, dtype, kernels):
     same(b, 0.3, dtype, True, kernels)
+
+
+@pytest.mark.parametrize("b", SHAPES)
+def test_values_in_slots_of_any_order(b, kernels):
+    made = same(b, 0.4, torch.float32, False, kernels, shuffled=True)
+    assert made == ["lay_out", "lay_out", "collect"]
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.9, 1.0])

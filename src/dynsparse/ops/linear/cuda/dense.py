@@ -123,7 +123,7 @@ def lines(p: LayerIndex) -> Tensor:
 
 def _kernels(p: LayerIndex) -> ModuleType | None:
     """The kernels that move entries, if they run and are faster; Triton is imported then."""
-    if not p.nnz or len(p.slots) or _keeps_lines(p) or not runs_triton(p.cols.device):
+    if not p.nnz or _keeps_lines(p) or not runs_triton(p.cols.device):
         return None
     from dynsparse.ops.linear.cuda import launch
 

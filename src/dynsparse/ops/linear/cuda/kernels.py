@@ -144,7 +144,7 @@ def rows_kernel(
     """y [batch, rows * B], contiguous, of x [batch, any] with strides (x_sample, x_feature).
 
     w: the values [nnz, B, B] in the dtype of x; TRANSPOSED for forward.
-    blocks: the lists of all rows; slots: the slots of their values, if in another order.
+    blocks: the lists of all rows; slots: the slots of their values, BY_SLOT if in another order.
     BM samples, BK inputs at a step. TERMS: number of terms that tensor cores add up at a time, or
     0.
     """
@@ -221,6 +221,7 @@ def gradient_kernel(
     chunks,
     ptr,
     blocks,
+    slots,
     batch,
     steps,
     nnz,
@@ -232,11 +233,12 @@ def gradient_kernel(
     B: tl.constexpr,
     J: tl.constexpr,
     BT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """dw [parts, nnz, B, B], each part the sum over `steps` times BT samples.
+    """dw [parts, nnz, B, B], by slots, each part the sum over `steps` times BT samples.
 
     A program computes up to J blocks of one block row: the J gathered columns of X are the rows (M)
     of the tensor core's tile, the block row of dY its columns (N), and samples the sum (K), so that
@@ -287,6 +289,8 @@ def gradient_kernel(
                 x_columns, dy_columns, t, until, x_sample, dy_sample, M, B, BT, 1, PRECISION
             )
             acc += some
+    if BY_SLOT:  # read here, so that it takes no registers before
+        slot = tl.load(slots + slot, mask=live, other=0)
     at = (part.to(tl.int64) * nnz + slot)[:, None] * (B * B) + n[None, :] * B + (m % B)[:, None]
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=live[:, None])
 
@@ -295,18 +299,29 @@ def gradient_kernel(
 
 
 @triton.jit
-def entries(row_ptr, cols, row, part, parts, step, width, B: tl.constexpr, N: tl.constexpr):
+def entries(
+    row_ptr,
+    cols,
+    slots,
+    row,
+    part,
+    parts,
+    step,
+    width,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+):
     """The entries of a block row for one step of a program: their indices in the values and in the
     rows [B, width], and a mask."""
     start = tl.load(row_ptr + row)
     count = (tl.load(row_ptr + row + 1) - start).to(tl.int64) * (B * B)
     entry = (step * parts + part).to(tl.int64) * N + tl.arange(0, N)
     mask = entry < count
-    slot = start + entry // (B * B)
-    col = tl.load(cols + slot, mask=mask, other=0)
+    col, slot = locate(cols, slots, start + entry // (B * B), mask, BY_SLOT)
     inside = entry % (B * B)
     position = (inside // B) * width + col.to(tl.int64) * B + inside % B
-    return start.to(tl.int64) * (B * B) + entry, position, mask
+    return slot.to(tl.int64) * (B * B) + inside, position, mask
 
 
 @triton.jit
@@ -317,7 +332,17 @@ def steps_of(row_ptr, row, parts, B: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def lay_out_kernel(values, weight, row_ptr, cols, width, B: tl.constexpr, N: tl.constexpr):
+def lay_out_kernel(
+    values,
+    weight,
+    row_ptr,
+    cols,
+    slots,
+    width,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+):
     """Scatter the values [nnz, B, B] to weight [out, width], which holds zeros, in its dtype.
 
     A program goes through part of one block row, N entries at a step: positions follow from
@@ -326,20 +351,33 @@ def lay_out_kernel(values, weight, row_ptr, cols, width, B: tl.constexpr, N: tl.
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     lines = weight + row.to(tl.int64) * B * width
     for step in range(steps_of(row_ptr, row, parts, B, N)):
-        entry, position, mask = entries(row_ptr, cols, row, part, parts, step, width, B, N)
+        entry, position, mask = entries(
+            row_ptr, cols, slots, row, part, parts, step, width, B, N, BY_SLOT
+        )
         value = tl.load(values + entry, mask=mask)
         tl.store(lines + position, value.to(weight.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first"])
 def collect_kernel(
-    gradient, collected, row_ptr, cols, first, width, B: tl.constexpr, N: tl.constexpr
+    gradient,
+    collected,
+    row_ptr,
+    cols,
+    slots,
+    first,
+    width,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    BY_SLOT: tl.constexpr,
 ):
     """Gather the entries of the block rows from `first` on, whose gradient is [any, width], to
     collected [nnz, B, B]. Programs as above, of these rows."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     lines = gradient + row.to(tl.int64) * B * width
     for step in range(steps_of(row_ptr, first + row, parts, B, N)):
-        entry, position, mask = entries(row_ptr, cols, first + row, part, parts, step, width, B, N)
+        entry, position, mask = entries(
+            row_ptr, cols, slots, first + row, part, parts, step, width, B, N, BY_SLOT
+        )
         value = tl.load(lines + position, mask=mask)
         tl.store(collected + entry, value.to(collected.dtype.element_ty), mask=mask)

@@ -27,7 +27,6 @@ from dynsparse.ops.linear.cuda.kernels import (
     rows_kernel,
 )
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.pattern.index_arrays import by_slots
 
 # Entries that a program moves at a step, and in all.
 _AT_ONCE, _EACH = 1024, 4096
@@ -37,7 +36,7 @@ def _rows(
     x: Tensor,
     values: Tensor,
     bias: Tensor | None,
-    lists: tuple[Tensor, Tensor, Tensor | None],
+    lists: tuple[Tensor, Tensor, Tensor],
     transposed: bool,
     config: Rows | None,
 ) -> Tensor:
@@ -59,7 +58,7 @@ def _rows(
         "BM": c.samples,
         "BK": c.inputs,
         "TRANSPOSED": transposed,
-        "BY_SLOT": slots is not None,
+        "BY_SLOT": len(slots) > 0,
         "HAS_BIAS": bias is not None,
         "num_warps": c.warps,
         "num_stages": c.stages,
@@ -77,8 +76,7 @@ def forward(
     x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, config: Rows | None = None
 ) -> Tensor:
     """y [batch, out] of `readable` x [batch, in], values of its dtype, and a contiguous bias."""
-    slots = p.slots if len(p.slots) else None
-    return _rows(x, values, bias, (rows_by_length(p), p.cols, slots), True, config)
+    return _rows(x, values, bias, (rows_by_length(p), p.cols, p.slots), True, config)
 
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
@@ -125,6 +123,7 @@ def grad_weight(
             work,
             p.row_ptr,
             p.cols,
+            p.slots,
             batch,
             steps,
             nnz,
@@ -134,6 +133,7 @@ def grad_weight(
             B=b,
             J=c.blocks,
             BT=c.samples,
+            BY_SLOT=len(p.slots) > 0,
             SUMS=ones,
             PRECISION=precision,
             TERMS=TERMS if precision == "tf32x3" else 0,
@@ -143,8 +143,7 @@ def grad_weight(
         )
     if sums is not None and db is not None:
         sums.append(db[0] if split == 1 else db.sum(0))
-    dvalues = dw[0] if split == 1 else dw.sum(0).to(dtype)
-    return by_slots(dvalues, p.slots)
+    return dw[0] if split == 1 else dw.sum(0).to(dtype)
 
 
 def _programs(p: LayerIndex, rows: int) -> tuple[int, int]:
@@ -159,7 +158,10 @@ def lay_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     weight = values.new_zeros(p.out_features, p.in_features, dtype=dtype)
     with current_device(values):
         lay_out_kernel[_programs(p, p.out_features // b)](
-            values, weight, p.row_ptr, p.cols, p.in_features, B=b, N=_AT_ONCE
+            *(values, weight, p.row_ptr, p.cols, p.slots, p.in_features),
+            B=b,
+            N=_AT_ONCE,
+            BY_SLOT=len(p.slots) > 0,
         )
     return weight
 
@@ -170,5 +172,8 @@ def collect(gradient: Tensor, p: LayerIndex, first: int, collected: Tensor) -> N
     b = p.block_size
     with current_device(gradient):
         collect_kernel[_programs(p, len(gradient) // b)](
-            gradient, collected, p.row_ptr, p.cols, first // b, p.in_features, B=b, N=_AT_ONCE
+            *(gradient, collected, p.row_ptr, p.cols, p.slots, first // b, p.in_features),
+            B=b,
+            N=_AT_ONCE,
+            BY_SLOT=len(p.slots) > 0,
         )
