@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_array, check_integer, shortened
+from dynsparse._core.checks import check_array, check_sizes
 from dynsparse.pattern import SparsePattern
 
 
@@ -130,13 +130,9 @@ def offsets_of(lines: np.ndarray, count: int) -> np.ndarray:
 M = TypeVar("M", bound="SparseMatrix")
 
 
-def _pair(value: Sequence[int], what: str) -> tuple[int, int]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        raise ValueError(f"{what} must be two integers of at least 1, got {shortened(value)}")
-    first, second = (check_integer(what, size) for size in value)
-    if min(first, second) < 1:
-        raise ValueError(f"{what} must be two integers of at least 1, got {shortened(value)}")
-    return first, second
+def _pair(what: str, values: Sequence[int]) -> tuple[int, int]:
+    rows, columns = check_sizes(what, values, ("rows", "columns"))
+    return rows, columns
 
 
 class SparseMatrix(ABC):
@@ -160,8 +156,8 @@ class SparseMatrix(ABC):
         shape: Sequence[int],
         block_dimensions: Sequence[int] = (1, 1),
     ) -> None:
-        self.shape = _pair(shape, "shape")
-        self.block_dimensions = _pair(block_dimensions, "block_dimensions")
+        self.shape = _pair("shape", shape)
+        self.block_dimensions = _pair("block_dimensions", block_dimensions)
         for what, size, edge in zip(
             ("rows", "columns"), self.shape, self.block_dimensions, strict=True
         ):
@@ -236,7 +232,7 @@ class SparseMatrix(ABC):
             ValueError: sides that do not divide each other, or larger blocks some of whose parts
                 are missing.
         """
-        new = _pair(block_dimensions, "block_dimensions")
+        new = _pair("block_dimensions", block_dimensions)
         old = self.block_dimensions
         blocks = self._checked_blocks()
         if all(o % n == 0 for o, n in zip(old, new, strict=True)):

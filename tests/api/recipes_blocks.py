@@ -76,10 +76,6 @@ RECIPES = {
         on_tiles.MatmulParams.create_dense_sparse,
         lambda: sizes("rhs_sparsity") | {"rhs_need_transpose": True},
     ),
-    "popsparse.block_sparse.MatmulParams.create_sparse_dense": Recipe(
-        on_tiles.MatmulParams.create_sparse_dense,
-        lambda: sizes("lhs_sparsity") | {"lhs_need_transpose": True},
-    ),
     "popsparse.block_sparse.MatmulParams.create_dense_dense": Recipe(
         on_tiles.MatmulParams.create_dense_dense,
         lambda: sizes("result_sparsity") | {"subblock_mask": "zero_upper_triangle"},

@@ -94,7 +94,7 @@ def test_bad_input():
         COOMatrix([1.0], [0.5], [0], (2, 2))
     with pytest.raises(ValueError, match="row_indices must be one-dimensional"):
         COOMatrix([1.0], [0], [[0]], (2, 2))
-    with pytest.raises(ValueError, match="shape must be two integers of at least 1"):
+    with pytest.raises(ValueError, match="shape of rows must be an integer of at least 1, got 0"):
         COOMatrix([], [], [], (0, 2))
     with pytest.raises(ValueError, match="row_indices must begin with 0 and not decrease"):
         CSRMatrix([1.0], [0], [0, 2, 1], (2, 2))

@@ -94,7 +94,7 @@ def test_block_must_divide():
 def test_bad_sparsity():
     with pytest.raises(ValueError, match="block_dimensions must be"):
         SparsityParams((1, 2, 3))
-    with pytest.raises(ValueError, match="a block dimension"):
+    with pytest.raises(ValueError, match="block_dimensions of rows"):
         SparsityParams((0, 2))
     with pytest.raises(TypeError, match="SparsityParams"):
         FullyConnectedParams(4, 0.1, 4, 1, 8, 8)

@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, Union
 
@@ -93,6 +93,18 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     if not -_LARGEST <= number < _LARGEST:
         raise ValueError(f"{name} must be an integer of 64 bits, got {shortened(value)}")
     return number
+
+
+def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
+    """One size of at least 1 for each of some dimensions.
+
+    Raises:
+        ValueError, TypeError: another number of them, or others than such.
+    """
+    given = list(values) if isinstance(values, Iterable) else []
+    if len(given) != len(dims):
+        raise ValueError(f"{name} must be the sizes ({', '.join(dims)}), got {shortened(values)}")
+    return tuple(check_integer(f"{name} of {x}", s, 1) for x, s in zip(dims, given, strict=True))
 
 
 def is_scipy(value: Any) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from dynsparse._core.checks import (
     check_flag,
     check_integer,
     check_kind,
-    shortened,
+    check_sizes,
 )
 from dynsparse.pattern import SparsePattern
 from popsparse.machine import Target
@@ -69,7 +69,7 @@ class MatmulParams:
     """Sizes, types and mask of a product in blocks. Made by its class methods.
 
     Attributes:
-        kind: "dense_sparse", "sparse_dense" or "dense_dense".
+        kind: "dense_sparse" or "dense_dense".
         dim: (m, k, n) of one group's [m, k] x [k, n].
         block_size: (bm, bk, bn), of blocks of rows, of the sum and of columns.
         mask: bool, blocks of all groups [groups, ..] of the sparse operand as it is stored, or of
@@ -127,27 +127,6 @@ class MatmulParams:
         )
 
     @classmethod
-    def create_sparse_dense(
-        cls,
-        dim: Sequence[int],
-        block_size: Sequence[int],
-        lhs_sparsity: Any,
-        lhs_need_transpose: bool = False,
-        *,
-        dtype: Any = "float16",
-        out_dtype: Any = None,
-        partials_type: Any = None,
-        num_groups: int = 1,
-    ) -> MatmulParams:
-        """Sparse [m, k] x dense [k, n], computed as the transposed product; args as of
-        `create_dense_sparse`."""
-        check_flag("lhs_need_transpose", lhs_need_transpose)
-        types = dtype, out_dtype, partials_type
-        return cls._create(
-            "sparse_dense", dim, block_size, lhs_sparsity, types, num_groups, lhs_need_transpose
-        )
-
-    @classmethod
     def create_dense_dense(
         cls,
         dim: Sequence[int],
@@ -195,8 +174,9 @@ class MatmulParams:
             raise ValueError("float32 operands need float32 partial sums, got float16")
         out = data if out_dtype is None else data_type(out_dtype, "out_dtype")
         grid = [size // block for size, block in zip(sizes, blocks, strict=True)]
-        row, col = {"dense_sparse": (1, 2), "sparse_dense": (0, 1), "dense_dense": (0, 2)}[kind]
-        rows, cols = (grid[col], grid[row]) if transposed else (grid[row], grid[col])
+        rows, cols = grid[1 if kind == "dense_sparse" else 0], grid[2]
+        if transposed:
+            rows, cols = cols, rows
         mask = mask_of(sparsity, groups, rows, cols)
         types = data, out, partials
         return cls(kind, (m, k, n), (bm, bk, bn), mask, transposed, *types, "none", groups)
@@ -216,32 +196,7 @@ class MatmulParams:
     def multiplications(self) -> int:
         """Of all products of blocks."""
         area = self.block_size[0] * self.block_size[1] * self.block_size[2]
-        other = {"dense_sparse": 0, "sparse_dense": 2, "dense_dense": 1}[self.kind]
-        return self.nnz * self.grid[other] * area
-
-    def forward(self) -> MatmulParams:
-        """The same as dense x sparse or dense x dense: sparse x dense is transposed."""
-        if self.kind != "sparse_dense":
-            return self
-        return replace(
-            self,
-            kind="dense_sparse",
-            dim=self.dim[::-1],
-            block_size=self.block_size[::-1],
-            transposed=not self.transposed,
-        )
-
-
-def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
-    """One size of at least 1 for each of some dimensions.
-
-    Raises:
-        ValueError, TypeError: another number of them, or others than such.
-    """
-    given = list(values) if isinstance(values, Iterable) else []
-    if len(given) != len(dims):
-        raise ValueError(f"{name} must be the sizes ({', '.join(dims)}), got {shortened(values)}")
-    return tuple(check_integer(f"{name} of {x}", s, 1) for x, s in zip(dims, given, strict=True))
+        return self.nnz * self.grid[0 if self.kind == "dense_sparse" else 1] * area
 
 
 class Products(NamedTuple):
@@ -285,7 +240,7 @@ class Pieces(NamedTuple):
 
 
 def products_of(params: MatmulParams) -> Products:
-    """Every product of blocks; `params` as `forward` gives it."""
+    """Every product of blocks."""
     groups, (m, k, n) = params.groups, params.grid
     mask = params.mask
     if params.kind == "dense_dense":
@@ -415,7 +370,7 @@ def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: f
 
 
 def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
-    """The pieces of a product over so many tiles; `params` as `forward` gives it.
+    """The pieces of a product over so many tiles.
 
     Groups get disjoint ranges of tiles.
 
@@ -491,7 +446,7 @@ class BlockSparsePlan:
 
     @cached_property
     def pieces(self) -> Pieces:
-        return partition(self.params.forward(), self.options, self.target.tiles)
+        return partition(self.params, self.options, self.target.tiles)
 
     @property
     def tiles_used(self) -> int:

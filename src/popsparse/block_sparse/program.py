@@ -168,7 +168,7 @@ def join_blocks(blocks: Tensor, rows: int) -> Tensor:
 class _Product:
     def __init__(self, graph: Graph, plan: BlockSparsePlan, name: str) -> None:
         self.graph, self.plan, self.name = graph, plan, name
-        self.params, self.pieces = plan.params.forward(), plan.pieces
+        self.params, self.pieces = plan.params, plan.pieces
         self.dtype = as_dtype(self.params.dtype.name)
 
     def stretches(self, dtype: DType, what: str, tiles: np.ndarray, each: int) -> Tensor:
@@ -342,45 +342,27 @@ def _planned(graph: Graph, params: MatmulParams, options: Any) -> BlockSparsePla
     return plan(params, graph.target, options)
 
 
-def _blocks(params: MatmulParams, which: str) -> tuple[int, tuple[int, int], bool]:
-    """Of the operand "a" or "b" of `params.forward()`: how many blocks, their shape, whether they
-    are sparse."""
-    m, k, n = params.grid
-    bm, bk, bn = params.block_size
-    if which == "a":
-        return params.groups * m * k, (bm, bk), False
-    if params.kind == "dense_dense":
-        return params.groups * k * n, (bk, bn), False
-    return params.nnz, ((bn, bk) if params.transposed else (bk, bn)), True
+def _shape_of_rhs(params: MatmulParams) -> tuple[int, int]:
+    """Of a block of the right operand as it is stored."""
+    _, bk, bn = params.block_size
+    return (bn, bk) if params.transposed else (bk, bn)
 
 
-def _create(graph: Graph, params: MatmulParams, options: Any, side: str, name: str) -> Tensor:
-    made = _planned(graph, params, options)
-    transposed = params.kind == "sparse_dense"
-    which = {"lhs": "b", "rhs": "a"}[side] if transposed else {"lhs": "a", "rhs": "b"}[side]
-    forward = params.forward()
-    count, shape, sparse = _blocks(forward, which)
-    # Each block lies on the tile of the first piece that reads it.
-    pieces = made.pieces
+def _add_operand(
+    graph: Graph, plan: BlockSparsePlan, which: str, shape: tuple[int, int], count: int, name: str
+) -> Tensor:
+    """The blocks of operand "a" or "b", each on the tile of the first piece that reads it."""
+    pieces = plan.pieces
     home = np.full(count, -1)
     read = getattr(pieces.products, which)[pieces.chosen]
     home[read[::-1]] = np.repeat(pieces.tile, np.diff(pieces.first))[::-1]
-    blocks = add_blocks(graph, as_dtype(params.dtype.name), home, shape, name)
-    if sparse:
-        return blocks.reshape(count, shape[0] * shape[1])
-    rows = forward.groups * forward.grid[0 if which == "a" else 1]
-    if not transposed:
-        return join_blocks(blocks, rows)
-    # [groups * n, k] of the transposed product is one [k, n] a group, one below the other.
-    matrix = join_blocks(blocks, rows).reshape(forward.groups, forward.dim[0], forward.dim[1])
-    return matrix.transpose(0, 2, 1).reshape(forward.groups * forward.dim[1], forward.dim[0])
+    return add_blocks(graph, as_dtype(plan.params.dtype.name), home, shape, name)
 
 
 def create_matmul_lhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "lhs"
 ) -> Tensor:
-    """The left operand, its blocks on tiles that use them: dense [groups * m, k], or of
-    "sparse_dense" the blocks [nnz, area] in the order of the mask.
+    """The left operand, [groups * m, k], its blocks on tiles that use them.
 
     Args:
         graph: of the target to plan for.
@@ -390,15 +372,23 @@ def create_matmul_lhs(
     Raises:
         ValueError, TypeError: as `plan`.
     """
-    return _create(graph, params, options, "lhs", name)
+    made = _planned(graph, params, options)
+    rows, blocks = params.groups * params.grid[0], params.grid[1]
+    shape = params.block_size[:2]
+    return join_blocks(_add_operand(graph, made, "a", shape, rows * blocks, name), rows)
 
 
 def create_matmul_rhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "rhs"
 ) -> Tensor:
-    """The right operand: dense [groups * k, n], or of "dense_sparse" the blocks [nnz, area].
-    Args and errors as above."""
-    return _create(graph, params, options, "rhs", name)
+    """The right operand: dense [groups * k, n], or of "dense_sparse" the blocks [nnz, area] in the
+    order of the mask. Args and errors as above."""
+    made, shape = _planned(graph, params, options), _shape_of_rhs(params)
+    if params.kind == "dense_sparse":
+        blocks = _add_operand(graph, made, "b", shape, params.nnz, name)
+        return blocks.reshape(params.nnz, shape[0] * shape[1])
+    rows = params.groups * params.grid[1]
+    return join_blocks(_add_operand(graph, made, "b", shape, rows * params.grid[2], name), rows)
 
 
 def matmul(
@@ -424,29 +414,18 @@ def matmul(
         ValueError: operands of other shapes (88, 89); as `plan`. TypeError: of other types.
     """
     made = _planned(graph, params, options)
-    forward, transposed = params.forward(), params.kind == "sparse_dense"
     check_kind("program", program, Sequence, "a Sequence")
-    dense, sparse = (rhs, lhs) if transposed else (lhs, rhs)
-    groups, (m, k, n) = params.groups, params.dim
-    names = ("rhs", "lhs") if transposed else ("lhs", "rhs")
-    _expect(dense, [groups * k, n] if transposed else [groups * m, k], params, names[0])
-    count, shape, is_sparse = _blocks(forward, "b")
-    shape_of_sparse = [count, shape[0] * shape[1]] if is_sparse else [groups * k, n]
-    _expect(sparse, shape_of_sparse, params, names[1])
-    at = dense.addresses()
-    if transposed:
-        at = at.reshape(groups, k, n).transpose(0, 2, 1).reshape(groups * n, k)
-    a = _cut(at, forward.block_size[0], forward.block_size[1])
-    b = sparse.addresses()
-    b = b.reshape(count, *shape) if is_sparse else _cut(b, shape[0], shape[1])
+    groups, (m, k, n), shape = params.groups, params.dim, _shape_of_rhs(params)
+    is_sparse = params.kind == "dense_sparse"
+    _expect(lhs, [groups * m, k], params, "lhs")
+    _expect(rhs, [params.nnz, shape[0] * shape[1]] if is_sparse else [groups * k, n], params, "rhs")
+    a = _cut(lhs.addresses(), *params.block_size[:2])
+    b = rhs.addresses()
+    b = b.reshape(-1, *shape) if is_sparse else _cut(b, *shape)
     out = _Product(graph, made, name).add(a, b, program)
-    if params.kind == "dense_dense":
-        return out.reshape(len(out), out.shape[1] * out.shape[2])
-    joined = join_blocks(out, groups * forward.grid[0])
-    if not transposed:
-        return joined
-    grouped = joined.reshape(groups, n, m).transpose(0, 2, 1)
-    return grouped.reshape(groups * m, n)
+    if is_sparse:
+        return join_blocks(out, groups * params.grid[0])
+    return out.reshape(len(out), out.shape[1] * out.shape[2])
 
 
 def _cut(addresses: np.ndarray, height: int, width: int) -> np.ndarray:

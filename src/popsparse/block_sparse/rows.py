@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, check_kind
-from popsparse.block_sparse.partition import SUBBLOCK_MASKS, check_sizes, lightest_first, mask_of
+from dynsparse._core.checks import check_choice, check_integer, check_kind, check_sizes
+from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
 from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (
     FLOAT,

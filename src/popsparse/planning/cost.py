@@ -238,31 +238,46 @@ def expected_steps(space: SearchSpace, groups: Array, words: Array) -> tuple[Arr
     return pz * any_spills * np.minimum(hops, np.maximum(1, rectangles - 1)), excess
 
 
+def _forward_cycles(
+    space: SearchSpace, x: Array, y: Array, z: Array, buckets: Array = 1, *, retain: bool = True
+) -> Array:
+    """A worker's vertex of forward, or with `retain` False of grad_input on the same blocks."""
+    dtype, partials, workers = space.dtype, space.options.partials_type, space.target.workers
+    if space.method is Method.ELEMENT:
+        return tile_cycles.element_forward(x, y, z, dtype, workers, buckets)
+    units = space.target.conv_units(dtype, partials)
+    sizes = x, y, z, space.grouping[1:3]
+    return tile_cycles.block_forward(
+        *sizes, dtype, partials, units, workers, buckets, retain=retain
+    )
+
+
+def _grad_weight_cycles(space: SearchSpace, x: Array, y: Array, z: Array) -> Array:
+    """A worker's vertex of grad_weight, for blocks without the matrix units."""
+    dtype, workers = space.dtype, space.target.workers
+    if space.method is Method.ELEMENT:
+        return tile_cycles.element_grad_weight(x, y, z, dtype, workers)
+    block = space.grouping[1:3]
+    return tile_cycles.block_grad_weight(
+        x, y, z, block, dtype, space.options.partials_type, workers
+    )
+
+
 def expected_cycles(
     space: SearchSpace, groups: Array, words: Array, bucket_bytes: Array, *, kind: str
 ) -> Array:
     """Expected cycles of the propagation phase of "forward", "grad_input" or "grad_weight"."""
     steps, excess = expected_steps(space, groups, words)
     tx, ty, tz = space.per_tile
-    gx, gy, gz = space.grouping[1:]
-    dtype, partials = space.dtype, space.options.partials_type
+    gz = space.grouping.z
     workers = space.target.workers
     _, columns = expected_groups(tx, ty, space.params.nz_ratio)
     # Whole rows move, as far as a bucket has room.
     count = np.clip(np.ceil(excess), np.maximum(columns, 1), np.maximum(groups, 1)).astype(np.int64)
     if kind == "grad_weight":
-        z = tz * gz
-        if space.method is Method.ELEMENT:
-            compute = tile_cycles.element_grad_weight(1, count, z, dtype, workers)
-        else:
-            compute = tile_cycles.block_grad_weight(1, count, z, (gx, gy), dtype, partials, workers)
-        compute = compute // workers
-    elif space.method is Method.ELEMENT:
-        compute = tile_cycles.element_forward(1, count, -(-tz // workers) * gz, dtype, workers)
+        compute = _grad_weight_cycles(space, 1, count, tz * gz) // workers
     else:
-        units = space.target.conv_units(dtype, partials)
-        z = -(-tz // workers) * gz
-        compute = tile_cycles.block_forward(1, count, z, (gx, gy), dtype, partials, units, workers)
+        compute = _forward_cycles(space, 1, count, -(-tz // workers) * gz)
     turn = compute + ExchangeCost(space.target)(bucket_bytes)
     turn = turn + LOOP_STEPS * space.target.sync_cycles + LOOP_CONTROL * workers
     return np.ceil(steps * turn).astype(np.int64)
@@ -389,8 +404,7 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
     """The slowest worker's vertex, with every bucket of the z partitions matching once."""
     pz = space.partitions[2]
     tx, ty, tz = space.per_tile
-    _, gx, gy, gz = space.grouping
-    dtype, workers = space.dtype, space.target.workers
+    gz, dtype, workers = space.grouping.z, space.dtype, space.target.workers
     ratio, shared = space.params.nz_ratio, space.options.shared_buckets
     if space.method is Method.ELEMENT:
         if grad_input and shared:
@@ -399,26 +413,17 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
             return tile_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, pz)
         rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
         x, z = grid_splits(rows, tz, workers)
-        formula = tile_cycles.element_grad_input if grad_input else tile_cycles.element_forward
-        return formula(x, columns, z * gz, dtype, workers, pz).max(axis=0)
+        if grad_input:
+            cycles = tile_cycles.element_grad_input(x, columns, z * gz, dtype, workers, pz)
+        else:
+            cycles = _forward_cycles(space, x, columns, z * gz, pz)
+        return cycles.max(axis=0)
     rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
     if grad_input:
         rows, columns = columns, rows
     _, z = grid_splits(np.ones_like(tz), tz, workers)
-    partials = space.options.partials_type
-    units = space.target.conv_units(dtype, partials)
-    return tile_cycles.block_forward(
-        rows,
-        columns,
-        z * gz,
-        (gx, gy),
-        dtype,
-        partials,
-        units,
-        workers,
-        pz,
-        retain=not grad_input,
-    ).max(axis=0)
+    cycles = _forward_cycles(space, rows, columns, z * gz, pz, retain=not grad_input)
+    return cycles.max(axis=0)
 
 
 def grad_weight_terms(
@@ -506,12 +511,7 @@ def _multiply_grad_weight(space: SearchSpace) -> Array:
         end = np.minimum(total, begin + share)
         count = np.maximum(end - begin, 0)
         touched = -(-end // columns) - begin // columns
-        if space.method is Method.ELEMENT:
-            cycles = tile_cycles.element_grad_weight(touched, count, z, dtype, workers)
-        else:
-            cycles = tile_cycles.block_grad_weight(
-                touched, count, z, (gx, gy), dtype, partials, workers
-            )
+        cycles = _grad_weight_cycles(space, touched, count, z)
         # An average over the rows, which the original takes for the rectangle's rows.
         averaged = -(-cycles // np.maximum(1, -(-count // columns)))
         worst = np.maximum(worst, np.where(count > 0, averaged, 0))

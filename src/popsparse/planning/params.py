@@ -6,14 +6,14 @@ Names and meaning follow PopSparse's `FullyConnectedParams` and its two `MatMulP
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer, check_within
+from dynsparse._core.checks import check_integer, check_sizes, check_within
 
 Params = TypeVar("Params")
 
@@ -110,12 +110,9 @@ class SparsityParams:
 
     def __post_init__(self) -> None:
         block: Any = self.block_dimensions
-        if not isinstance(block, Sequence):
-            block = (block, block)
-        if isinstance(block, str) or len(block) != 2:
-            raise ValueError(f"block_dimensions must be (rows, columns), got {block!r}")
-        rows, columns = (check_integer("a block dimension", n, 1) for n in block)
-        object.__setattr__(self, "block_dimensions", (rows, columns))
+        sizes = block if isinstance(block, Iterable) else (block, block)
+        block = check_sizes("block_dimensions", sizes, ("rows", "columns"))
+        object.__setattr__(self, "block_dimensions", block)
 
     @property
     def is_element(self) -> bool:

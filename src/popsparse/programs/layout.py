@@ -28,13 +28,14 @@ from popsparse.machine import (
 from popsparse.planning.options import Options
 from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Plan
+from popsparse.planning.static_layout import StaticPlan
 
 # Exchanges of less than this a tile are not worth spreading: section 5.1 of
 # docs/popsparse-formulas.md.
 _LEAST_BYTES = 128
 
 
-def machine_type(plan: Plan, *, partials: bool = False) -> DType:
+def machine_type(plan: Plan | StaticPlan, *, partials: bool = False) -> DType:
     """The machine's element type of a plan's data or partial sums."""
     return as_dtype((plan.options.partials_type if partials else plan.dtype).name)
 
