@@ -195,10 +195,7 @@ RECIPES = {
     "dynsparse.training.Growth": call(training.Growth),
     "dynsparse.training.NoGrowth": call(training.NoGrowth),
     "dynsparse.training.GradientGrowth": call(training.GradientGrowth, pooling=lambda: "avg"),
-    "dynsparse.training.RandomGrowth": call(
-        training.RandomGrowth, seed=lambda: 1, generator=lambda: None
-    ),
-    "dynsparse.training.RandomGrowth, generator": call(training.RandomGrowth, generator=generator),
+    "dynsparse.training.RandomGrowth": call(training.RandomGrowth, seed=lambda: 1),
     "dynsparse.training.GradientStep": call(training.GradientStep, scale=lambda: 1.0),
     "dynsparse.training.MagnitudeGradient": call(
         training.MagnitudeGradient, gradient_weight=lambda: 0.1

@@ -128,8 +128,7 @@ def test_growth_sees_the_dense_gradient_of_every_layer(block):
         name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
     }
     net(images).square().sum().backward()
-    got = {n: capture.take(layer.index.row_ptr) for n, layer in layers.items()}
-    assert held.keys() == got.keys()
+    got = {name: list(pairs) for name, pairs in held.items()}
     for name, layer in layers.items():
         dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
         dense.weight = nn.Parameter(layer.to_dense().detach())

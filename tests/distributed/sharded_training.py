@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import dynsparse as ds
 
 FIXED = [
-    "rigl", "rigl-global", "rigl-regrow", "rigl-step", "rigl-own-start", "set", "set-generator",
+    "rigl", "rigl-global", "rigl-regrow", "rigl-step", "rigl-own-start", "set",
     "snfs-fixed", "mest", "deepr", "topkast",
 ]  # fmt: skip
 """What keeps the number of blocks of every layer."""

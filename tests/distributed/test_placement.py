@@ -9,7 +9,8 @@ from grids import on_grid
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed.placement import Borders, Placement, find_chains, place_layers
+from dynsparse.distributed.placement import Borders, find_chains, place_layers
+from dynsparse.ranks import Placement
 
 
 def test_rows_of_layers_are_found():

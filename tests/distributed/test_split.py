@@ -14,9 +14,8 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse.distributed import gather, split
-from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.sharded_layer import spec_of
-from dynsparse.ranks import DimShard
+from dynsparse.ranks import DimShard, Placement
 
 BLOCKS = [1, 4, 16]
 EXACT = 1e-12

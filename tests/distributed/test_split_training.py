@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from rank_trainings import ALGORITHMS, batch, model_of, optimizer_of
 
 STEPS = 8
-OTHERS = {"rigl-own-start", "set-generator", "snfs-fixed"}
+OTHERS = {"rigl-own-start", "snfs-fixed"}
 """What users' functions see is the rectangle; and what differs from others in nothing here."""
 
 

@@ -26,9 +26,6 @@ ALGORITHMS = {
         m, o, schedule=EVERY, initial_value=lambda layer, rewiring: layer.values[:1].mean(), **r
     ),
     "set": lambda m, o, **r: ds.SET(m, o, schedule=EVERY, seed=3, **r),
-    "set-generator": lambda m, o, **r: ds.SET(
-        m, o, schedule=EVERY, generator=torch.Generator().manual_seed(1), **r
-    ),
     "snfs": lambda m, o, **r: SNFS(m, o, schedule=SOME, window=3, **r),
     "snfs-dense": lambda m, o, **r: SNFS(m, o, schedule=SOME, window=None, **r),
     "snfs-fixed": lambda m, o, **r: SNFS(m, o, schedule=EVERY, redistribute=False, **r),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from rank_trainings import (
@@ -125,33 +123,6 @@ def test_keyed_draws_do_not_depend_on_the_order_of_layers():
     for name in ("0", "2"):
         a, b = (t.growth.generator_for(name, 5, "positions").get_state() for t in (one, other))
         assert torch.equal(a, b)
-
-
-def test_resume_from_a_state_with_a_generator_goes_on_with_it():
-    """Whatever seed the trainer was made with that loads it."""
-
-    def train_(trainer, model, steps):
-        for step in steps:
-            backward(model, trainer.optimizer, step)
-            trainer.step()
-
-    model = model_of()
-    generator = torch.Generator().manual_seed(9)
-    trainer = ds.SET(model, optimizer_of(model), schedule=EVERY, generator=generator)
-    train_(trainer, model, range(1, 3))
-    state = trainer.state_dict()
-    assert state["growth_state"]["seed"] is None
-    parts = {k: v.clone() for k, v in model.state_dict().items()}
-    inner = copy.deepcopy(trainer.optimizer.state_dict())
-    again = model_of()
-    resumed = ds.SET(again, optimizer_of(again), schedule=EVERY, seed=1)
-    again.load_state_dict(parts)
-    resumed.optimizer.load_state_dict(inner)
-    resumed.load_state_dict(state)
-    assert resumed.growth.seed is None
-    train_(trainer, model, range(3, 6))
-    train_(resumed, again, range(3, 6))
-    assert apart(weights(model), weights(again)) == (True, 0.0)
 
 
 def test_resizing_states_follow():

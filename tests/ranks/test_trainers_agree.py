@@ -44,14 +44,6 @@ OTHER = ConstantSchedule(100, 2, 0.3)
             "every rank, or none",
         ),
         (
-            lambda r: ds.SET(
-                *r.model, schedule=EVERY, ranks=r.ranks,
-                generator=torch.Generator().manual_seed(r.rank),
-            ),
-            "ValueError: ranks disagree on the state of the generator: rank 0 differs from rank 1; "
-            "give generators of one state on every rank",
-        ),
-        (
             lambda r: ds.RigL(*r.model, schedule=OTHER if r.rank else EVERY, ranks=r.ranks),
             "ValueError: ranks disagree on the schedule: rank 0: {'kind': 'ConstantSchedule', "
             "'total_steps': 100, 'update_interval': 1, 'drop_fraction': 0.3}, rank 1: {'kind': "
@@ -77,7 +69,7 @@ OTHER = ConstantSchedule(100, 2, 0.3)
             "TypeError: rank 1: initial_value must be a number or a function, got 'x'",
         ),
     ],
-    ids=["seed", "generator", "schedule", "algorithm", "option", "argument"],
+    ids=["seed", "schedule", "algorithm", "option", "argument"],
 )  # fmt: skip
 def test_other_arguments_are_one_line_on_all_ranks(make, line):
     class Rank:

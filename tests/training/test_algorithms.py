@@ -104,5 +104,3 @@ def test_bad_arguments():
         SET(model, optimizer, total_steps=10, drop_fraction=float("nan"))
     with pytest.raises(ValueError, match="pooling must be one of sum, avg, max, none"):
         RigL(model, optimizer, total_steps=10, pooling="median")
-    with pytest.raises(ValueError, match="either seed or generator"):
-        SET(model, optimizer, total_steps=10, seed=1, generator=torch.Generator())

@@ -218,8 +218,7 @@ def damaged(name, state):
         for value in (-1, "3", 2.5, float("nan"), None, True, torch.tensor([1, 2])):
             yield key, value
     if state["growth_state"]:
-        for value in ({}, None, {"generator": "x"}, {"generator": torch.zeros(3)},
-                      {"generator": torch.zeros(5056, dtype=torch.int64)}):  # fmt: skip
+        for value in ({}, None, {"seed": "x"}, {"seed": torch.zeros(3)}, {"seed": True}):
             yield "growth_state", value
     for key, part in state["budget_state"].items():
         for value in ({}, None, {key: {}}, {key: {**part, "0": -1}}, {key: {**part, "0": "x"}}):

@@ -33,13 +33,13 @@ def test_random_growth_stays_outside_and_resumes():
 def test_a_state_without_a_seed_is_refused():
     state = RandomGrowth(seed=4).state_dict()
     del state["seed"]
-    with pytest.raises(ValueError, match="the state of the growth has no seed"):
+    with pytest.raises(ValueError, match="must hold an integer as its seed, got None"):
         RandomGrowth(seed=4).check_state(state)
 
 
 def test_random_growth_without_a_seed_follows_the_global_one():
     torch.manual_seed(7)
-    first = RandomGrowth().generator.initial_seed()
+    first = RandomGrowth().seed
     torch.manual_seed(7)
-    assert RandomGrowth().generator.initial_seed() == first
-    assert RandomGrowth().generator.initial_seed() != first
+    assert RandomGrowth().seed == first
+    assert RandomGrowth().seed != first

@@ -15,7 +15,6 @@ from dynsparse._core.checks import check_integer, typed
 from dynsparse.distributed.placement import (
     Borders,
     Chain,
-    Placement,
     balance,
     find_chains,
     place_layers,
@@ -29,7 +28,14 @@ from dynsparse.distributed.sharded_layer import (
 )
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
-from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest, ranks_of
+from dynsparse.ranks import (
+    Placement,
+    RankGrid,
+    check_consistent,
+    collective_errors,
+    digest,
+    ranks_of,
+)
 from dynsparse.training.rank_consistency import broadcast_layers
 
 

@@ -24,7 +24,7 @@ from dynsparse.nn import (
 )
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import slots_of
-from dynsparse.ranks import RankGrid, Ranks
+from dynsparse.ranks import Placement, RankGrid, Ranks
 
 
 @typed
@@ -233,23 +233,6 @@ def _find_sequential_chains(prefix: str, module: nn.Sequential) -> Iterator[Chai
             row = []
     if row:
         yield tuple(row)
-
-
-class Placement(NamedTuple):
-    """The mesh dimensions that a layer is sharded over.
-
-    Attributes:
-        rows, cols: the axis ("x" or "y") that rows (out) and columns (in) are sharded over; None:
-            every rank along the axis has all of them.
-        input: the axis that the input's features are sharded over; None: each rank has all.
-        gather_output: whether the output's features are gathered; otherwise each rank has those of
-            its rows.
-    """
-
-    rows: str | None = None
-    cols: str | None = None
-    input: str | None = None
-    gather_output: bool = True
 
 
 class Borders:

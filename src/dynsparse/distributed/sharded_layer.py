@@ -7,75 +7,31 @@ gradient of a sum is the identity, and the other way round.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynsparse.distributed.placement import Placement, slice_pattern
+from dynsparse.distributed.placement import slice_pattern
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.sharded import gathered as gathered_shards
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import DimShard, RankGrid, Ranks
+from dynsparse.ranks import DimShard, Ranks, ShardSpec
 
 
 @dataclass(frozen=True, eq=False)
-class ShardBackend:
-    """A backend (`nn.backends`) for a layer that holds a 2-D shard: a range of rows and one of
-    columns, with their pattern and values.
+class ShardBackend(ShardSpec):
+    """A backend (`nn.backends`) for a layer that holds a 2-D shard, with its pattern and values.
 
     Rank (i, j, z) computes Y_i = sum over j of X_j W_ij^T for its samples: forward is a sum over
     the axis of the columns, the gradient of the input one over the axis of the rows, as the passes
     of PopSparse are over tiles. The gradient of the weights is a sum over z, which data parallelism
     adds.
-
-    Attributes:
-        grid: the ranks along each axis.
-        placement: the axes that rows, columns and input are sharded over.
-        shape: [out, in] of the full layer.
-        row_borders, col_borders: of the shards, in features.
-        input_borders: of the features that come in.
-        blocks: present blocks of the full layer when it was split.
-        active: the slots that the forward pass uses, where it does not use all: Top-KAST's.
     """
 
-    grid: RankGrid
-    placement: Placement
-    shape: tuple[int, int]
-    row_borders: tuple[int, ...]
-    col_borders: tuple[int, ...]
-    input_borders: tuple[int, ...]
-    blocks: int
-    active: ActiveSet | None = None
-
     target = None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """The first feature of this rank's rows, and the one after its last."""
-        return self.dim_shards[0].ends
-
-    @property
-    def cols(self) -> tuple[int, int]:
-        """The first feature of this rank's columns, and the one after its last."""
-        return self.dim_shards[1].ends
-
-    @property
-    def dim_shards(self) -> tuple[DimShard, DimShard]:
-        """The shards of rows and columns."""
-        line = self.grid.line
-        return (
-            DimShard(line(self.placement.rows), self.row_borders),
-            DimShard(line(self.placement.cols), self.col_borders),
-        )
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that the layer is sharded over; along others all ranks hold the same."""
-        return tuple(axis for axis in self.placement[:2] if axis is not None)
 
     def __call__(self, layer: SparseLinear, x: Tensor) -> Tensor:
         """x [..., in], or its shard, -> [..., out], or this rank's shard."""
@@ -110,55 +66,9 @@ class ShardBackend:
     def kernel(self, batch: int, backward: bool) -> str:
         return "tensor parallel"
 
-    def after(self, pattern: SparsePattern) -> ShardBackend:
+    def after(self, pattern: SparsePattern) -> Any:
         """Patterns change inside the shard, whose borders stay; the active slots are dropped."""
         return self.with_active(None)
-
-    def with_active(self, active: ActiveSet | None) -> ShardBackend:
-        """The same shard, whose forward pass uses these slots."""
-        return self if active is self.active else replace(self, active=active)
-
-    def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
-        """See `ranks.ShardSpec`: by how many non-zeros each row has in each shard."""
-        rows, cols = self.dim_shards
-        counts = pattern.row_ptr.long().diff()
-        beside = torch.stack(cols.ranks.all_gather(counts, [len(counts)] * cols.ranks.size))
-        in_row = beside.sum(0)
-        in_shard = in_row.sum().view(1)
-        above = torch.cat(rows.ranks.all_gather(in_shard, [1] * rows.ranks.size))
-        first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
-        first += beside[: cols.ranks.rank].sum(0)
-        at = pattern.rows.long()
-        own = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[at]
-        return first[at] + own, int(above.sum())
-
-    def to_full(self, flat: Tensor, block_size: int) -> Tensor:
-        """Flat block positions in the shard as positions in the full layer; the order stays."""
-        (top, _), (left, right) = self.rows, self.cols
-        width = (right - left) // block_size
-        rows = flat // width + top // block_size
-        return rows * (self.shape[1] // block_size) + flat % width + left // block_size
-
-    def to_local(self, flat: Tensor, block_size: int) -> Tensor:
-        """Those of flat positions in the full layer that are in the shard, as positions in it."""
-        top, (left, right) = self.rows[0], self.cols
-        flat = flat[self.inside(flat, block_size)]
-        full_width, width = self.shape[1] // block_size, (right - left) // block_size
-        return (
-            (flat // full_width - top // block_size) * width
-            + flat % full_width
-            - left // block_size
-        )
-
-    def inside(self, flat: Tensor, block_size: int) -> Tensor:
-        """Which flat positions in the full layer are in the shard."""
-        width = self.shape[1] // block_size
-        row, col = flat // width * block_size, flat % width * block_size
-        (top, bottom), (left, right) = self.rows, self.cols
-        return (row >= top) & (row < bottom) & (col >= left) & (col < right)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardBackend:
-        return self  # it does not change
 
 
 def spec_of(layer: SparseLinear) -> ShardBackend | None:

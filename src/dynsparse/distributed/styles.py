@@ -9,10 +9,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dynsparse._core.checks import typed
 from dynsparse.distributed.distribute import check_same_layers, check_unsharded, make_shards
-from dynsparse.distributed.placement import Bundle, Chain, Placement
+from dynsparse.distributed.placement import Bundle, Chain
 from dynsparse.distributed.sharded_layer import keep_shard, split_heads
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.ranks import RankGrid, collective_errors, ranks_of
+from dynsparse.ranks import Placement, RankGrid, collective_errors, ranks_of
 
 __all__ = ["SplitCols", "SplitHeads", "SplitPair", "SplitRows"]
 

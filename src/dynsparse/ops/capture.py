@@ -70,8 +70,8 @@ _open: WeakValueDictionary[int, Pairs] = WeakValueDictionary()
 def start(row_ptr: Tensor, values: Tensor) -> Pairs:
     """Capture x and dY of later backward passes through the layer of `row_ptr`.
 
-    The capture lasts until `take` or `stop`, and only while the caller holds the returned pairs.
-    Starting again discards earlier pairs.
+    The capture lasts while the caller holds the returned pairs. Starting again discards earlier
+    ones.
 
     Args:
         row_ptr: of the index that the layer computes with.
@@ -81,16 +81,6 @@ def start(row_ptr: Tensor, values: Tensor) -> Pairs:
     pairs.values = values
     _open[row_ptr.data_ptr()] = pairs
     return pairs
-
-
-def take(row_ptr: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """End the capture; the pairs (x [batch, in], dY [batch, out]), one per backward pass since."""
-    pairs = _open.pop(row_ptr.data_ptr(), None)
-    if pairs is None:
-        return []
-    taken = list(pairs)
-    pairs.clear()  # so that the memory is free as soon as the caller drops them
-    return taken
 
 
 # Address of a `row_ptr` that its layer no longer computes with: its storage, which must still be
@@ -172,11 +162,6 @@ def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
         raise RuntimeError(CHANGED)
 
 
-def stop(row_ptr: Tensor) -> None:
-    """End the capture and discard its pairs."""
-    take(row_ptr)
-
-
 def is_open(row_ptr: Tensor) -> bool:
     """Whether pairs of this layer are captured; a backward pass need not make them otherwise."""
     return bool(_open) and row_ptr.data_ptr() in _open
@@ -196,7 +181,7 @@ def needs_check(row_ptr: Tensor) -> bool:
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
-    """Append a pair, from a backward pass; the tensors must not change before `take`."""
+    """Append a pair, from a backward pass; the tensors must not change while it is held."""
     if _open and (pairs := _open.get(row_ptr.data_ptr())) is not None:
         pairs.begin(backward_pass())
         pairs.append((x, dy))

@@ -67,10 +67,11 @@ class Rewiring:
             raise ValueError("source must lead every block to the slot that held its position")
 
     @classmethod
-    def _trusted(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
-        """Without checks, which take as long as making a rewiring."""
+    def _made(cls, before: SparsePattern, after: SparsePattern, **source: Tensor) -> Rewiring:
+        """Without checks, which take as long as making a rewiring. `source` has what the source is,
+        or follows from: `source`, `_device_source` or `_reused`."""
         rewiring = cls.__new__(cls)
-        vars(rewiring).update(before=before, after=after, source=source)
+        vars(rewiring).update(before=before, after=after, **source)
         return rewiring
 
     @classmethod
@@ -115,18 +116,11 @@ class Rewiring:
                 flat = torch.where(unless, before, flat)
                 source = torch.where(unless, own, source)
         after = SparsePattern._on_device(flat, pattern, slots_after)
-        rewiring = cls._from_device(pattern, after, source)
+        rewiring = cls._made(pattern, after, _device_source=source)
         if slots_after is not None:
             vars(rewiring)["keeps_slots"] = True
         if all_new:
             vars(rewiring)["_known_grown"] = len(grow)
-        return rewiring
-
-    @classmethod
-    def _from_device(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
-        """`_trusted` with a source on a device."""
-        rewiring = cls.__new__(cls)
-        vars(rewiring).update(before=before, after=after, _device_source=source)
         return rewiring
 
     def __getattr__(self, name: str) -> Any:
@@ -213,11 +207,9 @@ class Rewiring:
         after.shape, after.block_size = pattern.shape, pattern.block_size
         if not keeps_slots:
             after._set_index(merged.row_ptr, merged.cols, merged.slots.new_empty(0))
-            return cls._trusted(pattern, after, merged.slots)
+            return cls._made(pattern, after, source=merged.slots)
         after._set_index(*merged)
-        rewiring = cls.__new__(cls)
-        vars(rewiring).update(before=pattern, after=after, _reused=reused)
-        return rewiring
+        return cls._made(pattern, after, _reused=reused)
 
     @classmethod
     @typed
@@ -230,13 +222,13 @@ class Rewiring:
                 old = before._sorted_flat_on(device)
                 source = find_sources(old, after._flat_on(device))
                 source = _slots_of_sources(source, before._slots_on(device))
-            return cls._from_device(before, after, source)
+            return cls._made(before, after, _device_source=source)
         positions = after.flat
         stays = before.contains(positions)
         source = torch.full((after.nnz,), -1, dtype=torch.int32, device="cpu")
         entries = torch.searchsorted(before.sorted_flat, positions[stays], out_int32=True)
         source[stays] = slots_of(entries, before.slots)
-        return cls._trusted(before, after, source)
+        return cls._made(before, after, source=source)
 
     @cached_property
     def keeps_slots(self) -> bool:

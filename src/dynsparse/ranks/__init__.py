@@ -17,7 +17,7 @@ from dynsparse.ranks.consistency import (
     min_max_digest,
     sum_over_ranks,
 )
-from dynsparse.ranks.grid import AXES, DimShard, RankGrid, ShardSpec, check_axes
+from dynsparse.ranks.grid import AXES, DimShard, Placement, RankGrid, ShardSpec, check_axes
 from dynsparse.ranks.grow import GrowRequest, comm_volume, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
@@ -36,6 +36,7 @@ __all__ = [
     "DimShard",
     "GroupRanks",
     "GrowRequest",
+    "Placement",
     "RankGrid",
     "Ranks",
     "ShardSpec",

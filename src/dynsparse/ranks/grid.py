@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,47 +109,116 @@ class DimShard:
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
 
-@runtime_checkable
-class ShardSpec(Protocol):
-    """How a layer is sharded in two dimensions over a grid, and this rank's shard."""
+class Placement(NamedTuple):
+    """The mesh dimensions that a layer is sharded over.
+
+    Attributes:
+        rows, cols: the axis ("x" or "y") that rows (out) and columns (in) are sharded over; None:
+            every rank along the axis has all of them.
+        input: the axis that the input's features are sharded over; None: each rank has all.
+        gather_output: whether the output's features are gathered; otherwise each rank has those of
+            its rows.
+    """
+
+    rows: str | None = None
+    cols: str | None = None
+    input: str | None = None
+    gather_output: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """How a layer is sharded in two dimensions over a grid, and this rank's shard: a range of rows
+    and one of columns.
+
+    Attributes:
+        grid: the ranks along each axis.
+        placement: the axes that rows, columns and input are sharded over.
+        shape: [out, in] of the full layer.
+        row_borders, col_borders: of the shards, in features.
+        input_borders: of the features that come in.
+        blocks: present blocks of the full layer when it was sharded; constant unless it is
+            resizable.
+        active: the slots that the forward pass uses, where it does not use all: Top-KAST's.
+    """
+
+    grid: RankGrid
+    placement: Placement
+    shape: tuple[int, int]
+    row_borders: tuple[int, ...]
+    col_borders: tuple[int, ...]
+    input_borders: tuple[int, ...]
+    blocks: int
+    active: Any = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """[out, in] of the full layer."""
+    def rows(self) -> tuple[int, int]:
+        """The first feature of this rank's rows, and the one after its last."""
+        return self.dim_shards[0].ends
 
     @property
-    def grid(self) -> RankGrid:
-        """The ranks."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Those of x and y that the layer is sharded over; along others all ranks hold the same."""
+    def cols(self) -> tuple[int, int]:
+        """The first feature of this rank's columns, and the one after its last."""
+        return self.dim_shards[1].ends
 
     @property
     def dim_shards(self) -> tuple[DimShard, DimShard]:
-        """Of rows (out) and columns (in)."""
+        """The shards of rows and columns."""
+        line = self.grid.line
+        return (
+            DimShard(line(self.placement.rows), self.row_borders),
+            DimShard(line(self.placement.cols), self.col_borders),
+        )
 
     @property
-    def blocks(self) -> int:
-        """Present blocks of the full layer when it was sharded; constant unless it is resizable."""
-
-    @property
-    def active(self) -> Any:
-        """The slots that the forward pass uses; None: all."""
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the layer is sharded over; along others all ranks hold the same."""
+        return tuple(axis for axis in self.placement[:2] if axis is not None)
 
     def with_active(self, active: Any) -> Any:
         """The same shard, whose forward pass uses these slots; None: all."""
+        return self if active is self.active else replace(self, active=active)
 
     def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
         """The slots in the full layer of the slots of a pattern in this shard, int64 [nnz],
-        ascending, and the number of slots of the full layer. All ranks of the layer call this, each
-        with the pattern of its shard."""
-
-    def inside(self, flat: Tensor, block_size: int) -> Tensor:
-        """Which flat block positions of the full layer are in the shard: bool."""
+        ascending, and the number of slots of the full layer: by how many non-zeros each row has in
+        each shard. All ranks of the layer call this, each with the pattern of its shard."""
+        rows, cols = self.dim_shards
+        counts = pattern.row_ptr.long().diff()
+        beside = torch.stack(cols.ranks.all_gather(counts, [len(counts)] * cols.ranks.size))
+        in_row = beside.sum(0)
+        in_shard = in_row.sum().view(1)
+        above = torch.cat(rows.ranks.all_gather(in_shard, [1] * rows.ranks.size))
+        first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
+        first += beside[: cols.ranks.rank].sum(0)
+        at = pattern.rows.long()
+        own = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[at]
+        return first[at] + own, int(above.sum())
 
     def to_full(self, flat: Tensor, block_size: int) -> Tensor:
-        """Flat block positions in the shard as positions in the full layer, in the same order."""
+        """Flat block positions in the shard as positions in the full layer; the order stays."""
+        (top, _), (left, right) = self.rows, self.cols
+        width = (right - left) // block_size
+        rows = flat // width + top // block_size
+        return rows * (self.shape[1] // block_size) + flat % width + left // block_size
 
     def to_local(self, flat: Tensor, block_size: int) -> Tensor:
-        """The flat positions of the full layer that are inside, as positions in the shard."""
+        """Those of flat positions in the full layer that are in the shard, as positions in it."""
+        top, (left, right) = self.rows[0], self.cols
+        flat = flat[self.inside(flat, block_size)]
+        full_width, width = self.shape[1] // block_size, (right - left) // block_size
+        return (
+            (flat // full_width - top // block_size) * width
+            + flat % full_width
+            - left // block_size
+        )
+
+    def inside(self, flat: Tensor, block_size: int) -> Tensor:
+        """Which flat positions in the full layer are in the shard."""
+        width = self.shape[1] // block_size
+        row, col = flat // width * block_size, flat % width * block_size
+        (top, bottom), (left, right) = self.rows, self.cols
+        return (row >= top) & (row < bottom) & (col >= left) & (col < right)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
+        return self  # it does not change

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_not_negative
+from dynsparse._core.checks import check_integer, check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import best_free, check_pooling, random_outside
 from dynsparse.ops.grow.topk import best_positions, topk_outside
@@ -19,7 +19,6 @@ from dynsparse.ranks import (
     GrowRequest,
     Ranks,
     check_consistent,
-    digest,
     topk_over_ranks,
 )
 from dynsparse.training.deferred_checks import layer_errors
@@ -125,23 +124,14 @@ class RandomGrowth(Growth):
     Args:
         seed: of all choices, so that other random draws do not affect them. By default drawn from
             torch's global generator; several ranks take that of the first.
-        generator: draws everything in place of a seed, one layer after the other (CPU). It must
-            have the same state on all ranks.
-
-    Attributes:
-        seed: None where a given generator draws.
     """
 
-    def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
-        self._has_seed = seed is not None
-        if generator is None:
-            seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
-            generator = torch.Generator().manual_seed(seed)
-        elif seed is not None:
-            raise ValueError("give either seed or generator, not both")
+    def __init__(self, seed: int | None = None) -> None:
         super().__init__()
-        self.seed = seed
-        self.generator = generator
+        self._has_seed = seed is not None
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        self.seed = check_integer("seed", seed)
 
     def choose(
         self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
@@ -156,9 +146,7 @@ class RandomGrowth(Growth):
         return chosen
 
     def generator_for(self, layer: str, step: int, what: str) -> torch.Generator:
-        """The generator for `what` of a layer at a step: seeded anew, where there is a seed."""
-        if self.seed is None:
-            return self.generator
+        """The generator for `what` of a layer at a step."""
         key = repr((self.seed, layer, step, what)).encode()
         number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         return torch.Generator().manual_seed(number >> 1)
@@ -167,37 +155,22 @@ class RandomGrowth(Growth):
         if ranks.alone:
             return
         given = str(self.seed) if self._has_seed else "none"
-        given = "a generator" if self.seed is None else given
         check_consistent(ranks, {"the seed": given}, "give the same seed on every rank, or none")
-        if self.seed is None:
-            state = digest(self.generator.get_state())
-            advice = "give generators of one state on every rank"
-            check_consistent(ranks, {"the state of the generator": state}, advice, shown=False)
-        elif not self._has_seed:
-            seed = torch.tensor([self.seed], device=ranks.device)
-            self.seed = int(ranks.broadcast(seed))
-            self.generator.manual_seed(self.seed)
+        if not self._has_seed:
+            self.seed = int(ranks.broadcast(torch.tensor([self.seed], device=ranks.device)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "generator": self.generator.get_state()}
+        return {"seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
-        self.generator.set_state(state["generator"])
 
     def check_state(self, state: dict[str, Any]) -> None:
-        saved = state.get("generator") if isinstance(state, dict) else None
-        try:
-            torch.Generator(self.generator.device).set_state(saved)  # type: ignore[arg-type]
-        except (RuntimeError, TypeError) as error:
+        seed = state.get("seed") if isinstance(state, dict) else None
+        if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(
-                f"the state of the growth's generator is damaged: {str(error).splitlines()[0]}"
-            ) from None
-        if "seed" not in state:
-            raise ValueError("the state of the growth has no seed")
-        seed = state["seed"]
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise ValueError(f"the seed of the growth must be an integer, got {seed!r}")
+                f"the state of the growth must hold an integer as its seed, got {seed!r}"
+            )
 
 
 class NoGrowth(Growth):

@@ -275,12 +275,6 @@ class DenseMomentum(History):
     def with_features(self, state: Any, change: ChangeFeatures) -> Any:
         return {"momentum": {name: change(name, m, 0, 1) for name, m in state["momentum"].items()}}
 
-    def snapshot(self) -> dict[str, Tensor]:
-        return {name: matrix.clone() for name, matrix in self._momentum.items()}
-
-    def restore(self, snapshot: dict[str, Tensor]) -> None:
-        self._momentum = snapshot
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._momentum = {name: matrix.clone() for name, matrix in state["momentum"].items()}
 

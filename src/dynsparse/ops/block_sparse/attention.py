@@ -14,6 +14,7 @@ from dynsparse._core.checks import check_flag, check_kind, check_within, is_numb
 from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.products import check_operand
+from dynsparse.ops.linear.autograd import under_autocast
 from dynsparse.ops.linear.layer_index import TensorCache
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
@@ -188,28 +189,7 @@ torch.library.register_autograd(
 )
 
 
-def _register_autocast(device: str) -> None:
-    def lower(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-            return tensor
-        return tensor.to(torch.get_autocast_dtype(device))
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, row_ptr: Tensor, cols: Tensor, *rest: Any) -> Any:
-        first = [lower(tensor) for tensor in (q, k, v)]
-        with torch.autocast(device, enabled=False):
-            bias, *others = rest
-            return torch.ops.dynsparse.block_attention(*first, row_ptr, cols, lower(bias), *others)
-
-    def backward(*args: Any) -> Any:
-        with torch.autocast(device, enabled=False):
-            return torch.ops.dynsparse.block_attention_backward(*args)
-
-    _library.impl("block_attention", forward, f"Autocast{device.upper()}")
-    _library.impl("block_attention_backward", backward, f"Autocast{device.upper()}")
-
-
-_register_autocast("cpu")
-_register_autocast("cuda")
+under_autocast(_library, "block_attention", cast=(0, 1, 2, 5))  # query, key, value and bias
 
 
 def bias_of(key_padding_mask: Tensor | None, like: Tensor, shape: tuple[int, int]) -> Tensor | None:

@@ -15,7 +15,7 @@ the weights, and are computed one after another if each has its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -467,22 +467,29 @@ def grad_weight(
 # Autocast.
 
 
-def under_autocast(library: torch.library.Library, name: str) -> None:
-    """Register the autocast behaviour of `name` and `name`_backward, on every device."""
+def under_autocast(library: torch.library.Library, name: str, cast: Sequence[int] = (0,)) -> None:
+    """Register the autocast behaviour of `name` and `name`_backward, on every device.
+
+    Args:
+        cast: which operands are cast. Of products only the activations: the values are few and keep
+            their precision.
+    """
     operator = getattr(torch.ops.dynsparse, name)
     operator_backward = getattr(torch.ops.dynsparse, f"{name}_backward")
 
     def register(device: str) -> None:
-        def forward(x: Tensor, *rest: Any) -> Tensor:
-            # Only the activations are cast: the values are few and keep their precision.
-            if x.is_floating_point() and x.dtype != torch.float64:
-                x = x.to(torch.get_autocast_dtype(device))
+        def forward(*operands: Any) -> Any:
+            lowered = list(operands)
+            for i in cast:
+                x = operands[i]
+                if x is not None and x.is_floating_point() and x.dtype != torch.float64:
+                    lowered[i] = x.to(torch.get_autocast_dtype(device))
             with torch.autocast(device, enabled=False):
-                return operator(x, *rest)
+                return operator(*lowered)
 
-        def backward(*args: Any) -> Any:
+        def backward(*operands: Any) -> Any:
             with torch.autocast(device, enabled=False):
-                return operator_backward(*args)
+                return operator_backward(*operands)
 
         library.impl(name, forward, f"Autocast{device.upper()}")
         library.impl(f"{name}_backward", backward, f"Autocast{device.upper()}")

@@ -97,7 +97,7 @@ class SET(SparseTrainer):
     Args:
         model, optimizer, drop_score, regrow_dropped, initial_value, ranks: see `SparseTrainer`.
         total_steps, update_interval, drop_fraction, schedule, budget: see `RigL`.
-        seed, generator: of the positions drawn; see `RandomGrowth`.
+        seed: of the positions drawn; see `RandomGrowth`.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class SET(SparseTrainer):
         drop_fraction: float | None = None,
         schedule: Schedule | None = None,
         seed: int | None = None,
-        generator: torch.Generator | None = None,
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
@@ -121,7 +120,7 @@ class SET(SparseTrainer):
             model,
             optimizer,
             schedule=cosine_schedule(total_steps, update_interval, drop_fraction, schedule),
-            growth=RandomGrowth(seed, generator),
+            growth=RandomGrowth(seed),
             drop_score=drop_score,
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
@@ -150,7 +149,7 @@ class MEST(SparseTrainer):
             nothing, as that of `ElasticSchedule`.
         gradient_weight: the lambda of the score; 0 leaves the magnitude alone.
         soft_memory_bound: see above.
-        seed, generator: of the positions drawn; see `RandomGrowth`.
+        seed: of the positions drawn; see `RandomGrowth`.
     """
 
     def __init__(
@@ -165,7 +164,6 @@ class MEST(SparseTrainer):
         gradient_weight: float = 0.01,
         soft_memory_bound: bool = False,
         seed: int | None = None,
-        generator: torch.Generator | None = None,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
         ranks: Any = "auto",
@@ -176,7 +174,7 @@ class MEST(SparseTrainer):
             model,
             optimizer,
             schedule=cosine_schedule(total_steps, update_interval, drop_fraction, schedule, kind),
-            growth=RandomGrowth(seed, generator),
+            growth=RandomGrowth(seed),
             drop_score=MagnitudeGradient(gradient_weight),
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,

@@ -55,7 +55,7 @@ class DeepR(SparseTrainer):
         update_interval: steps between updates; 1 is the paper's.
         l1: strength of the pull to zero, at least 0.
         temperature: of the noise, at least 0.
-        seed, generator: of the positions, signs and noise drawn; see `RandomGrowth`.
+        seed: of the positions, signs and noise drawn; see `RandomGrowth`.
     """
 
     growth: RandomGrowth
@@ -70,7 +70,6 @@ class DeepR(SparseTrainer):
         l1: float = 1e-4,
         temperature: float = 0.0,
         seed: int | None = None,
-        generator: torch.Generator | None = None,
         ranks: Any = "auto",
     ) -> None:
         self.l1 = check_not_negative("l1", l1)
@@ -79,7 +78,7 @@ class DeepR(SparseTrainer):
             model,
             optimizer,
             schedule=ConstantSchedule(total_steps, update_interval, drop_fraction=1.0),
-            growth=RandomGrowth(seed, generator),
+            growth=RandomGrowth(seed),
             budget=SignBudget(),
             ranks=ranks,
         )

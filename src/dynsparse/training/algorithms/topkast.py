@@ -85,7 +85,7 @@ class TopKAST(SparseTrainer):
         total_steps, update_interval, drop_fraction: see `RigL`; the share is one of the weights
             outside A, and falls to zero at the end of the training.
         schedule: in place of these three.
-        seed, generator: of the positions drawn; see `RandomGrowth`.
+        seed: of the positions drawn; see `RandomGrowth`.
 
     Raises:
         TypeError: a layer that is an embedding table or on a tile machine: they use all of B.
@@ -106,7 +106,6 @@ class TopKAST(SparseTrainer):
         drop_fraction: float | None = None,
         schedule: Schedule | None = None,
         seed: int | None = None,
-        generator: torch.Generator | None = None,
         initial_value: GrownValue = 0.0,
         ranks: Any = "auto",
     ) -> None:
@@ -118,7 +117,7 @@ class TopKAST(SparseTrainer):
             model,
             optimizer,
             schedule=schedule,
-            growth=RandomGrowth(seed, generator),
+            growth=RandomGrowth(seed),
             initial_value=initial_value,
             budget=SpareBudget(forward_fraction),
             ranks=ranks,

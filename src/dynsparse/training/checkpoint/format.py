@@ -384,10 +384,6 @@ class CheckpointReader:
         """The user's own values."""
         return _full_tensors(self.parts()["extra"])
 
-    def peek_extra(self) -> Any:
-        """The same with names in the place of tensors; nothing has been verified."""
-        return from_tree(self._state.get("extra"), str)
-
     def _file(self, number: int) -> _File:
         if number not in self._files:
             path = shard_path(self.path, self._token, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,11 @@ def check(generator: Generator, state: dict[str, Any], name: str) -> None:
     bits = [_bits(one) for one in (own, state)]
     if own["kind"] != state["kind"] or bits[0] != bits[1]:
         raise ValueError(f"the generator {name!r} was of another kind when it was saved")
-    _try(lambda: restore(_beside(generator), state), f"the state of the generator {name!r}")
+    if isinstance(generator, torch.Generator):
+        beside: Generator = torch.Generator(generator.device)
+    else:
+        beside = copy.deepcopy(generator)
+    _try(lambda: restore(beside, state), f"the state of the generator {name!r}")
 
 
 def restore(generator: Generator, state: dict[str, Any]) -> None:
@@ -81,15 +86,6 @@ def _bits(state: dict[str, Any]) -> Any:
     if state["kind"] != "numpy" or not isinstance(state["state"], dict):
         return None
     return state["state"].get("bit_generator")
-
-
-def _beside(generator: Generator) -> Generator:
-    """Another generator of the same kind, whose state does not matter."""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(generator.device)
-    if isinstance(generator, np.random.Generator):
-        return np.random.Generator(type(generator.bit_generator)())
-    return random.Random()
 
 
 def _try(restore: Callable[[], None], what: str) -> None:

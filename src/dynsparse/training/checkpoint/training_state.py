@@ -7,6 +7,8 @@ generators and the history of gradients of its samples.
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,16 +21,11 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import shortened
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import is_sharded, sharded_like
+from dynsparse.nn.sharded import is_sharded, local_part, sharded_like
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, ShardSpec, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
-from dynsparse.training.checkpoint.optimizer_state import (
-    check_finite,
-    check_scheduler,
-    load_optimizer_state,
-)
 from dynsparse.training.checkpoint.rank_state import gather_coordinates, gather_history
 from dynsparse.training.checkpoint.tensor_parallel import KeyPath, TensorParallelState
 from dynsparse.training.layer_shards import follow_sizes, resize_shards
@@ -88,7 +85,7 @@ class TrainingState:
         keeps NaN or infinity, or the ranks hold different layers or patterns."""
         with collective_errors(ranks):
             if self.optimizer is not None:
-                check_finite(self.optimizer.state, _parameter_names(self.model))
+                _check_finite(self.optimizer.state, _parameter_names(self.model))
         layers = {
             name: module
             for name, module in self.model.named_modules()
@@ -229,22 +226,26 @@ class TrainingState:
     def _check(self, parts: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's attributes with its state loaded."""
         attributes: dict[str, Any] = {}
-        _check_model(parts, self.model)
+        patterns = _check_model(parts, self.model)
         if self.optimizer is not None:
             _check_optimizer(parts["optimizer"], self.optimizer)
-            attributes = load_optimizer_state(
+            attributes = _load_optimizer_state(
                 self.optimizer, parts["optimizer"]["state"], _parameter_shapes(parts, self.model)
             )
-            check_finite(attributes["state"], _parameter_names(self.model))
+            _check_finite(attributes["state"], _parameter_names(self.model))
         if parts["random"] is not None:
             rng.check_global_states(parts["random"])
         if self.trainer is not None:
             _require(parts, "trainer")
-            patterns = _saved_patterns(parts, self.model, self.trainer)
-            self.trainer.check_state(parts["trainer"], patterns)
+            layers = self.trainer.layers.items()
+            found = {name: patterns.get(id(layer)) for name, layer in layers}
+            # None for a trainer of another model, or layers without a state.
+            known = {name: pattern for name, pattern in found.items() if pattern is not None}
+            complete = known if len(known) == len(found) else None
+            self.trainer.check_state(parts["trainer"], complete)
         if self.lr_scheduler is not None:
             _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
-            check_scheduler(parts["lr_scheduler"]["state"], self.lr_scheduler)
+            _check_scheduler(parts["lr_scheduler"]["state"], self.lr_scheduler)
         if parts["generators"] is not None:
             for name, generator in self.generators.items():
                 if name not in parts["generators"]:
@@ -276,23 +277,6 @@ def shared_errors(ranks: Ranks) -> Iterator[None]:
 
 def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
     return tensor[first:last].clone() if tensor.dim() else tensor
-
-
-def _saved_patterns(
-    parts: dict[str, Any], model: nn.Module, trainer: SparseTrainer
-) -> dict[str, SparsePattern] | None:
-    """The patterns that the trainer's layers are going to have, after `_check_model`."""
-    saved, found = parts["model"], {}
-    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-    for name, layer in trainer.layers.items():
-        prefix = prefixes.get(id(layer))
-        if prefix is None or prefix + "rows" not in saved:
-            return None  # a trainer of another model, or layers without a state
-        rows, cols = saved[prefix + "rows"], saved[prefix + "cols"]
-        found[name] = SparsePattern(
-            rows, cols, shape=layer.pattern.shape, block_size=layer.block_size
-        )
-    return found
 
 
 def _parameter_shapes(parts: dict[str, Any], model: nn.Module) -> dict[int, torch.Size]:
@@ -338,8 +322,12 @@ def _describe_patterns(model: nn.Module) -> dict[str, list[int]]:
     return found
 
 
-def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
-    """Raise ValueError unless the tensors and patterns of a checkpoint fit the model."""
+def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePattern]:
+    """The saved patterns by the `id` of the layer.
+
+    Raises:
+        ValueError: tensors or patterns of the checkpoint do not fit the model.
+    """
     saved, own = parts["model"], model.state_dict()
     if odd := sorted(saved.keys() ^ own.keys()):
         where = "file" if odd[0] in saved else "model"
@@ -347,6 +335,7 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
             f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
             f"which is in the {where}"
         )
+    patterns: dict[int, SparsePattern] = {}
     resizable: set[str] = set()  # entries whose length follows the number of blocks
     for name, pattern in _describe_patterns(model).items():
         other = parts["patterns"].get(name)
@@ -364,7 +353,9 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
                 f"{shortened(other)}, "
                 f"the model has {pattern}"
             )
-        _check_pattern(name, module, saved)
+        saved_pattern = _check_pattern(name, module, saved)
+        if saved_pattern is not None:
+            patterns[id(module)] = saved_pattern
     for name, tensor in own.items():
         other = saved[name]
         if not isinstance(tensor, Tensor):
@@ -377,14 +368,16 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
                 f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
+    return patterns
 
 
-def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
-    """The layers check this, too, but when the ones before them have changed already."""
+def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> SparsePattern | None:
+    """The saved pattern of a layer. The layers check this, too, but when the ones before them have
+    changed already."""
     prefix = f"{name}." if name else ""
     rows, cols, values = (saved.get(prefix + key) for key in ("rows", "cols", "values"))
     if rows is None or cols is None:
-        return
+        return None
     own = module.pattern
     try:
         pattern = SparsePattern(rows, cols, shape=own.shape, block_size=own.block_size)
@@ -392,3 +385,151 @@ def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
             raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
+    return pattern
+
+
+# States of optimizers and learning-rate schedulers, checked before anything is changed.
+
+# What they keep for a parameter is not of its shape.
+_OTHER_SHAPES = ("Adafactor", "LBFGS")
+
+
+def _load_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], shapes: Mapping[int, torch.Size]
+) -> dict[str, Any]:
+    """The attributes of `optimizer` with `state` loaded, made beside it.
+
+    Args:
+        shapes: those that its parameters will have, by the `id` of the parameter.
+
+    Raises:
+        ValueError: a state that is damaged, or with which it could make no step.
+    """
+    try:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        if numbers != list(range(len(numbers))) or not set(state["state"]) <= set(numbers):
+            raise ValueError("expected its parameters in their order")
+        beside = copy.copy(optimizer)
+        # Its own load puts the groups' parameters in place, but not their other entries' types.
+        beside.load_state_dict(copy.deepcopy(state))
+        for own, saved in zip(optimizer.param_groups, beside.param_groups, strict=True):
+            _check_same_kind("its group", _options(own), _options(saved))
+            _check_ranges(optimizer, own, saved)
+        for group in beside.param_groups:
+            for parameter in group["params"]:
+                shape = shapes.get(id(parameter), parameter.shape)
+                _check_entries(optimizer, beside.state.get(parameter, {}), shape)
+    except Exception as error:  # of any kind: the values are untrusted
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
+    # Hooks belong to the optimizer itself.
+    return {name: own for name, own in vars(beside).items() if not name.endswith("_hooks")}
+
+
+def _check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:
+    """Raise ValueError where what an optimizer keeps of a parameter holds NaN or infinity.
+
+    Args:
+        state: of an optimizer, by parameter.
+        names: of the parameters, by their `id`.
+    """
+    for parameter, entries in state.items():
+        for key, value in entries.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            value = local_part(value)
+            if not bool((value.float() if value.itemsize < 2 else value).isfinite().all()):
+                name = names.get(id(parameter), "a parameter that is not the model's")
+                raise ValueError(
+                    f"the optimizer's {key} of {name!r} holds NaN or infinity: the training has "
+                    "diverged"
+                )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    # A scheduler adds this one when it is made.
+    return {name: v for name, v in group.items() if name not in ("params", "initial_lr")}
+
+
+def _check_ranges(
+    optimizer: torch.optim.Optimizer, own: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    """Torch's own optimizers know the ranges of their arguments, when they are made."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return
+    taken = inspect.signature(kind).parameters
+    for group in (own, saved):
+        arguments = {name: value for name, value in _options(group).items() if name in taken}
+        try:
+            kind([torch.zeros(1, requires_grad=True)], **arguments)
+        except Exception as error:  # of any kind: torch has several
+            if group is own:
+                return  # made in a way that is not known here
+            raise ValueError(f"its group: {error}") from None
+
+
+def _check_entries(
+    optimizer: torch.optim.Optimizer, entries: dict[str, Any], shape: torch.Size
+) -> None:
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+        raise ValueError(f"expected names and values, got {shortened(entries)}")
+    needed = _needed(optimizer)
+    if entries and (missing := needed - entries.keys()):
+        raise ValueError(f"expected {sorted(missing)}, got {shortened(sorted(entries))}")
+    for name, value in entries.items():
+        if name == "step":
+            number = value if isinstance(value, (int, float)) else _to_number(value)
+            if not math.isfinite(number) or number < 0:
+                raise ValueError(f"expected a step of at least 0, got {number}")
+        elif isinstance(value, Tensor):
+            exact = type(optimizer).__name__ not in _OTHER_SHAPES
+            if exact and (value.dim() or name in needed) and value.shape != shape:
+                raise ValueError(f"expected {name} of {list(shape)}, got {list(value.shape)}")
+            if exact and value.is_complex():
+                raise ValueError(f"expected {name} of real numbers, got {value.dtype}")
+        elif name in needed and not (value is None and name == "momentum_buffer"):
+            raise ValueError(f"expected {name} to be a tensor, got {shortened(value)}")
+
+
+def _needed(optimizer: torch.optim.Optimizer) -> set[str]:
+    """What a parameter's state always has, for the optimizers that trainings use most."""
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return {"step", "exp_avg", "exp_avg_sq"}
+    return {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else set()
+
+
+def _to_number(value: Any) -> float:
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        raise ValueError(f"expected a step of one number, got {shortened(value)}")
+    return float(value)
+
+
+def _check_scheduler(state: Any, scheduler: Any) -> None:
+    """Raise ValueError for a state of other entries, types or lengths than the scheduler's own."""
+    _check_same_kind("the scheduler", scheduler.state_dict(), state)
+
+
+def _check_same_kind(what: str, own: Any, saved: Any) -> None:
+    """Raise ValueError if `saved` could not stand where `own` does."""
+    number = (int, float, Tensor)
+    if own is None or isinstance(own, bool):
+        # Switches of torch's optimizers are None where they are left to it.
+        if not (saved is None or isinstance(saved, bool)):
+            raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
+    elif isinstance(own, number):
+        alone = saved.numel() == 1 if isinstance(saved, Tensor) else isinstance(saved, number)
+        if not alone or isinstance(saved, bool) or not math.isfinite(float(saved)):
+            raise ValueError(f"{what}: expected a number, got {shortened(saved)}")
+    elif isinstance(own, dict):
+        if not isinstance(saved, dict) or not own.keys() <= saved.keys():
+            raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
+        for key in own:
+            _check_same_kind(f"{what}, {key}", own[key], saved[key])
+    elif isinstance(own, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or len(own) != len(saved):
+            raise ValueError(f"{what}: expected {len(own)} values, got {shortened(saved)}")
+        for one, other in zip(own, saved, strict=True):
+            _check_same_kind(what, one, other)
+    elif not isinstance(saved, type(own)):
+        raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
