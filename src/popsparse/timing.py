@@ -60,6 +60,9 @@ class Kernel(NamedTuple):
     def worker(self, rows: Ints, count: Ints) -> Ints:
         return self.start + rows * self.row + count * self.each
 
+    def supervise(self, rows: Ints, count: Ints) -> Ints:
+        return self.supervisor + rows * self.by_row + count * self.by_each
+
 
 class _Rows(NamedTuple):
     """Instructions of a kernel's general case, by what they are paid for. A non-zero takes 3 of
@@ -217,10 +220,8 @@ class BucketLoad:
     def at_offset(self, x: int, y: int) -> np.ndarray:
         """Which sub-groups lie (x, y) partitions away from where they belong, bool."""
         px, py, _ = self.partition
-        destination, home = self.groups.rectangle, self.home
-        return ((destination // py - home // py) % px == x) & (
-            (destination % py - home % py) % py == y
-        )
+        goal, home = self.groups.rectangle, self.home
+        return ((goal // py - home // py) % px == x) & ((goal % py - home % py) % py == y)
 
     @cached_property
     def scan(self) -> int:
@@ -409,9 +410,8 @@ class _Pass(ABC):
                 at_offset = load.at_offset(*offset)
                 if at_offset.any():
                     # A bucket may hold several sub-groups for the rectangle it passes.
-                    spent = np.bincount(
-                        load.groups.bucket[at_offset], self.group_cycles(load)[at_offset]
-                    )
+                    cycles = self.group_cycles(load)[at_offset]
+                    spent = np.bincount(load.groups.bucket[at_offset], cycles)
                     slowest = max(slowest, float(spent.max()))
             compute += z * (slowest or float(max(load.scan for load in self.loads)))
         turns = z * len(offsets)
@@ -447,16 +447,10 @@ class _Product(_Pass):
         plan, grain = self.plan, self.plan.grouping.z
         if plan.method is not Method.ELEMENT:
             shares = load.batch_shares(plan.groups_per_tile.z)
-            by_share = []
-            for share in shares:
-                kernel = self.kernel(share * grain)
-                by_share.append(self.workers * kernel.worker(0, load.groups.nz))
-            supervisor = (
-                kernel.supervisor
-                + load.groups.rows * kernel.by_row
-                + load.groups.nz * kernel.by_each
-            )
-            return np.maximum.reduce(by_share) + supervisor
+            kernels = [self.kernel(share * grain) for share in shares]
+            slowest = np.maximum.reduce([kernel.worker(0, load.groups.nz) for kernel in kernels])
+            supervisor = kernels[-1].supervise(load.groups.rows, load.groups.nz)
+            return self.workers * slowest + supervisor
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
             work = kernel.worker(load.groups.rows, load.shared_turns(self.workers))
@@ -511,9 +505,7 @@ class _GradWeight(_Pass):
         rows = (
             load.groups.rows if amp else np.minimum(-(-load.groups.rows // self.workers) + 1, share)
         )
-        supervisor = (
-            kernel.supervisor + load.groups.rows * kernel.by_row + load.groups.nz * kernel.by_each
-        )
+        supervisor = kernel.supervise(load.groups.rows, load.groups.nz)
         return self.workers * kernel.worker(rows, share) + supervisor
 
     def steps(self) -> Iterable[Step]:
