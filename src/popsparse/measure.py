@@ -10,7 +10,7 @@ import torch
 
 from dynsparse.pattern import SparsePattern
 from popsparse.layer import Layer
-from popsparse.machine import Engine, Graph, Profile
+from popsparse.machine import Engine, Graph, Profile, Tensor
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense
 from popsparse.planning.params import MatmulParams, data_type
@@ -185,22 +185,6 @@ def dense_plans(
     }
 
 
-def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
-    graph, program, layout = Graph(plan.target), Program(), Layout(plan)
-    operands = [create_operand(graph, layout, which, which) for which in "ab"]
-    result = add_product(graph, layout, operands[0], operands[1], program, "product")
-    engine = Engine(graph, program, numerics=numerics)
-    if not numerics:
-        return Run(engine.run(), None)
-    rng, kind = np.random.default_rng(seed), np.dtype(plan.dtype.name)
-    a, b = (rng.uniform(-1, 1, size).astype(kind) for size in ((plan.m, plan.k), (plan.k, plan.n)))
-    for operand, values in zip(operands, (a, b), strict=True):
-        engine.write(operand, values[None])
-    profile = engine.run()
-    product = engine.read(result)[0]
-    return Run(profile, relative_error(product, a.astype(np.float64) @ b.astype(np.float64)))
-
-
 def static_plans(
     pattern: SparsePattern,
     batch: int,
@@ -232,26 +216,37 @@ def static_plans(
     return plans
 
 
-def _run_static(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
+def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool) -> Run:
+    """One product with operands uniform in [-1, 1)."""
     graph, program = Graph(plan.target), Program()
-    values = add_values(graph, plan, "values")
-    dense = dense_operand(graph, plan, "operand")
-    graph.add_handle("result", add_static_product(graph, plan, values, dense, program, "product"))
+    right: Tensor
+    result: Tensor
+    if isinstance(plan, StaticPlan):
+        left, right = add_values(graph, plan, "values"), dense_operand(graph, plan, "operand")
+        result = add_static_product(graph, plan, left, right, program, "product")
+    else:
+        layout = Layout(plan)
+        left, right = (create_operand(graph, layout, which, which) for which in "ab")
+        result = add_product(graph, layout, left, right, program, "product")
     engine = Engine(graph, program, numerics=numerics)
     if not numerics:
         return Run(engine.run(), None)
-    rng, pattern = np.random.default_rng(seed), plan.pattern
-    kind = np.dtype(plan.dtype.name)
-    block = pattern.block_size
-    blocks = rng.uniform(-1, 1, (pattern.nnz, block, block)).astype(kind)
-    operand = rng.uniform(-1, 1, (plan.params.k, plan.params.n)).astype(kind)
-    engine.write(values, blocks[plan.order].reshape(-1))
-    engine.write(dense, operand[None])
+    rng, kind = np.random.default_rng(seed), np.dtype(plan.dtype.name)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.uniform(-1, 1, shape).astype(kind)
+
+    if isinstance(plan, StaticPlan):
+        values = draw(*plan.pattern.values_shape)
+        engine.write(left, values[plan.order].reshape(-1))
+        a, b = plan.pattern.to_dense(torch.from_numpy(values)).numpy(), draw(*right.shape[1:])
+    else:
+        a, b = draw(plan.m, plan.k), draw(plan.k, plan.n)
+        engine.write(left, a[None])
+    engine.write(right, b[None])
     profile = engine.run()
-    weights = np.zeros((*pattern.grid, block, block))
-    weights[pattern.rows.numpy(), pattern.cols.numpy()] = blocks
-    expected = weights.transpose(0, 2, 1, 3).reshape(pattern.shape) @ operand.astype(np.float64)
-    return Run(profile, relative_error(engine.read("result")[0], expected))
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    return Run(profile, relative_error(engine.read(result)[0], expected))
 
 
 def run_plans(
@@ -280,9 +275,7 @@ def run_plans(
                     f"them temporary), the target has {memory.available}: use a smaller batch, a "
                     "lower available_memory_proportion or more tiles"
                 )
-            runs[name] = _run_static(plan, seed, numerics=numerics)
-        else:
-            runs[name] = _run_dense(plan, seed, numerics=numerics)
+        runs[name] = _run(plan, seed, numerics=numerics)
     return runs
 
 
