@@ -191,30 +191,25 @@ def plan_summary(plan: Any) -> dict[str, Any]:
     return out
 
 
-# Key of the summary: label, unit, and whether it is a headline.
-_KNOWN: dict[str, tuple[str, str, bool]] = {
-    "cycles": ("Cycles", "", True),
-    "estimated_cycles": ("Cycles, estimated", "", True),
-    "seconds": ("Time", "µs", True),
-    "tflops": ("Throughput", "TFLOP/s", True),
-    "max_tile_bytes": ("Fullest tile", "B", True),
-    "propagation_steps": ("Propagation steps", "", True),
-    "max_relative_error": ("Largest relative error", "", True),
-    "rows": ("Rows (m)", "", False),
-    "cols": ("Columns (k)", "", False),
-    "batch": ("Batch (n)", "", False),
-    "density": ("Density", "", False),
-    "block_size": ("Block size", "", False),
-    "dtype": ("Data type", "", False),
-    "partials": ("Partials", "", False),
-    "target": ("Target", "", False),
-    "tiles": ("Tiles of the target", "", False),
-    "method": ("Method", "", False),
-    "nnz": ("Non-zero values", "", False),
-    "spilled": ("Blocks spilled", "", False),
-    "propagated": ("Blocks propagated", "", False),
-    "groups": ("Groups", "", False),
-    "seed": ("Seed", "", False),
+# Of the summary; what has no label here is called by its own name. Headlines have a unit, too.
+_HEADLINES = {
+    "cycles": ("Cycles", ""),
+    "estimated_cycles": ("Cycles, estimated", ""),
+    "seconds": ("Time", "µs"),
+    "tflops": ("Throughput", "TFLOP/s"),
+    "max_tile_bytes": ("Fullest tile", "B"),
+    "propagation_steps": ("Propagation steps", ""),
+    "max_relative_error": ("Largest relative error", ""),
+}
+_SUMMARY_LABELS = {
+    "rows": "Rows (m)",
+    "cols": "Columns (k)",
+    "batch": "Batch (n)",
+    "dtype": "Data type",
+    "tiles": "Tiles of the target",
+    "nnz": "Non-zero values",
+    "spilled": "Blocks spilled",
+    "propagated": "Blocks propagated",
 }
 
 
@@ -242,38 +237,26 @@ def _value(key: str, value: Any, unit: str) -> str:
     return esc(value)
 
 
-def _by_pass(key: str, value: Any, unit: str) -> str:
-    """A figure, or one of each pass."""
-    if not isinstance(value, Mapping):
-        return f"<b>{_value(key, value, unit)}</b>"
-    return "".join(
-        f"<b>{_value(key, entry, unit)}</b><em>{esc(words(str(name)))}</em>"
-        for name, entry in value.items()
-    )
-
-
 def render_summary(summary: Mapping[str, Any]) -> str:
     """Headlines as cards, the rest as a list. Keys it does not know are shown as they are."""
     cards, rest = [], []
     for key, value in summary.items():
-        label, unit, headline = _KNOWN.get(key, (words(str(key)).capitalize(), "", False))
-        if (isinstance(value, Mapping) and not value) or (headline and value is None):
-            continue
-        if headline:
-            content = _by_pass(key, value, unit)
-            cards.append(f'<div class="card"><h3>{esc(label)}</h3>{content}</div>')
-            continue
-        if isinstance(value, Mapping):
-            shown = ", ".join(
-                f"{esc(words(str(name)))} {_value(key, entry, unit)}"
-                for name, entry in value.items()
+        by_pass = value if isinstance(value, Mapping) else {"": value}
+        if key in _HEADLINES and value is not None:
+            label, unit = _HEADLINES[key]
+            figures = "".join(
+                f"<b>{_value(key, entry, unit)}</b>"
+                + (f"<em>{esc(words(str(name)))}</em>" if name else "")
+                for name, entry in by_pass.items()
             )
-        else:
-            shown = _value(key, value, unit)
-        rest.append(f"<div><dt>{esc(label)}</dt><dd>{shown}</dd></div>")
-    if not cards and not rest:
-        return ""
-    return (
-        (f"<dl>{''.join(rest)}</dl>" if rest else "")
-        + (f'<div class="cards">{"".join(cards)}</div>' if cards else "")
-    )  # fmt: skip
+            if figures:
+                cards.append(f'<div class="card"><h3>{esc(label)}</h3>{figures}</div>')
+        elif key not in _HEADLINES and by_pass:
+            label = _SUMMARY_LABELS.get(key, words(str(key)).capitalize())
+            shown = ", ".join(
+                f"{esc(words(str(name)))} {_value(key, entry, '')}".strip()
+                for name, entry in by_pass.items()
+            )
+            rest.append(f"<div><dt>{esc(label)}</dt><dd>{shown}</dd></div>")
+    out = f"<dl>{''.join(rest)}</dl>" if rest else ""
+    return out + (f'<div class="cards">{"".join(cards)}</div>' if cards else "")
