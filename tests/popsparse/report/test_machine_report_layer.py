@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
+from machine_pages import Page
 
 from dynsparse import SparsePattern
 from dynsparse.cli.app import run
@@ -22,15 +22,11 @@ SMALL = COMMAND.split()
 
 
 def words(path) -> str:
-    text = path.read_text("utf-8")
-    body = re.sub(r"<(style|script)\b.*?</\1>", " ", text, flags=re.DOTALL)
-    return " ".join(re.sub(r"<[^>]*>", " ", body).split())
+    return Page(path.read_text("utf-8")).words
 
 
 def data(path) -> dict:
-    found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"))
-    assert found
-    return json.loads(found.group(1))
+    return Page(path.read_text("utf-8")).data
 
 
 @pytest.mark.parametrize("groups", [1, 2])
