@@ -16,10 +16,12 @@ from popsparse.machine import Engine, Graph, Sequence, Target
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}
 SIZES = {
-    "element": (512, 384, 4, 0.1, 1),
-    "block4": (256, 256, 64, 0.05, 4),
-    "block8": (1024, 512, 4, 0.1, 8),
-    "block16": (544, 512, 16, 0.1, 16),
+    "element": (512, 384, 4, 0.1, 1, 1),
+    "block4": (256, 256, 64, 0.05, 4, 1),
+    "block8": (1024, 512, 4, 0.1, 8, 1),
+    "block16": (544, 512, 16, 0.1, 16, 1),
+    "two-groups": (256, 192, 13, 0.1, 1, 2),
+    "two-groups-block8": (256, 192, 13, 0.1, 8, 2),
 }
 CASES = {
     f"{size}-{dtype}-lhs{'T' * left}-rhs{'T' * right}": (size, dtype, left, right)
@@ -32,15 +34,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_product(case):
     size, dtype, left, right = case
-    m, k, n, density, block = SIZES[size]
+    m, k, n, density, block, groups = SIZES[size]
     sparsity = ps.SparsityParams(block)
-    params = ps.MatmulParams.create_with_nz_ratio(sparsity, density, 1, m, k, n)
+    params = ps.MatmulParams.create_with_nz_ratio(sparsity, density, groups, m, k, n)
     options = {"force_bucket_spills": True, "available_memory_proportion": 1.0}
     graph, program = Graph(Target.mk2(tiles=24)), Sequence()
     lhs = ps.create_sparse_dense_matmul_lhs(graph, dtype, params, options)
     rows = m if left else k
     if left or right:
-        shape = [1, n, rows] if right else [1, rows, n]
+        shape = [groups, n, rows] if right else [groups, rows, n]
         rhs = graph.add_variable(dtype, shape, "rhs")
         graph.map_linearly(rhs)
     else:
@@ -51,18 +53,25 @@ def test_product(case):
         graph.add_handle(name, tensor)
     engine = Engine(graph, program)
     generator = torch.Generator().manual_seed(0)
-    pattern = SparsePattern.random((m, k), density, block_size=block, generator=generator)
+    patterns = [
+        SparsePattern.random((m, k), density, block_size=block, generator=generator)
+        for _ in range(groups)
+    ]
     kind = getattr(torch, dtype)
-    values = (torch.randint(2, pattern.values_shape, generator=generator) * 2 - 1).to(kind)
+    values = [
+        (torch.randint(2, p.values_shape, generator=generator) * 2 - 1).to(kind) for p in patterns
+    ]
     dense = (torch.randint(2, rhs.shape, generator=generator) * 2 - 1).to(kind)
-    encoded = ps.Partitioner(lhs.plan).encode(pattern, values)
+    given = (patterns, values) if groups > 1 else (patterns[0], values[0])
+    encoded = ps.Partitioner(lhs.plan).encode(*given)
     assert encoded.info.spilled
     engine.write("words", encoded.meta_info)
     engine.write("values", encoded.nz_values)
     engine.write("rhs", dense)
     engine.run()
-    weights = pattern.to_dense(values).double()
-    wanted = (weights.T if left else weights) @ (dense.mT if right else dense).double()
+    weights = [p.to_dense(v).double() for p, v in zip(patterns, values, strict=True)]
+    stacked = torch.stack(weights)
+    wanted = (stacked.mT if left else stacked) @ (dense.mT if right else dense).double()
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(engine.read("out"), wanted, rtol=tolerance, atol=tolerance)
 

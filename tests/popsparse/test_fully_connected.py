@@ -79,26 +79,6 @@ def close(found, wanted, dtype):
     assert float((found - wanted).abs().max()) <= TOLERANCE[dtype] * scale
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("block", [1, 4, 8, 16])
-@pytest.mark.parametrize("forced", [False, True], ids=["placed", "spilled"])
-def test_forward_and_grad_input(dtype, block, forced):
-    encoded, _ = check(
-        96, 64, 8, 0.2, block, dtype, do_grad_a_pass=True, force_bucket_spills=forced
-    )
-    assert not forced or encoded.info.spilled
-
-
-@pytest.mark.parametrize("partition", [(6, 2, 1), (2, 3, 2), (1, 4, 3), (12, 1, 1), (1, 1, 4)])
-def test_any_partition(partition):
-    fixed = {"partition": dict(zip("xyz", partition, strict=True))}
-    for forced in (False, True) if partition != (1, 1, 4) else (False,):
-        check(
-            48, 48, 24, 0.3, 1, "float32",
-            do_grad_a_pass=True, force_bucket_spills=forced, plan_constraints=fixed,
-        )  # fmt: skip
-
-
 def test_groups():
     check(32, 48, 6, 0.3, 1, "float32", groups=3, do_grad_a_pass=True)
     check(32, 48, 6, 0.3, 8, "float16", groups=2, do_grad_a_pass=True)
