@@ -227,17 +227,6 @@ class Pieces(NamedTuple):
         """Products of each tile."""
         return np.bincount(self.tile, np.diff(self.first), minlength=tiles)
 
-    def imbalance(self, tiles: int) -> float:
-        """PopSparse's measure: max(weight / average, average / weight) over the tiles that work,
-        and how many do not."""
-        loads = self.loads(tiles)
-        busy = loads[loads > 0]
-        if not len(busy):
-            return float(tiles)
-        mean = loads.mean()
-        worst = np.maximum(busy / mean, mean / busy).max()
-        return float(worst + (loads == 0).sum())
-
 
 def products_of(params: MatmulParams) -> Products:
     """Every product of blocks."""
@@ -457,7 +446,13 @@ class BlockSparsePlan:
     def imbalance(self) -> float:
         """PopSparse's measure of a partition: max(load / mean, mean / load) over the tiles that
         multiply, plus how many do not."""
-        return self.pieces.imbalance(self.target.tiles)
+        loads = self.pieces.loads(self.target.tiles)
+        busy = loads[loads > 0]
+        if not len(busy):
+            return float(len(loads))
+        mean = loads.mean()
+        worst = np.maximum(busy / mean, mean / busy).max()
+        return float(worst + (loads == 0).sum())
 
     def __repr__(self) -> str:
         params = self.params

@@ -370,7 +370,7 @@ class Partitioner:
             at, info = self._encode_group(pattern, words)
             positions.append(at + group * layout.buckets * layout.nz_elements)
             infos.append(info)
-        info = infos[0] if self.groups == 1 else EncodingInfo.joined(infos)
+        info = EncodingInfo.joined(infos)
         meta_info[: layout.overflow_words] = info.overflow.words()
         at = np.concatenate(positions)
         return EncodedPattern(meta_info, at, self.nz_size, layout.block, self.block, info)

@@ -145,16 +145,16 @@ def spill(
     assignment: Assignment,
     layout: BucketLayout,
     *,
-    limit: np.ndarray | None = None,
-    optimise_for_speed: bool = True,
-    force: bool = False,
-    actual_workers: bool = False,
+    limit: np.ndarray,
+    optimise_for_speed: bool,
+    force: bool,
+    actual_workers: bool,
 ) -> SpillResult:
     """Make every bucket fit.
 
     Args:
         assignment: rows in the buckets they start in.
-        limit: blocks each bucket may hold, int64 [buckets]; by default its capacity.
+        limit: blocks each bucket may hold, int64 [buckets].
         optimise_for_speed: try buckets in the order the propagation phase meets them; otherwise
             the emptiest first.
         force: empty every bucket into others, first the same x's last (for tests of propagation).
@@ -165,8 +165,6 @@ def spill(
     """
     runs = assignment.runs
     buckets = layout.buckets
-    if limit is None:
-        limit = np.full(buckets, layout.capacity, np.int64)
     first = np.searchsorted(runs.piece, np.arange(buckets))
     before_nz = np.cumsum(runs.length)
     nz = before_nz - (before_nz - runs.length)[first[runs.piece]]

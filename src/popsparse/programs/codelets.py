@@ -127,6 +127,12 @@ class BucketCodelets(ABC):
         each = 2 * bx * by * self.plan.elements_per_tile.z
         return each * np.bincount(matches.vertex, minlength=v.count).reshape(v.shape)
 
+    def _blocks(self, values: np.ndarray) -> np.ndarray:
+        """A view [vertices, blocks, rows of a block, columns] of values of buckets."""
+        bx, by = self.plan.block_dimensions
+        used = values.shape[1] // (bx * by) * bx * by
+        return values[:, :used].reshape(len(values), -1, bx, by)
+
     def _matched(self, v: VertexView) -> Any:
         matches = self._match(v)[1] if self._found is None else self._found
         self._found = None
@@ -418,8 +424,7 @@ class GradWeightCodelets(BucketCodelets):
         bx, by = self.plan.block_dimensions
         partials = v.partials.reshape(v.count, -1)
         assert np.shares_memory(partials, v.partials)
-        partials = partials[:, : partials.shape[1] // (bx * by) * bx * by]
-        partials = partials.reshape(v.count, -1, bx, by)
+        partials = self._blocks(partials)
         gradient = self._by_block(v, v.gradient, bx)
         inputs = self._by_block(v, v.input, by)
         for part in chunks(len(matches.vertex), (bx + by) * gradient.shape[-1]):
@@ -542,9 +547,3 @@ class EmbeddingCodelets(BucketCodelets):
         update = slices[hits.vertex, hits.entry, hits.col].astype(np.float32)
         update *= v.scale.reshape(v.count, 1)[hits.vertex]
         np.add.at(self._blocks(partials), (hits.vertex, hits.place, hits.inner), update)
-
-    def _blocks(self, values: np.ndarray) -> np.ndarray:
-        """A view [vertices, blocks, rows of a block, columns]."""
-        bx, by = self.plan.block_dimensions
-        used = values.shape[1] // (bx * by) * bx * by
-        return values[:, :used].reshape(len(values), -1, bx, by)

@@ -54,6 +54,7 @@ class _GradWeight:
         self.tiles = tile_grid(self.plan, _ORDER)
         self.codelets = GradWeightCodelets(self.plan)
         self.words = weights.pass_words("grad_weight", _ORDER)
+        self.rectangles = rectangles(self.plan, _ORDER)
         self.steps = Sequence(name="grad_weight")
 
     def variable(self, what: str, shape: list[int], dtype: Any) -> Tensor:
@@ -172,7 +173,7 @@ class _GradWeight:
             "partials": partials,
             "gradient": operands["x"],
             "input": operands["y"],
-            "rectangle": rectangles(self.plan, _ORDER),
+            "rectangle": self.rectangles,
         }
         return self.execute(name, self.codelets.resident, edges)
 
@@ -188,19 +189,11 @@ class _GradWeight:
             for dim, tensor in operands.items()
         }
 
-        def compute(name: str, buffers: int) -> Execute:
-            edges = {
-                "words": self.words,
-                "partials": partials,
-                "gradient": moving["x"].buffers[buffers & 1],
-                "input": moving["y"].buffers[buffers >> 1],
-            }
-            return self.execute(
-                name, self.codelets.resident, {**edges, "rectangle": rectangles(self.plan, _ORDER)}
-            )
-
         # Once through the parts of the batch. Z alone changes no rectangle.
-        steps = {n: compute(f"compute {n}", 3 * n) for n in range(min(2, parts.z))}
+        steps = {}
+        for n in range(min(2, parts.z)):
+            held = {dim: rotating.buffers[n] for dim, rotating in moving.items()}
+            steps[n] = self._compute_resident(f"compute {n}", self.words, partials, held)
         distribution = Sequence(name="distribution")
         passes = {
             n: Copy(moving["x"].move(n, "z", 1) + moving["y"].move(n, "z", 1), name=f"pass on {n}")
@@ -249,8 +242,7 @@ class _GradWeight:
                 "partials": partials,
                 "gradient": moving["x"].buffers[held["x"]],
                 "input": moving["y"].buffers[held["y"]],
-                "x_id": ids["x"].buffers[held["x"]],
-                "y_id": ids["y"].buffers[held["y"]],
+                **{f"{dim}_id": ids[dim].buffers[held[dim]] for dim in "xy"},
             }
             compute[buffers] = self.execute(f"visit {buffers}", self.codelets.visiting, edges)
             for dim, what in (("z", "xy"), ("y", "y"), ("x", "x")):

@@ -195,9 +195,8 @@ class Propagation:
             state = v.state[0]
             v.more[...] = state[_LEFT] > 0 or (self.homing and bool(_way_home(state)))
 
-        return Codelet(
-            "more", {"state": In(UNSIGNED_INT), "more": Out(BOOL)}, more, CONTROL_INSTRUCTIONS
-        )
+        fields = {"state": In(UNSIGNED_INT), "more": Out(BOOL)}
+        return Codelet("more", fields, more, CONTROL_INSTRUCTIONS)
 
     def _advance(self) -> Codelet:
         parts = self.plan.partition
