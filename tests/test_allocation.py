@@ -148,9 +148,6 @@ SHAPES = {"a": (10, 10), "b": (10, 10)}
     [
         ({"density": 0}, r"density must be a number in \(0, 1\], got 0"),
         ({"density": 1.5}, r"density must be a number in \(0, 1\], got 1.5"),
-        ({"density": float("nan")}, r"density must be a number in \(0, 1\], got nan"),
-        ({"density": "0.1"}, r"density must be a number in \(0, 1\], got '0.1'"),
-        ({"density": True}, r"density must be a number in \(0, 1\], got True"),
         ({"density": None}, "'a' has none"),
         ({"method": "ERK"}, r"allocation must be one of \['er', 'erk', 'uniform'\], got 'ERK'"),
         ({"shapes": {}}, "there is no layer"),

@@ -123,7 +123,6 @@ def test_a_library_tells_of_it_where_it_is_first_used():
         env=os.environ | {"DYNSPARSE_LOG_LEVEL": "loud"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert ended.returncode == 1
     assert "ValueError: DYNSPARSE_LOG_LEVEL: expected OFF, ERROR" in ended.stderr
@@ -136,7 +135,6 @@ def test_an_import_shows_which_kernels_are_loaded():
         env=os.environ | {"DYNSPARSE_LOG_LEVEL": "INFO", "DYNSPARSE_ISA": "none"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=True,
     )
     assert "INFO dynsparse._core.native: no compiled kernels: DYNSPARSE_ISA=none" in ended.stderr

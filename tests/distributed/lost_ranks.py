@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import torch
 from pipelines import EVERY, Part, batch, whole_model
-from processes import begin
 from rank_trainings import SCHEDULE, backward, model_of, optimizer_of
 from sharded_training import shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,20 +41,23 @@ def lost(rank, size, way, kind):
     optimizer = optimizer_of(net)
     trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
     trainer.ranks.timeout = 6.0
+    store = torch.distributed.distributed_c10d._get_default_store()
     shares = (0, 1) if way == "rectangles" else (rank, size)
     for step in range(1, 8):
         here = step == 3 and rank == size - 1
-        if step == 3:
-            begin()
         if here and kind in GOES:
             GOES[kind]()
             break
         if not (here and kind == "no backward"):
             backward(forward, optimizer, step, *shares)
         if here and kind == "sleeps":
-            time.sleep(12)
+            store.wait(["others have raised"])
         if not (here and kind == "no step"):
-            trainer.step()
+            try:
+                trainer.step()
+            except RuntimeError:
+                store.set("others have raised", "yes")
+                raise
     torch.distributed.barrier()
 
 
@@ -76,12 +77,11 @@ def left_out_in_stages(rank, size):
     runner = ScheduleGPipe(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
     optimizer = optimizer_of(piece)
     trainer = ds.RigL(piece, optimizer, schedule=EVERY, ranks=own)
-    trainer.ranks.timeout = 6.0
     for step in range(1, 5):
         x, y = batch(step, mesh["replica"].get_local_rank(), replicas)
         optimizer.zero_grad()
         if step == 2:
-            begin()
+            trainer.ranks.timeout = 6.0
         runner.step(*([x] if at == 0 else []), **({"target": y} if at == deep - 1 else {}))
         if step != 2 or rank != size - 1:
             trainer.step()

@@ -42,9 +42,9 @@ def on_ranks(size, work, *arguments, seconds=300):
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 
-def ends(size, work, *arguments, seconds=100, wait=100):
-    """How every rank ends that runs work(rank, size, *arguments): [exit code, what it raised last
-    or else said to the log, seconds from `begin()` in it until then].
+def ends(size, work, *arguments, seconds=300, wait=100):
+    """How every rank ends that runs work(rank, size, *arguments): [exit code, what it raised last,
+    what it said to the log].
 
     A rank that ends without a word is known by its exit code.
 
@@ -59,7 +59,7 @@ def ends(size, work, *arguments, seconds=100, wait=100):
         for rank, code in enumerate(codes):
             file = folder / f"end-{rank}"
             told = json.loads(file.read_text()) if file.exists() else {}
-            found.append({"code": code, "line": "", "log": [], "after": 0.0} | told)
+            found.append({"code": code, "line": "", "log": []} | told)
         return found
 
 
@@ -86,15 +86,6 @@ def _all_ended(size, target, arguments, seconds, daemon=False):
     return [process.exitcode for process in processes], late
 
 
-_began = 0.0
-
-
-def begin():
-    """From here on `ends` counts the seconds."""
-    global _began
-    _began = time.monotonic()
-
-
 def _end(rank, size, folder, wait, work, arguments):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -112,8 +103,7 @@ def _end(rank, size, folder, wait, work, arguments):
         torch.distributed.destroy_process_group()
     except Exception as error:
         line, code = f"{type(error).__name__}: {error}", 1
-    told = {"line": line, "log": log, "after": time.monotonic() - _began}
-    (folder / f"end-{rank}").write_text(json.dumps(told))
+    (folder / f"end-{rank}").write_text(json.dumps({"line": line, "log": log}))
     sys.exit(code)
 
 

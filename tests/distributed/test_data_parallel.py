@@ -67,13 +67,11 @@ def test_compiled(inside):
         assert equal(found)
 
 
-def test_faults_of_one_rank_are_one_line_on_all_within_seconds():
-    one, other = on_ranks(2, work.faults)
-    lines = {kind: line for kind, (line, _) in one.items()}
-    alone = lines.pop("alone"), other.pop("alone")[0]
-    assert alone == ("2", "3")  # trainings that do not know of each other
-    assert {kind: line for kind, (line, _) in other.items()} == lines
-    assert max(seconds for _, seconds in other.values()) < 10
+def test_faults_of_one_rank_are_one_line_on_all():
+    lines, other = on_ranks(2, work.faults)
+    # Trainings that do not know of each other.
+    assert (lines.pop("alone"), other.pop("alone")) == ("2", "3")
+    assert other == lines
     diverged = "and this step ends in a pattern update, which would rank by it: the training has"
     assert lines["nan"] == (
         f"ValueError: rank 1: layer '2': dY holds NaN or infinity, {diverged} diverged, or the "

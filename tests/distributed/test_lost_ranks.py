@@ -9,7 +9,6 @@ import lost_ranks as work
 import pytest
 from processes import ends
 
-SOON = 30.0  # seconds: eight, and what a busy machine adds; the limit is at a hundred and more
 ENDED = r"Connection closed by peer|Connection reset by peer|one of them has ended"
 MISSING = (
     r"not all ranks came in time: step {} of this rank ends in an update; call "
@@ -18,10 +17,9 @@ MISSING = (
 
 
 def check(found, who, pattern):
-    """One rank raises such a line, in time."""
+    """One rank raises such a line."""
     assert found[who]["code"] == 1
     assert re.search(pattern, found[who]["line"]), found[who]
-    assert found[who]["after"] < SOON
 
 
 @pytest.mark.slow
@@ -65,7 +63,7 @@ def test_a_step_left_out_ends_all_stages():
         re.search("not all ranks came in time: step 2 of this", one["line"]) for one in found
     )
     assert "not all ranks" not in found[3]["line"], found
-    assert all(one["code"] == 1 and one["after"] < SOON for one in found), found
+    assert all(one["code"] == 1 for one in found), found
 
 
 @pytest.mark.slow

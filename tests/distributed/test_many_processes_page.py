@@ -25,7 +25,6 @@ def test_the_program_runs_on_two_ranks(tmp_path):
         [*torchrun, str(program)],
         capture_output=True,
         text=True,
-        timeout=150,
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

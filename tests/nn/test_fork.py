@@ -57,7 +57,7 @@ def test_a_forked_process_computes(program):
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
     )
     assert done.returncode == 0, done.stderr

@@ -228,11 +228,7 @@ def test_compiled_whole_and_again_after_an_update_without_recompiling():
     [
         (lambda: SparseLinear(8, 8, 0.0), ValueError, r"density must be a number in \(0, 1\]"),
         (lambda: SparseLinear(8, 8, 1.1), ValueError, "got 1.1"),
-        (lambda: SparseLinear(8, 8, float("nan")), ValueError, "got nan"),
-        (lambda: SparseLinear(8, 8, "0.1"), ValueError, "got '0.1'"),
         (lambda: SparseLinear(8, 6, 0.5, 4), ValueError, "block_size 4 does not divide"),
-        (lambda: SparseLinear(0, 8, 0.5), ValueError, "in_features must be an integer"),
-        (lambda: SparseLinear(8, -1, 0.5), ValueError, "out_features must be an integer"),
         (lambda: SparseLinear(8, 8, dtype=torch.int32), TypeError, "floating point"),
         (
             lambda: SparseLinear(8, 4, pattern=SparsePattern.full((8, 4))),

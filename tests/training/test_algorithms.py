@@ -92,15 +92,5 @@ def test_bad_arguments():
         ValueError, match="a schedule replaces update_interval: give one or the other"
     ):
         RigL(model, optimizer, update_interval=3, schedule=ConstantSchedule(30))
-    with pytest.raises(ValueError, match="total_steps must be an integer of at least 1, got 0"):
-        RigL(model, optimizer, total_steps=0)
-    with pytest.raises(TypeError, match=r"total_steps must be an integer, got 2\.5"):
-        RigL(model, optimizer, total_steps=2.5)
-    with pytest.raises(ValueError, match="update_interval must be an integer of at least 1"):
-        RigL(model, optimizer, total_steps=10, update_interval=0)
-    with pytest.raises(ValueError, match=r"drop_fraction must lie in \[0, 1\], got 1\.5"):
-        SET(model, optimizer, total_steps=10, drop_fraction=1.5)
-    with pytest.raises(ValueError, match=r"drop_fraction must lie in \[0, 1\], got nan"):
-        SET(model, optimizer, total_steps=10, drop_fraction=float("nan"))
     with pytest.raises(ValueError, match="pooling must be one of sum, avg, max, none"):
         RigL(model, optimizer, total_steps=10, pooling="median")

@@ -37,9 +37,12 @@ def share(total, weights, most):
     return whole
 
 
-@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("b", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("regrow_dropped", [False, True])
-@pytest.mark.parametrize("window", [7, 50, None])
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(7, marks=pytest.mark.slow), 50, pytest.param(None, marks=pytest.mark.slow)],
+)
 def test_snfs(window, regrow_dropped, b):
     seen, filled = [], []
 
@@ -80,7 +83,7 @@ def test_snfs(window, regrow_dropped, b):
 
 
 @pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("b", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_mest_with_a_soft_memory_bound(b, adam):
     base = [layer.pattern.nnz for layer in make_layers(b)]
 
@@ -110,7 +113,7 @@ def cubic(step, start, end):
 
 
 @pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("b", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_gmp_from_dense(scope, b, adam):
     total = [o * i // b**2 for i, o in SIZES]

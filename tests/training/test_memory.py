@@ -34,7 +34,7 @@ def test_a_large_layer_trains_and_changes_its_pattern_in_300_megabytes(tmp_path)
 def test_the_benchmark_says_what_the_memory_is_made_of(tmp_path):
     result = tmp_path / "memory.json"
     command = [sys.executable, str(BENCHMARK), "--size", "1024", "--density", "0.1", "--steps", "2"]
-    subprocess.run([*command, "--json", str(result)], check=True, timeout=600)
+    subprocess.run([*command, "--json", str(result)], check=True)
     figures = json.loads(result.read_text())
     parts, weights = figures["parts"], round(0.1 * 1024**2)
     assert parts["values and bias"] == parts["gradient"] == 4 * (weights + 1024)
@@ -77,7 +77,7 @@ def is_glibc() -> bool:
 @pytest.mark.parametrize("how", ["keep", "as it comes"])
 def test_freed_memory_stays_where_it_is_asked_to(how):
     command = [sys.executable, "-c", FREED, how]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, left = map(int, done.stdout.split())
     assert grown >= 75  # megabytes, all of them touched
     assert left >= 75 if how == "keep" else left <= 40
