@@ -16,7 +16,6 @@ from dynsparse.ops.grow import random_outside, select, topk_outside
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, sample_without_replacement
-from dynsparse.report import plot
 
 
 def dense_model():
@@ -137,9 +136,6 @@ RECIPES = {
     "dynsparse.load_safetensors": call(ds.load_safetensors, PATHS, model=model, path=weights_file),
     "dynsparse.load_pretrained": call(
         ds.load_pretrained, PATHS, model=dense_model, folder_or_file=weights_file
-    ),
-    "dynsparse.report.plot": call(
-        plot, source=model, what=lambda: "connectivity", layer=lambda: "0"
     ),
     "dynsparse.param_groups": call(ds.param_groups, model=model, weight_decay=lambda: 0.1),
     "dynsparse.ops.grad_input": call(

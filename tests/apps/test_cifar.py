@@ -144,7 +144,13 @@ def test_the_papers_rates():
     assert rates == pytest.approx([0.1, 0.1, 0.02, 0.004, 0.0008])
 
 
-@pytest.mark.parametrize("method", METHODS)
+KINDS = ("rigl", "granet", "dense")  # what the others differ in is tested with the algorithms
+
+
+@pytest.mark.parametrize(
+    "method",
+    [*KINDS, *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m not in KINDS)],
+)
 def test_every_method_trains(method, folder, tmp_path):
     figures = tiny(folder, method=method)
     assert figures["steps"] == 6
