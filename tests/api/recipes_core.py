@@ -76,7 +76,7 @@ RECIPES = {
         pattern, "to_scipy", values=values, format=lambda: "coo"
     ),
     "dynsparse.pattern.Rewiring": Recipe(
-        lambda **named: ds.pattern.Rewiring(**named).apply_(values()),
+        lambda **named: ds.pattern.Rewiring(**named).apply(values()),
         lambda: {name: getattr(rewiring(), name) for name in ("before", "after", "source")},
     ),
     "dynsparse.pattern.Rewiring.make": call(
@@ -89,10 +89,6 @@ RECIPES = {
         ds.pattern.Rewiring.between, before=pattern, after=pattern
     ),
     "dynsparse.pattern.Rewiring.apply": of(rewiring, "apply", tensor=values, fill=lambda: 1.0),
-    "dynsparse.pattern.Rewiring.apply_": Recipe(
-        lambda tensor, fill: rewiring().apply_(tensor, fill=fill),
-        lambda: {"tensor": values(), "fill": torch.ones(2)},
-    ),
     "dynsparse.pattern.PatternIndex": Recipe(
         lambda **named: linear(X, values(), PatternIndex(**named)),
         lambda: pattern().index._asdict(),

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
 from dynsparse import SparsePattern
-from dynsparse._core import native
 from dynsparse.ops.grow import POOLINGS, search, select, topk_outside
 from dynsparse.ops.grow.search import RunningBest
 
@@ -69,7 +68,7 @@ def test_a_sample_that_misleads(k, generator):
     pattern = SparsePattern.random((300, 300), density=0.01, generator=generator)
 
     def best():
-        found = RunningBest(k, 90_000, -1.0, torch.float32, scores.device, native.load())
+        found = RunningBest(k, 90_000, -1.0, torch.float32, scores.device)
         found.add(scores.clone(), pattern, 0)
         found.compact()
         return found.flat[:k], found.scores[:k]

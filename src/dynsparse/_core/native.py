@@ -30,18 +30,6 @@ import torch
 
 from dynsparse._core import logs, processor
 
-__all__ = [
-    "bfloat16_unit",
-    "call",
-    "describe",
-    "expands_masks",
-    "load",
-    "load_isa",
-    "supported_isas",
-    "use_isa",
-    "warn_if_absent",
-]
-
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).resolve().parents[1] / "_native"

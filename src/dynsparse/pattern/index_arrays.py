@@ -65,23 +65,16 @@ def by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tens
     """col_ptr [width + 1], csc_rows [nnz] and the slots in that order [nnz], all int32."""
     row_ptr, cols, slots = entries
     height, nnz = len(row_ptr) - 1, len(cols)
-    library = native.load()
-    if library is None:
+    if native.load() is None:
         rows, order = by_columns_on_device(row_ptr, cols, width)
         return column_pointers(cols, width), rows, slots_of(order, slots)
     col_ptr = torch.empty(width + 1, dtype=torch.int32, device="cpu")
     csc_rows = empty(nnz, dtype=torch.int32)
     csc_slots = empty(nnz, dtype=torch.int32)
-    status = library.dynsparse_pattern_by_columns(
-        row_ptr.data_ptr(),
-        cols.data_ptr(),
-        slots.data_ptr() if len(slots) else None,
-        height,
-        width,
-        col_ptr.data_ptr(),
-        csc_rows.data_ptr(),
-        csc_slots.data_ptr(),
-        torch.get_num_threads(),
+    status = native.call(
+        "dynsparse_pattern_by_columns",
+        *(row_ptr, cols, slots if len(slots) else None, height, width),
+        *(col_ptr, csc_rows, csc_slots, torch.get_num_threads()),
     )
     if status:
         raise MemoryError("no memory for the order of a pattern by columns")
@@ -107,8 +100,7 @@ def merge(
     Raises:
         ValueError: a position out of range, named twice or taken.
     """
-    library = native.load()
-    if library is None:
+    if native.load() is None:
         return _merge(pattern, width, leaves, grow, reused)
     row_ptr, cols, slots = pattern
     dropped = int(np.count_nonzero(leaves.numpy()))
@@ -119,19 +111,10 @@ def merge(
         empty(count, dtype=torch.int32, brief=reused is None),
     )
     grow = grow.contiguous()
-    status = library.dynsparse_pattern_merge(
-        row_ptr.data_ptr(),
-        cols.data_ptr(),
-        slots.data_ptr() if len(slots) else None,
-        len(row_ptr) - 1,
-        width,
-        leaves.data_ptr(),
-        dropped,
-        grow.data_ptr(),
-        len(grow),
-        None if reused is None else reused.data_ptr(),
-        *(tensor.data_ptr() for tensor in merged),
-        torch.get_num_threads(),
+    status = native.call(
+        "dynsparse_pattern_merge",
+        *(row_ptr, cols, slots if len(slots) else None, len(row_ptr) - 1, width),
+        *(leaves, dropped, grow, len(grow), reused, *merged, torch.get_num_threads()),
     )
     if status == 1:
         raise MemoryError("no memory for a pattern update")
@@ -176,15 +159,14 @@ def nonzero_positions(chosen: Tensor, offset: int = 0, out: Tensor | None = None
     Args:
         out: takes them, on the CPU, of the right size.
     """
-    library = native.load() if chosen.is_cpu else None
-    if library is None:
+    if not chosen.is_cpu or native.load() is None:
         indices = chosen.nonzero().flatten().add_(offset)
         return indices if out is None else out.copy_(indices)
     chosen = chosen.contiguous()
     if out is None:
         # torch.count_nonzero would convert the mask to int64.
         out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64, brief=True)
-    library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
+    native.call("dynsparse_rank_places", chosen, len(chosen), offset, out)
     return out
 
 
@@ -202,17 +184,15 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 def move_entries(tensor: Tensor, source: Tensor) -> Tensor:
     """A new tensor whose entry j is entry source[j] of this one; zero where that is -1. Its length
     is that of `source`."""
-    library = native.load() if tensor.is_cpu and source.is_cpu else None
-    if library is None or not tensor.numel():
+    on_cpu = tensor.is_cpu and source.is_cpu
+    if not on_cpu or native.load() is None or not tensor.numel():
         return move(tensor, source.to(tensor.device))
     moved = empty(len(source), *tensor.shape[1:], dtype=tensor.dtype)
     tensor = tensor.detach().contiguous()
-    library.dynsparse_pattern_move(
-        tensor.data_ptr(),
-        tensor.nbytes // len(tensor),
-        source.contiguous().data_ptr(),
-        len(source),
-        moved.data_ptr(),
+    source = source.contiguous()
+    native.call(
+        "dynsparse_pattern_move",
+        *(tensor, tensor.nbytes // len(tensor), source, len(source), moved),
         torch.get_num_threads(),
     )
     return moved

@@ -279,38 +279,10 @@ class Rewiring:
             out[self.source < 0] = 0
         else:
             out = move_entries(tensor, self.source)
-        return self._filled(out, fill)
-
-    def _filled(self, tensor: Tensor, fill: float | Tensor) -> Tensor:
-        """Write `fill` to the grown entries of a tensor, which are zero."""
         if isinstance(fill, Tensor) or fill != 0:
-            grown = self.grown.to(tensor.device)
-            value = _at(fill, grown, tensor).to(tensor) if isinstance(fill, Tensor) else fill
-            tensor[grown] = value
-        return tensor
-
-    def apply_(self, *tensors: Tensor, fill: float | Tensor = 0.0) -> None:
-        """`apply` in place, for rewirings that keep the number of blocks."""
-        for tensor in tensors:
-            self._check_leading(tensor)
-            self._check_fill(fill, tensor)
-        if not self.keeps_size:
-            raise ValueError(
-                f"{self.before.nnz} blocks become {self.after.nnz}, which tensors cannot follow in "
-                "place: use apply()"
-            )
-        for tensor in filter(self._moves_on_device, tensors):
-            # copy_ that also takes tensors without memory.
-            torch._foreach_copy_([tensor], [move(tensor, self._source_on(tensor.device), fill)])
-        tensors = tuple(t for t in tensors if not self._moves_on_device(t))
-        if self._reused is not None:
-            for tensor in tensors:
-                tensor[self._reused] = 0
-        else:
-            for tensor in tensors:
-                tensor.copy_(move_entries(tensor, self.source))
-        for tensor in tensors:
-            self._filled(tensor, fill)
+            grown = self.grown.to(out.device)
+            out[grown] = _at(fill, grown, out).to(out) if isinstance(fill, Tensor) else fill
+        return out
 
     def _moves_on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is moved by `on_device.move`."""

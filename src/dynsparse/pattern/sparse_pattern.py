@@ -120,21 +120,12 @@ class SparsePattern:
         self.block_size = block_size
         self._split(flat)
 
-    def _set_by_slots(self, flat: Tensor) -> None:
-        """From distinct flat positions in the order of slots."""
-        ordered, slots = flat.sort()
-        self._split(ordered)
-        if not torch.equal(ordered, flat):
-            self.slots = slots.int()
-
     @classmethod
     def _by_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
         """Distinct flat positions in the order of slots, int64 [nnz]; the shape and block size of
         `like`."""
-        pattern = cls.__new__(cls)
-        pattern.shape, pattern.block_size = like.shape, like.block_size
-        pattern._set_by_slots(flat)
-        return pattern
+        rows, cols = flat // like.grid[1], flat % like.grid[1]
+        return cls._in_order(rows, cols, shape=like.shape, block_size=like.block_size)
 
     @classmethod
     def _in_order(
@@ -535,9 +526,7 @@ class SparsePattern:
         return {**arrays, "shape": self.shape, "block_size": self.block_size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.shape, self.block_size = state["shape"], state["block_size"]
-        rows, cols = (torch.from_numpy(state[key]) for key in ("rows", "cols"))
-        self._set_by_slots(rows.long() * self.grid[1] + cols)
+        self._take(**state, in_order=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable

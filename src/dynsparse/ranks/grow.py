@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynsparse._core import native
 from dynsparse.ops.conv.patches import are_patches, samples_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.scores import Pair, add_row_ranges, pool
@@ -228,11 +227,9 @@ class _Job:
 
     def prepare(self) -> None:
         """Allocate what collects gradients round by round."""
-        ranked = self.device.type == "cpu" and self.dtype == torch.float32
-        library = native.load() if ranked else None
         if self.count:
             room = min(self._round_rows(1), max(self.last - self.first, 1)) * self.pattern.grid[1]
-            self.best = RunningBest(max(1, self.most), room, -1.0, self.dtype, self.device, library)
+            self.best = RunningBest(max(1, self.most), room, -1.0, self.dtype, self.device)
 
     @property
     def most(self) -> int:

@@ -46,11 +46,10 @@ def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
     if bits == 64:
         raw = (scores.double() + 0.0).view(torch.int64)  # -0.0 becomes 0.0
     else:
-        library = native.load() if scores.is_cpu else None
-        if library is not None:
+        if scores.is_cpu and native.load() is not None:
             scores = scores.detach().float().contiguous()
             keys = empty(len(scores), dtype=torch.int32, brief=True)
-            library.dynsparse_rank_keys(scores.data_ptr(), len(scores), largest, keys.data_ptr())
+            native.call("dynsparse_rank_keys", scores, len(scores), largest, keys)
             return keys, bits
         raw = (scores.float() + 0.0).view(torch.int32)
     # Larger bits mean a smaller negative number: invert all of its bits but the sign.
@@ -71,17 +70,10 @@ class _Digits(NamedTuple):
         """The keys with this digit."""
         if self.digits is not None:
             return self.keys[(self.digits == digit).nonzero().flatten()]
-        library = native.load()
-        assert library is not None
         selected = empty(int(self.counts[digit]), dtype=torch.int32)
-        library.dynsparse_rank_narrow(
-            self.keys.data_ptr(),
-            len(self.keys),
-            self.shift,
-            self.bits,
-            digit,
-            selected.data_ptr(),
-            len(selected),
+        native.call(
+            "dynsparse_rank_narrow",
+            *(self.keys, len(self.keys), self.shift, self.bits, digit, selected, len(selected)),
         )
         return selected
 
@@ -91,11 +83,11 @@ def _compute_digits(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Dig
     offset so that they ascend with the keys."""
     bins = 1 << bits
     top = first and shift + bits == 32
-    library = native.load() if keys.is_cpu and keys.dtype == torch.int32 else None
-    if library is not None and (top or not first):
+    narrow = keys.is_cpu and keys.dtype == torch.int32
+    if narrow and (top or not first) and native.load() is not None:
         keys = keys.contiguous()
         counts = torch.empty(bins, dtype=torch.int32, device="cpu")
-        library.dynsparse_rank_digits(keys.data_ptr(), len(keys), shift, bits, counts.data_ptr())
+        native.call("dynsparse_rank_digits", keys, len(keys), shift, bits, counts)
         return _Digits(keys, shift, bits, counts, None)
     digits = keys >> shift
     digits = digits.add_(bins // 2) if first else digits.bitwise_and_(bins - 1)
@@ -293,23 +285,21 @@ def _concatenate(runs: Sequence[_Run], packed: Sequence[Tensor]) -> Tensor:
 
 def _pack_bits(numbers: Tensor, first: int, end: int) -> Tensor:
     """Ascending numbers in [first, end), int64, as a bit mask: uint8 [ceil((end - first) / 8)]."""
-    library = native.load() if numbers.is_cpu else None
-    if library is None:
+    if not numbers.is_cpu or native.load() is None:
         mask = np.zeros(end - first, np.uint8)
         mask[(numbers - first).cpu().numpy()] = 1
         return torch.from_numpy(np.packbits(mask, bitorder="little"))
     numbers = numbers.contiguous()
     bits = torch.empty(-(-(end - first) // 8), dtype=torch.uint8, device="cpu")
-    library.dynsparse_rank_pack(numbers.data_ptr(), len(numbers), first, bits.data_ptr(), len(bits))
+    native.call("dynsparse_rank_pack", numbers, len(numbers), first, bits, len(bits))
     return bits
 
 
 def _unpack_bits(bits: Tensor, first: int, out: Tensor) -> None:
     """The inverse, on the CPU, into `out`, whose length is the number of set bits."""
-    library = native.load()
-    if library is None:
+    if native.load() is None:
         mask = np.unpackbits(bits.numpy(), bitorder="little")
         nonzero_positions(torch.from_numpy(mask).view(torch.bool), first, out)
         return
     bits = bits.contiguous()
-    library.dynsparse_rank_unpack(bits.data_ptr(), len(bits), first, out.data_ptr())
+    native.call("dynsparse_rank_unpack", bits, len(bits), first, out)

@@ -54,19 +54,19 @@ class StateEntry(NamedTuple):
 def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callable[[], None]:
     """Returns a function that applies `rewiring` to tensors without allocating memory, each in its
     place if its size stays."""
-    in_place: dict[float, list[Tensor]] = {}
+    reused, in_place = rewiring._reused, []
     prepared: list[tuple[StateEntry, Tensor]] = []
     for entry in entries:
         plain = entry.tensor.is_cpu and type(entry.tensor) in (Tensor, torch.nn.Parameter)
-        if plain and rewiring._reused is not None:  # only grown slots are written
-            in_place.setdefault(entry.fill, []).append(entry.tensor)
+        if plain and reused is not None:  # only grown slots are written
+            in_place.append(entry)
         else:
             prepared.append((entry, rewiring.apply(entry.tensor, entry.fill)))
 
     def follow() -> None:
         with torch.no_grad():
-            for fill, tensors in in_place.items():
-                rewiring.apply_(*tensors, fill=fill)
+            for entry in in_place:
+                entry.tensor[reused] = entry.fill
             for entry, tensor in prepared:
                 if rewiring.keeps_size:
                     entry.tensor.copy_(tensor)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,29 +19,10 @@ from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import OFF, counter, is_traced, span
 from dynsparse.training.optimizer_state import nested_optimizers
 
-T_co = TypeVar("T_co", covariant=True)
+Rewirings = dict[str, Rewiring] | None
+"""By layer name; None where no pattern changed."""
 
 _STEP = "trainer.step()"
-
-
-class Steps(Protocol[T_co]):
-    """What a trainer does in a step of its optimizer."""
-
-    def _before(self) -> None: ...
-
-    def _after(self) -> T_co: ...
-
-    def _is_update(self) -> bool:
-        """Whether the present step ends in an update."""
-        ...
-
-    def _count(self, result: Any) -> None:
-        """Set a trace's counters after an update."""
-        ...
-
-    def _gradients(self) -> Sequence[Tensor | None]:
-        """The gradients of the coming step; None for a Parameter without one."""
-        ...
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -62,8 +43,9 @@ def _hooks_of(optimizer: Any) -> int | None:
     return None if hooks is None else id(hooks)
 
 
-class OptimizerSteps(Generic[T_co]):
-    """Calls `_before` before every step of an optimizer, and `_after` after it, once each.
+class OptimizerSteps:
+    """Calls a trainer's `_before` before every step of its optimizer, and `_after` after it, once
+    each.
 
     A step is taken in one of three ways: by `step`; by the optimizer's own `step`, which torch's
     hooks report, in any loop; between `prepare` and `finish`. A gradient that was used in one way
@@ -72,10 +54,10 @@ class OptimizerSteps(Generic[T_co]):
 
     Args:
         given: the optimizer as the loop knows it, perhaps a wrapper.
-        trainer: holds this object; the optimizer holds neither of them.
+        trainer: a `SparseTrainer`, which holds this object; the optimizer holds neither of them.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, trainer: Steps[T_co]) -> None:
+    def __init__(self, given: torch.optim.Optimizer, trainer: Any) -> None:
         self._given, self._optimizer = given, unwrap_optimizer(given)
         self._trainer = weakref.ref(trainer)
         self._hooks: _Hooks | None = None
@@ -83,7 +65,7 @@ class OptimizerSteps(Generic[T_co]):
         self._depth = 0  # nested calls: of an optimizer's step, and of its base class's
         self._by_hand = self._passed = False  # after `prepare`, and after a step following it
         self._failed = False  # `_after`, following the optimizer's own step
-        self._result: T_co | None = None
+        self._result: Rewirings = None
         self._span: Any = OFF
         self._last_caller = ""
         self._marks: list[tuple[weakref.ref[Tensor], int] | None] = []
@@ -107,7 +89,7 @@ class OptimizerSteps(Generic[T_co]):
             self._hooks.close()
         self._hooks, self._depth = None, 0
 
-    def step(self, take: Callable[[], Any] | None = None) -> T_co | None:
+    def step(self, take: Callable[[], Any] | None = None) -> Rewirings:
         """Take a step; returns what `_after` returned, None where the optimizer took none.
 
         Args:
@@ -146,7 +128,7 @@ class OptimizerSteps(Generic[T_co]):
             self._begin()
         self._by_hand, self._passed = True, False
 
-    def finish(self) -> T_co:
+    def finish(self) -> Rewirings:
         """Call `_after`: after `prepare` and a step, again where it failed, or after a step that
         was not followed."""
         with self._called_by("before_optimizer_step()"):
@@ -158,7 +140,7 @@ class OptimizerSteps(Generic[T_co]):
         return result
 
     @property
-    def _owner(self) -> Steps[T_co]:
+    def _owner(self) -> Any:
         trainer = self._trainer()
         assert trainer is not None  # it holds this object
         return trainer
@@ -178,14 +160,15 @@ class OptimizerSteps(Generic[T_co]):
         self._check_new(self._caller or "optimizer.step()")
         self._owner._before()
 
-    def _end(self) -> T_co:
+    def _end(self) -> Rewirings:
         self._failed = True
         owner = self._owner
         update = self._span is not OFF and owner._is_update()
         if update:
             self._span.__exit__()
             self._begin_span("update")
-        self._result = result = owner._after()
+        result: Rewirings = owner._after()
+        self._result = result
         if update:
             owner._count(result)
         self._failed = False
@@ -214,7 +197,8 @@ class OptimizerSteps(Generic[T_co]):
         """
         if caller == self._last_caller or not any(self._marks):
             return
-        for mark, grad in zip(self._marks, self._owner._gradients(), strict=True):
+        gradients: list[Tensor | None] = self._owner._gradients()
+        for mark, grad in zip(self._marks, gradients, strict=True):
             if mark is None or grad is None:
                 if mark is not grad:
                     return
@@ -277,10 +261,8 @@ class OptimizerSteps(Generic[T_co]):
 class _Hooks:
     """The hooks of optimizers, which call a trainer's `OptimizerSteps` as long as it lives."""
 
-    def __init__(
-        self, steps: OptimizerSteps[Any], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._steps: weakref.ref[OptimizerSteps[Any]] = weakref.ref(steps)
+    def __init__(self, steps: OptimizerSteps, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._steps: weakref.ref[OptimizerSteps] = weakref.ref(steps)
         self.optimizers = optimizers
         self.used = False
         self._handles = []

@@ -185,7 +185,6 @@ class SparseTrainer:
             {other: other.steps for other in _trainers}
         )
         self._captures: dict[str, capture.Pairs] = {}
-        self._steps: OptimizerSteps[dict[str, Rewiring] | None]
         self._steps = OptimizerSteps(self._given, self)
         _trainers.add(self)
         self._take_over()

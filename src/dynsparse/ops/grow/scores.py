@@ -26,7 +26,7 @@ class Scorer:
         self.pairs, self.b, self.pooling, self.dtype = pairs, b, pooling, dtype
         self.device = pairs[0][0].device
         on_cpu = self.device.type == "cpu" and dtype == torch.float32
-        self.library = native.load() if on_cpu else None
+        self.is_compiled = on_cpu and native.load() is not None
         _, in_features = features_of(*pairs[0])
         self._gradient = empty(rows * b, in_features, dtype=dtype, device=self.device)
 
@@ -53,13 +53,12 @@ class Scorer:
         b = self.b
         if b == 1:
             return grad
-        if self.library is None or b > _LARGEST_POOLED:
+        if not self.is_compiled or b > _LARGEST_POOLED:
             return pool(grad.abs_(), self.pooling, b)
         scores = grad.new_empty(len(grad) // b, grad.shape[1] // b)
         kind = {"avg": 1, "max": 2}.get(self.pooling, 0)
-        self.library.dynsparse_grow_pool(
-            grad.data_ptr(), *scores.shape, b, kind, scores.data_ptr(), torch.get_num_threads()
-        )
+        threads = torch.get_num_threads()
+        native.call("dynsparse_grow_pool", grad, *scores.shape, b, kind, scores, threads)
         return scores
 
 

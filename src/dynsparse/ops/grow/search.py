@@ -6,7 +6,6 @@ skip most of the work. Growth in one process and over ranks share this.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,12 +99,12 @@ class RowSearch:
 
         If at most `k` exceed `high`, those that clearly do come without scores.
         """
-        if low > 0 and self._pattern.block_size == 1 and self._scorer.library is not None:
+        if low > 0 and self._pattern.block_size == 1 and self._scorer.is_compiled:
             candidates = self._screened(k, low, high)
             if candidates is not None:
                 return candidates
         scorer, width = self._scorer, self._pattern.grid[1]
-        best = RunningBest(k, self._rows * width, low, scorer.dtype, scorer.device, scorer.library)
+        best = RunningBest(k, self._rows * width, low, scorer.dtype, scorer.device)
         for begin in range(self._first, self._last, self._rows):
             end = min(begin + self._rows, self._last)
             chunk = scorer.chunk(begin - self._first, end - self._first)
@@ -141,7 +140,6 @@ class RunningBest:
         k: number of positions.
         chunk: upper bound of the scores in one call of `add`.
         threshold: scores up to it are skipped.
-        library: the compiled kernels, for float32 on the CPU; None: plain torch.
     """
 
     def __init__(
@@ -151,14 +149,14 @@ class RunningBest:
         threshold: float,
         dtype: torch.dtype,
         device: torch.device,
-        library: ctypes.CDLL | None,
     ) -> None:
         self.k = k
         self.scores = empty(k + chunk, dtype=dtype, device=device)
         self.flat = empty(k + chunk, dtype=torch.int64, device=device)
         self.count = 0
         self.threshold = threshold
-        self._library = library
+        on_cpu = device.type == "cpu" and dtype == torch.float32
+        self._is_compiled = on_cpu and native.load() is not None
 
     def add(self, scores: Tensor, pattern: SparsePattern, first: int) -> None:
         """Add the scores [rows, in/b] of the block rows from `first` on, which are overwritten.
@@ -167,12 +165,12 @@ class RunningBest:
         """
         # A score equal to the threshold is skipped: equal scores at smaller positions come first.
         offset = first * pattern.grid[1]
-        if self._library is None:
+        if not self._is_compiled:
             flat = scores.view(-1).abs_()
             flat[positions_in_rows(pattern, first, first + len(scores)).to(scores.device)] = -1.0
             self._scan(flat, offset)
         else:
-            self._scan_compiled(self._library, scores, pattern, first, offset)
+            self._scan_compiled(scores, pattern, first, offset)
 
     def _scan(self, scores: Tensor, offset: int) -> None:
         above = (scores > self.threshold).nonzero().flatten()
@@ -185,29 +183,16 @@ class RunningBest:
         self.count = end
 
     def _scan_compiled(
-        self,
-        library: ctypes.CDLL,
-        scores: Tensor,
-        pattern: SparsePattern,
-        first: int,
-        offset: int,
+        self, scores: Tensor, pattern: SparsePattern, first: int, offset: int
     ) -> None:
         rows, width = scores.shape
         while True:
             room = len(self.scores) - self.count
-            count = library.dynsparse_grow_scan(
-                scores.data_ptr(),
-                rows,
-                width,
-                pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
-                pattern.sorted_cols.data_ptr(),
-                self.threshold,
-                self.k,
-                offset,
-                self.scores.data_ptr() + self.count * self.scores.itemsize,
-                self.flat.data_ptr() + self.count * self.flat.itemsize,
-                room,
-                torch.get_num_threads(),
+            count = native.call(
+                "dynsparse_grow_scan",
+                *(scores, rows, width, pattern.row_ptr[first:], pattern.sorted_cols),
+                *(self.threshold, self.k, offset, self.scores[self.count :]),
+                *(self.flat[self.count :], room, torch.get_num_threads()),
             )
             if count < 0:
                 raise MemoryError("no memory for a scan of growth scores")
@@ -218,8 +203,12 @@ class RunningBest:
 
     def compact(self) -> None:
         """Keep only the best `k`, and raise the threshold to the last of them."""
-        if self.count > self.k and self._library is not None:
-            self._compact_compiled(self._library)
+        if self.count > self.k and self._is_compiled:
+            threads = torch.get_num_threads()
+            if native.call(
+                "dynsparse_grow_compact", self.scores, self.flat, self.count, self.k, threads
+            ):
+                raise MemoryError("no memory to select the best of many scores")
         elif self.count > self.k:
             keep = select(self.scores[: self.count], self.k)
             self.scores[: self.k] = self.scores[keep]
@@ -227,17 +216,6 @@ class RunningBest:
         self.count = min(self.count, self.k)
         if self.count == self.k:
             self.threshold = float(self.scores[: self.k].min())
-
-    def _compact_compiled(self, library: ctypes.CDLL) -> None:
-        status = library.dynsparse_grow_compact(
-            self.scores.data_ptr(),
-            self.flat.data_ptr(),
-            self.count,
-            self.k,
-            torch.get_num_threads(),
-        )
-        if status:
-            raise MemoryError("no memory to select the best of many scores")
 
 
 # ---- thresholds from a sample ----
@@ -377,8 +355,6 @@ def screen_positions(
             infinity: all have scores.
         offset: the row of the pattern at which dY begins.
     """
-    library = native.load()
-    assert library is not None
     x, dy = (
         parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*pairs, strict=True)
     )
@@ -388,25 +364,12 @@ def screen_positions(
     cols = empty(room, dtype=torch.int32, brief=True)
     sure = empty(0 if high == torch.inf else min(k, height * width), dtype=torch.int64, brief=True)
     numbers = torch.zeros(2, dtype=torch.int64, device="cpu")
-    status = library.dynsparse_grow_screen(
-        x.data_ptr(),
-        *x.stride(),
-        dy.data_ptr(),
-        *dy.stride(),
-        len(x),
-        height,
-        width,
-        pattern.row_ptr.data_ptr() + offset * pattern.row_ptr.itemsize,
-        pattern.sorted_cols.data_ptr(),
+    status = native.call(
+        "dynsparse_grow_screen",
+        *(x, *x.stride(), dy, *dy.stride(), len(x), height, width),
+        *(pattern.row_ptr[offset:], pattern.sorted_cols),
         *(None, 0),  # no further positions that are not free
-        0.999 * low,
-        1.001 * high,
-        counts.data_ptr() + counts.itemsize,
-        cols.data_ptr(),
-        room,
-        sure.data_ptr(),
-        len(sure),
-        numbers.data_ptr(),
+        *(0.999 * low, 1.001 * high, counts[1:], cols, room, sure, len(sure), numbers),
         torch.get_num_threads(),
     )
     if status == 1:

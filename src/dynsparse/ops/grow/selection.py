@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,10 +36,8 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
         return torch.arange(k, device=scores.device)
     if not scores.is_cpu:
         return select_on_device(scores, k, largest)
-    if scores.dtype == torch.float32:
-        library = native.load()
-        if library is not None:
-            return _select_compiled(library, scores.contiguous(), k, largest)
+    if scores.dtype == torch.float32 and native.load() is not None:
+        return _select_compiled(scores.contiguous(), k, largest)
     last = _last_selected(scores, k, largest)
     chosen = scores > last if largest else scores < last
     ties = (scores == last).nonzero().flatten()
@@ -74,12 +70,9 @@ def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
     return float(chosen.min() if largest else chosen.max())
 
 
-def _select_compiled(library: ctypes.CDLL, scores: Tensor, k: int, largest: bool) -> Tensor:
-    positions = empty(k, dtype=torch.int64, brief=True)
-    status = library.dynsparse_grow_select(
-        scores.data_ptr(), len(scores), k, largest, positions.data_ptr(), torch.get_num_threads()
-    )
-    if status:
+def _select_compiled(scores: Tensor, k: int, largest: bool) -> Tensor:
+    positions, threads = empty(k, dtype=torch.int64, brief=True), torch.get_num_threads()
+    if native.call("dynsparse_grow_select", scores, len(scores), k, largest, positions, threads):
         raise MemoryError("no memory to select the best of many scores")
     return positions
 
@@ -88,12 +81,9 @@ def merge_sorted(one: Tensor, other: Tensor) -> Tensor:
     """Merge two tensors of ascending positions, int64 on the CPU."""
     if not len(one) or not len(other):
         return one if len(one) else other
-    library = native.load()
-    if library is None:
+    if native.load() is None:
         return torch.cat([one, other]).sort().values
     merged = empty(len(one) + len(other), dtype=torch.int64, brief=True)
     one, other = one.contiguous(), other.contiguous()
-    library.dynsparse_grow_merge(
-        one.data_ptr(), len(one), other.data_ptr(), len(other), merged.data_ptr()
-    )
+    native.call("dynsparse_grow_merge", one, len(one), other, len(other), merged)
     return merged

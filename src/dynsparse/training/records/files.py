@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -210,11 +210,7 @@ def to_json(value: Any, what: str) -> str:
         raise TypeError(f"{what} must hold what JSON can: {error}") from None
 
 
-class _HasFlush(Protocol):
-    def flush(self) -> None: ...
-
-
-pending_recorders: set[_HasFlush] = set()
+pending_recorders: set[Any] = set()
 """Recorders that wait for updates from devices, held until they have written these."""
 
 
