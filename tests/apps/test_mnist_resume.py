@@ -1,7 +1,5 @@
 """Resuming is exact, and a checkpoint is whole whenever the training is killed."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rich.console import Console
@@ -10,7 +8,6 @@ from saved_states import assert_equal, state
 from dynsparse.apps.common.resume import find_checkpoint
 from dynsparse.apps.pictures import Training
 from dynsparse.apps.pictures.mnist import Options, run
-from dynsparse.training.checkpoint import save_checkpoint
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
@@ -81,39 +78,3 @@ def test_checkpoint_frequency_and_the_newest(tmp_path):
     (tmp_path / "epoch-12345.ckpt").touch()
     (tmp_path / "epoch-99999.ckpt.tmp").touch()
     assert find_checkpoint(Training, tmp_path).name == "epoch-12345.ckpt"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tiny(checkpoint_path=folder, stop_after=1)
-    return folder / "epoch-0001.ckpt"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 32}, "--batch-size: "),
-        ({"epochs": 3}, "was trained with 2, got 3: leave --epochs out, or start anew"),
-        ({"method": "set"}, "was trained with 'rigl', got 'set'"),
-        ({"densities": (0.2, 0.3)}, "--densities: "),
-        ({"optimizer_arg": {"beta1": 0.8}}, "--optimizer-arg: "),
-        ({"seed": 8}, "--seed: "),
-        ({"records_path": Path("rec")}, "expected the record of the restored training"),
-    ],
-    ids=str,
-)
-def test_another_training_is_refused(checkpoint, changes, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"was trained with|expected the record") as error:
-        tiny(restore=checkpoint, **changes)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_checkpoint_of_something_else_is_refused(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    save_checkpoint(tmp_path / "a.ckpt", model=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="expected a checkpoint of `dynsparse mnist`"):
-        tiny(restore=tmp_path / "a.ckpt")

@@ -164,18 +164,6 @@ def test_it_learns_digits():
     assert figures["accuracy"] > 0.6
 
 
-def test_a_checkpoint_of_the_other_program_is_refused(tmp_path):
-    from dynsparse.apps.pictures import mnist
-
-    options = mnist.Options(
-        epochs=1, batch_size=512, hidden_sizes=(8,), steps_per_epoch=1, seed=0,
-        checkpoint_path=tmp_path, method="static",
-    )  # fmt: skip
-    mnist.run(options, QUIET)
-    with pytest.raises(ValueError, match="a checkpoint of `dynsparse mnist-transformer`"):
-        tiny(restore=tmp_path)
-
-
 def test_the_command_and_its_help(capsys, tmp_path):
     arguments = (
         "mnist-transformer --sparsity 0.5 --block-size 8 --pooling-type SUM --batch-size 256 "

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dynsparse.apps import lm
 from dynsparse.apps.pictures import mnist
 from dynsparse.training.records import Records
 
@@ -108,15 +107,3 @@ def test_the_log_forgets_what_comes_after_the_checkpoint(tmp_path):
     (tmp_path / "log").write_text(expected + "99 0.")
     tiny(log=tmp_path / "log", restore=tmp_path / "c" / "epoch-0001.ckpt")
     assert (tmp_path / "log").read_text() == expected
-
-
-def test_the_language_model_keeps_apart_too(tmp_path):
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
-    sizes = {"layers": 1, "hidden_size": 8, "ff_size": 8, "heads": 2, "sequence_length": 8}
-    steps = {"steps": 4, "warmup_steps": 1, "valid_interval": 2, "batch_size": 2}
-    options = lm.Options(
-        **sizes, **steps, data=tmp_path / "text.txt", checkpoint_path=tmp_path / "c"
-    )
-    lm.run(options, QUIET)
-    with pytest.raises(ValueError, match=r"got .*step-0000004\.ckpt: go on with that one"):
-        lm.run(options, QUIET)

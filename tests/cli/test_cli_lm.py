@@ -173,6 +173,3 @@ def test_a_preset_and_a_checkpoint_do_not_go_together(capsys, text, tmp_path):
     status, _, err = call(capsys, "lm", "--restore", folder, "--preset", "tiny")
     assert status == 2
     assert "leave --preset out" in err
-    status, _, err = call(capsys, "lm", "--restore", folder, "--layers", "3")
-    assert status == 2
-    assert "was trained with 1, got 3" in err
