@@ -149,11 +149,11 @@ def _add_round(
     }
     compute = []
     for n in (0, 1):
-        edges = {**staying, **{field: one.buffers[n] for field, one in moving.items()}}
+        edges = {**staying, **{field: rotating.buffers[n] for field, rotating in moving.items()}}
         compute.append(execute(graph, f"{name} {n}", codelet, tiles, edges, f"compute {n}"))
 
     def move(source: int, dim: str) -> Copy:
-        pairs = [pair for one in moving.values() for pair in one.move(source, dim, way)]
+        pairs = [pair for rotating in moving.values() for pair in rotating.move(source, dim, way)]
         return Copy(pairs, name=f"pass on {'xz' if dim == 'r' else 'y'} {source}")
 
     around = tiles.shape[2]
@@ -173,7 +173,7 @@ def _add_round(
         return
     turns.add(move(at, "y"))
     if at == 0:
-        back = [one.buffers[::-1] for one in moving.values()]
+        back = [rotating.buffers[::-1] for rotating in moving.values()]
         turns.add(Copy(back, name="copy back"))
     tile = control_tile(layout.plan)
     count = graph.add_variable(UNSIGNED_INT, [1], f"{name} count", tiles=tile)

@@ -164,27 +164,29 @@ def elementwise(
     given = list(check_kind("operands", operands, (list, tuple), "a list of tensors and numbers"))
     if len(given) != made.operands:
         raise ValueError(f"{operation!r} takes {made.operands} operands, got {len(given)}")
-    for one in given:
-        if not isinstance(one, Tensor) and not is_number(one):
-            raise TypeError(f"operands must be tensors or numbers, got {shortened(one)}")
-    tensors = [one for one in given if isinstance(one, Tensor)]
+    for operand in given:
+        if not isinstance(operand, Tensor) and not is_number(operand):
+            raise TypeError(f"operands must be tensors or numbers, got {shortened(operand)}")
+    tensors = [operand for operand in given if isinstance(operand, Tensor)]
     if not tensors:
         raise ValueError("expected a tensor among the operands, got only numbers")
-    for one in [*tensors, *([] if out is None else [out])]:
-        if one.dtype not in (HALF, FLOAT):
-            raise TypeError(f"operands must be half or float, got {one.dtype.name} ({one.name})")
+    for operand in [*tensors, *([] if out is None else [out])]:
+        if operand.dtype not in (HALF, FLOAT):
+            raise TypeError(
+                f"operands must be half or float, got {operand.dtype.name} ({operand.name})"
+            )
     what = operation if name is None else name
     spread = Spread.of(graph, tensors[0] if out is None else out)
     if out is None:
         out = spread.like(graph, tensors[0].dtype, f"{what} result")
     edges: dict[str, Any] = {"out": spread.edge(out)}
     arguments: list[str | np.float32] = []
-    for one in given:
-        if not isinstance(one, Tensor):
-            arguments.append(np.float32(one))
+    for operand in given:
+        if not isinstance(operand, Tensor):
+            arguments.append(np.float32(operand))
             continue
         arguments.append(f"operand{len(arguments)}")
-        local = spread.bring(graph, one, program, f"{what} operand")
+        local = spread.bring(graph, operand, program, f"{what} operand")
         edges[str(arguments[-1])] = spread.edge(local)
     codelet = _codelet(operation, made, arguments)
     program.add(execute(graph, what, codelet, spread.tiles, edges))
@@ -244,10 +246,10 @@ def reduce(
         raise TypeError(f"a reduction takes half or float, got {tensor.dtype.name}")
     check_kind("axis", axis, (int, list, tuple), "a dimension or a list of them")
     given = [axis] if isinstance(axis, int) else list(axis)
-    axes = [check_integer("axis", one) for one in given]
-    if not axes or any(not -tensor.ndim <= one < tensor.ndim for one in axes):
+    axes = [check_integer("axis", dim) for dim in given]
+    if not axes or any(not -tensor.ndim <= dim < tensor.ndim for dim in axes):
         raise ValueError(f"axis must be dimensions of {list(tensor.shape)}, got {axes}")
-    gone = {one % tensor.ndim for one in axes}
+    gone = {dim % tensor.ndim for dim in axes}
     if len(gone) < len(axes):
         raise ValueError(f"axis names a dimension twice: {axes}")
     what = f"reduce {operation}" if name is None else name

@@ -236,11 +236,11 @@ class _Product:
         held = np.append(0, np.cumsum(np.bincount(inverse, counts).astype(np.int64)))
         outs = np.append(0, np.cumsum(np.bincount(inverse)))
         size = self.params.block_size
-        own = self.view(partials.dtype, partials.addresses()[now])
+        sums = self.view(partials.dtype, partials.addresses()[now])
         edges = {
             "a": Ragged(self.view(self.dtype, left.reshape(-1)), held * size[0] * size[1]),
             "b": Ragged(self.view(self.dtype, right.reshape(-1)), held * size[1] * size[2]),
-            "out": Ragged(own.flatten(), outs * size[0] * size[2]),
+            "out": Ragged(sums.flatten(), outs * size[0] * size[2]),
         }
         kinds = (self.params.dtype, self.params.partials_type)
         codelet = multiply(inverse, counts, size, *kinds)
@@ -262,8 +262,8 @@ class _Product:
         tiles, block = np.divmod(keys, len(addresses))
         located = addresses[block]
         flat = located.reshape(-1, area)
-        there = self.graph.tiles_of(self.view(self.dtype, flat))
-        away = np.flatnonzero((there != tiles[:, None]).any(1))
+        owner = self.graph.tiles_of(self.view(self.dtype, flat))
+        away = np.flatnonzero((owner != tiles[:, None]).any(1))
         if len(away):
             local = self.stretches(self.dtype, what, tiles[away], area)
             pairs.append((self.view(self.dtype, flat[away]), local))

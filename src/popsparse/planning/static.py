@@ -403,10 +403,10 @@ class _CutSearch:
                 "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
             )
         # Equal cycles: fewer parts of n, then fewer bands.
-        possible.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
+        possible.sort(key=lambda cut: (cut["cycles"], cut["n_split"], cut["bands"]))
         counts = {"partitions": count, "possible": len(possible)}
         search = Search(counts, (bound,), tuple(possible[1 : 1 + _RUNNERS_UP]))
-        best = {name: one for name, one in possible[0].items() if name != "cycles"}
+        best = {name: value for name, value in possible[0].items() if name != "cycles"}
         return _Chosen(**best, search=search)
 
 

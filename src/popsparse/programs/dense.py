@@ -390,17 +390,17 @@ def _join(
 ) -> _Partials:
     """One sum of several, spread evenly over the tiles of all of them."""
     outputs, parts = group[0].outputs, group[0].tensor.shape[:-2]
-    held = [(one, place) for one in group for place in range(one.tiles.shape[-1])]
+    held = [(copy, place) for copy in group for place in range(copy.tiles.shape[-1])]
     # A tile gets outputs it has already where there is a way: those that end first come first.
-    held.sort(key=lambda one: one[0].range_of(one[1])[::-1])
+    held.sort(key=lambda copy: copy[0].range_of(copy[1])[::-1])
     share = ceil_div(outputs, len(held))
     held = held[: ceil_div(outputs, share)]
     ranges = [(j * share, min((j + 1) * share, outputs)) for j in range(len(held))]
     stays = [
-        one.range_of(place)[0] <= begin and end <= one.range_of(place)[1]
-        for (one, place), (begin, end) in zip(held, ranges, strict=True)
+        copy.range_of(place)[0] <= begin and end <= copy.range_of(place)[1]
+        for (copy, place), (begin, end) in zip(held, ranges, strict=True)
     ]
-    tiles = np.stack([one.tiles[..., place] for one, place in held], axis=-1)
+    tiles = np.stack([copy.tiles[..., place] for copy, place in held], axis=-1)
     kind = group[0].tensor.dtype
     shape = [*parts, len(held)]
     depth = len(group) - all(stays)
@@ -408,11 +408,11 @@ def _join(
     out = graph.add_variable(dtype, [*shape, share], f"{name} sums", tiles=tiles)
     for j, ((mine, place), (begin, end)) in enumerate(zip(held, ranges, strict=True)):
         size = end - begin
-        arriving = [one for one in group if not (all(stays) and one is mine)]
-        for at, one in enumerate(arriving):
-            for source, low, high in one.sections(begin, end):
+        arriving = [copy for copy in group if not (all(stays) and copy is mine)]
+        for at, copy in enumerate(arriving):
+            for source, low, high in copy.sections(begin, end):
                 to = others[..., j, at, low - begin : high - begin]
-                pairs.append((one.view(source, low, high), to))
+                pairs.append((copy.view(source, low, high), to))
         if all(stays):
             own = mine.view(place, begin, end).expand_dims(len(parts))
         else:
@@ -479,13 +479,13 @@ class _Product:
             steps.add(self.execute("first step", [(codelets.FILL, tiles, fill)]))
         field = "b" if plan.swapped else "a"
         once = {
-            one: home
-            for one, home in operands.items()
-            if plan.broadcast_once and one.which == field
+            operand: home
+            for operand, home in operands.items()
+            if plan.broadcast_once and operand.which == field
         }
         local = self._fetch(once, steps, "fetch field operand")
         body = Sequence()
-        later = {one: home for one, home in operands.items() if one not in once}
+        later = {operand: home for operand, home in operands.items() if operand not in once}
         local |= self._fetch(later, body, "fetch")
         sums = self._reduce(self._multiply(local, transposed, body), body)
         home = self._collect(sums, body, steps)
@@ -518,9 +518,9 @@ class _Product:
             if isinstance(tensor, PlannedTensor) and tensor.layout == operand:
                 homes[operand] = tensor.home
                 continue
-            own = operand.add(self.graph, f"{self.name} {which} at home")
-            pairs.append((tensor, own))
-            homes[operand] = own.home
+            placed = operand.add(self.graph, f"{self.name} {which} at home")
+            pairs.append((tensor, placed))
+            homes[operand] = placed.home
         if pairs:
             steps.add(Copy(pairs, name="regroup operands"))
         self._rearrange(homes, steps)
@@ -530,10 +530,10 @@ class _Product:
         """Operands that are padded or not in the vertex's order are brought into it."""
         copy, width = int(self.plan.target.memcpy_bytes_per_cycle), self.plan.dtype.vector_width
         vertices = []
-        for one, home in operands.items():
-            if not self.layout.is_rearranged[one.which]:
+        for operand, home in operands.items():
+            if not self.layout.is_rearranged[operand.which]:
                 continue
-            coefficients = one.which == ("a" if self.plan.swapped else "b")
+            coefficients = operand.which == ("a" if self.plan.swapped else "b")
             outs = self.plan.m if self.plan.swapped else self.plan.n
             odd = bool(self.plan.k % width or (coefficients and outs % width))
 
@@ -541,7 +541,7 @@ class _Product:
                 return cycles.rearrange(held, self.plan.dtype, copy, odd=odd)
 
             edges = {"data": home.transpose(1, 2, 3, 4, 0, 5)}
-            vertices.append((_in_place("rearrange", spent), one.tiles, edges))
+            vertices.append((_in_place("rearrange", spent), operand.tiles, edges))
         if vertices:
             steps.add(self.execute("rearrange operands", vertices))
 
@@ -550,27 +550,27 @@ class _Product:
     ) -> dict[str, Tensor]:
         """The part of each operand that each tile works on, [*tiles, rows, cols]."""
         pairs, slices, fetched = [], [], {}
-        for one, home in operands.items():
-            if one.matrix.steps > 1:
+        for operand, home in operands.items():
+            if operand.matrix.steps > 1:
                 source = self.variable(
-                    self.dtype, f"slice of {one.which}", [*home.shape[1:]], one.tiles
+                    self.dtype, f"slice of {operand.which}", [*home.shape[1:]], operand.tiles
                 )
                 by_step = home.transpose(1, 2, 3, 4, 0, 5)
-                edges = {"src": by_step, "index": self._index_on(one.tiles), "out": source}
-                slices.append((_take_slice(self.layout), one.tiles, edges))
+                edges = {"src": by_step, "index": self._index_on(operand.tiles), "out": source}
+                slices.append((_take_slice(self.layout), operand.tiles, edges))
             else:
                 source = home[0]
             local = source
-            sharing = one.tiles.shape[-1]
+            sharing = operand.tiles.shape[-1]
             if sharing > 1:
                 # Every tile that shares the part gets all shares of it.
-                shape = [*one.tiles.shape, sharing, home.shape[-1]]
-                local = self.variable(self.dtype, f"part of {one.which}", shape, one.tiles)
+                shape = [*operand.tiles.shape, sharing, home.shape[-1]]
+                local = self.variable(self.dtype, f"part of {operand.which}", shape, operand.tiles)
                 pairs.append((source.expand_dims(3).broadcast_to(*shape), local))
-            rows, cols = one.matrix.rows.each, one.matrix.cols.each
-            local = local.reshape(*one.tiles.shape, -1)[..., : one.matrix.numel]
-            local = local.reshape(*one.tiles.shape, rows, cols)
-            fetched[one.which] = local.transpose(*one.order, 4, 5)
+            rows, cols = operand.matrix.rows.each, operand.matrix.cols.each
+            local = local.reshape(*operand.tiles.shape, -1)[..., : operand.matrix.numel]
+            local = local.reshape(*operand.tiles.shape, rows, cols)
+            fetched[operand.which] = local.transpose(*operand.order, 4, 5)
         if slices:
             steps.add(self.execute("slice operands", slices))
         if pairs:

@@ -147,16 +147,16 @@ class _Product:
             pieces = plan.pieces(part)
             tile = tiles.begin + pieces.tile
             size = [columns.size, self.block]
-            there = tile[pieces.column_piece]
-            local = self.variable(f"columns {part}", [len(there), *size], there)
+            owner = tile[pieces.column_piece]
+            local = self.variable(f"columns {part}", [len(owner), *size], owner)
             pairs.append((self._columns(home, part), local))
-            own = values
+            used = values
             if plan.n_split > 1:
                 held = pieces.blocks * self.area
-                own = self.stretches(f"values {part}", tile, held)
-                pairs.append((values, own))
-            there = tile[pieces.row_piece]
-            result = self.variable(f"partials {part}", [len(there), *size], there)
+                used = self.stretches(f"values {part}", tile, held)
+                pairs.append((values, used))
+            owner = tile[pieces.row_piece]
+            result = self.variable(f"partials {part}", [len(owner), *size], owner)
             partials.append(result)
             words = work_list_words(pieces.rows, pieces.blocks, self.block, plan.target.workers)
             # Read by the vertices through what `pieces` says; here it only takes its room.
@@ -170,7 +170,7 @@ class _Product:
                 self._codelet(part),
                 tile,
                 {
-                    "values": Ragged(own, np.append(pieces.begin, pieces.end[-1]) * self.area),
+                    "values": Ragged(used, np.append(pieces.begin, pieces.end[-1]) * self.area),
                     "columns": Ragged(local.flatten(), _offsets(pieces.columns) * cut),
                     "out": Ragged(result.flatten(), _offsets(pieces.rows) * cut),
                 },
@@ -273,7 +273,7 @@ class _Product:
         """Addresses of partial sum number `turn` of outputs that begin at `begin`."""
         plan = self.plan
         start = np.zeros(len(rows), np.int64)
-        for part, one in enumerate(partials):
+        for part, sums in enumerate(partials):
             here = parts == part
             if not here.any():
                 continue
@@ -281,7 +281,7 @@ class _Product:
             columns, row = plan.n_parts[part], rows[here]
             in_row = begin[here] - row * plan.n_padded * self.block
             index = order[begins[row] + turn[here]]
-            first = int(one[:1, :1, :1].addresses().item())
+            first = int(sums[:1, :1, :1].addresses().item())
             start[here] = first + (index * columns.size - columns.begin) * self.block + in_row
         return start
 
