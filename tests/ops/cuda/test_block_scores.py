@@ -44,12 +44,6 @@ def test_every_block_dtype_and_pooling(b, dtype, pooling):
     agrees([some(70, 3 * b, 2 * b, dtype)], b, pooling)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("batch", [1, 33, 64, 100])
-def test_ragged_batches_in_every_layout(batch, layout):
-    agrees([some(batch, 96, 160, layout=layout)], 32)
-
-
 @pytest.mark.parametrize("b", [4, 16])
 @pytest.mark.parametrize("sides", [(1, 1), (1, 9), (9, 1), (35, 10)])
 def test_sides_that_do_not_fill_a_tile(sides, b):

@@ -63,19 +63,6 @@ def test_groups_of_tiles_change_no_bits(group):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 64, 150])
-def test_every_dtype_and_ragged_batches(batch, dtype):
-    case = Case(64, (3, 4), batch, dtype, without=2)
-    config = Rows(64, 32, 4, 3)
-    values = case.values.to(dtype)
-    y = launch.forward(case.x, values, case.p, case.bias, config)
-    dx = launch.grad_input(case.dy, values, case.p, config)
-    assert error(y, case.y) < case.limit
-    assert error(dx, case.dx) < case.limit
-
-
-@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("terms", [32, 64, 1024])
 def test_sums_of_float32_that_end(monkeypatch, terms):
     """Every entry counts once, wherever sums end."""
@@ -91,28 +78,6 @@ def test_sums_of_float32_that_end(monkeypatch, terms):
     scores = growth.block_scores([case.dy], [case.x], 16, "sum")
     wanted = (case.dy.double().t() @ case.x.double()).abs().view(3, 16, 9, 16).sum((1, 3))
     assert error(scores, wanted) < 1e-6
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
-@pytest.mark.parametrize("density", [0.4, 0.0])
-def test_every_layout(layout, density):
-    case = Case(64, (2, 3), 21, torch.float32, density, layout)
-    config = Rows(64, 32, 4, 3)
-    y = launch.forward(case.x, case.values, case.p, case.bias, config)
-    dx = launch.grad_input(case.dy, case.values, case.p, config)
-    torch.testing.assert_close(y, case.y.float(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(dx, case.dx.float(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_tile_of_several_blocks():
-    case = Case(16, (4, 6), 70, torch.float32)
-    config = Rows(64, 64, 4, 3)
-    y = launch.forward(case.x, case.values, case.p, case.bias, config)
-    dx = launch.grad_input(case.dy, case.values, case.p, config)
-    assert error(y, case.y) < case.limit
-    assert error(dx, case.dx) < case.limit
 
 
 @pytest.mark.usefixtures("interpreter")

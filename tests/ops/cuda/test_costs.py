@@ -13,7 +13,6 @@ from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
 from dynsparse.ops.linear.cuda.costs import (
     B200,
     H200,
-    KINDS,
     PASSES,
     bounds,
     choose,
@@ -74,16 +73,6 @@ def test_single_elements_are_bound_by_the_cache():
     found = bounds(layer(4096, 0.1, 1), 8192, of(1)[0], "16-bit", H200)
     assert round(found.cache * 1e6) == 2845
     assert found.name == "cache"
-
-
-@pytest.mark.parametrize("batch", [4096, 16384])
-def test_bounds_grow_with_the_batch(batch):
-    for b in FIGURES:
-        at = layer(4096, 0.1, b)
-        for config in of(b):
-            one, other = (bounds(at, n, config, "16-bit", H200) for n in (8192, batch))
-            assert other.cache == pytest.approx(one.cache * batch / 8192)
-            assert other.arithmetic == pytest.approx(one.arithmetic * batch / 8192)
 
 
 def test_float32():
@@ -154,20 +143,6 @@ def test_the_choice_turns_to_dense_once_as_density_grows(capability):
         ]
         assert sum(a != b for a, b in itertools.pairwise(kinds)) <= 1
         assert kinds[0] == "blocks"
-
-
-def test_no_chosen_layer_is_expected_to_be_slower_than_the_other_kind():
-    for n, batch, density, b in itertools.product(
-        (1024, 4096), (512, 8192), (0.01, 0.1, 0.5), (16, 64)
-    ):
-        at = layer(n, density, b)
-        for backward, passes in ((False, PASSES[:1]), (True, PASSES[1:])):
-            times = {
-                kind: sum(seconds(kind, at, batch, p, HALF, INTERPRETED) for p in passes)
-                for kind in KINDS
-            }
-            kind = choose(at, batch, backward, torch.bfloat16, INTERPRETED)
-            assert times[kind] == min(times.values())
 
 
 def test_rates_are_those_of_the_chip_at_hand():

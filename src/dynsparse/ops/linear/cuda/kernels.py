@@ -298,70 +298,10 @@ def gradient_kernel(
 # ---- values to and from a dense matrix ----
 
 
-@triton.jit
-def entries(
-    row_ptr,
-    cols,
-    slots,
-    row,
-    part,
-    parts,
-    step,
-    width,
-    B: tl.constexpr,
-    N: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-):
-    """The entries of a block row for one step of a program: their indices in the values and in the
-    rows [B, width], and a mask."""
-    start = tl.load(row_ptr + row)
-    count = (tl.load(row_ptr + row + 1) - start).to(tl.int64) * (B * B)
-    entry = (step * parts + part).to(tl.int64) * N + tl.arange(0, N)
-    mask = entry < count
-    col, slot = locate(cols, slots, start + entry // (B * B), mask, BY_SLOT)
-    inside = entry % (B * B)
-    position = (inside // B) * width + col.to(tl.int64) * B + inside % B
-    return slot.to(tl.int64) * (B * B) + inside, position, mask
-
-
-@triton.jit
-def steps_of(row_ptr, row, parts, B: tl.constexpr, N: tl.constexpr):
-    """Number of steps of the longest part of a block row."""
-    count = (tl.load(row_ptr + row + 1) - tl.load(row_ptr + row)).to(tl.int64) * (B * B)
-    return tl.cdiv(count, N * parts).to(tl.int32)
-
-
-@triton.jit
-def lay_out_kernel(
-    values,
-    weight,
-    row_ptr,
-    cols,
-    slots,
-    width,
-    B: tl.constexpr,
-    N: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-):
-    """Scatter the values [nnz, B, B] to weight [out, width], which holds zeros, in its dtype.
-
-    A program goes through part of one block row, N entries at a step: positions follow from
-    `row_ptr` and `cols`, without a list of positions.
-    """
-    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    lines = weight + row.to(tl.int64) * B * width
-    for step in range(steps_of(row_ptr, row, parts, B, N)):
-        entry, position, mask = entries(
-            row_ptr, cols, slots, row, part, parts, step, width, B, N, BY_SLOT
-        )
-        value = tl.load(values + entry, mask=mask)
-        tl.store(lines + position, value.to(weight.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["first"])
-def collect_kernel(
-    gradient,
-    collected,
+def move_kernel(
+    values,
+    matrix,
     row_ptr,
     cols,
     slots,
@@ -370,14 +310,27 @@ def collect_kernel(
     B: tl.constexpr,
     N: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    COLLECT: tl.constexpr,
 ):
-    """Gather the entries of the block rows from `first` on, whose gradient is [any, width], to
-    collected [nnz, B, B]. Programs as above, of these rows."""
-    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    lines = gradient + row.to(tl.int64) * B * width
-    for step in range(steps_of(row_ptr, first + row, parts, B, N)):
-        entry, position, mask = entries(
-            row_ptr, cols, slots, first + row, part, parts, step, width, B, N, BY_SLOT
-        )
-        value = tl.load(lines + position, mask=mask)
-        tl.store(collected + entry, value.to(collected.dtype.element_ty), mask=mask)
+    """Scatter the values [nnz, B, B] to the matrix [any, width], which holds zeros and whose rows
+    are those from block row `first` on; or COLLECT them from it. Both convert to the dtype of what
+    they write.
+
+    A program goes through part of one block row, N entries at a step: positions follow from
+    `row_ptr` and `cols`, without a list of positions.
+    """
+    row, part, parts = first + tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start = tl.load(row_ptr + row)
+    count = (tl.load(row_ptr + row + 1) - start).to(tl.int64) * (B * B)
+    lines = matrix + tl.program_id(0).to(tl.int64) * B * width
+    for step in range(tl.cdiv(count, N * parts).to(tl.int32)):
+        entry = (step * parts + part).to(tl.int64) * N + tl.arange(0, N)
+        mask = entry < count
+        col, slot = locate(cols, slots, start + entry // (B * B), mask, BY_SLOT)
+        inside = entry % (B * B)
+        place = lines + inside // B * width + col.to(tl.int64) * B + inside % B
+        value = values + slot.to(tl.int64) * (B * B) + inside
+        if COLLECT:
+            tl.store(value, tl.load(place, mask=mask).to(values.dtype.element_ty), mask=mask)
+        else:
+            tl.store(place, tl.load(value, mask=mask).to(matrix.dtype.element_ty), mask=mask)

@@ -20,12 +20,7 @@ from dynsparse.ops.linear.cuda.configurations import (
     rows_for,
     sums_of,
 )
-from dynsparse.ops.linear.cuda.kernels import (
-    collect_kernel,
-    gradient_kernel,
-    lay_out_kernel,
-    rows_kernel,
-)
+from dynsparse.ops.linear.cuda.kernels import gradient_kernel, move_kernel, rows_kernel
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 # Entries that a program moves at a step, and in all.
@@ -146,34 +141,28 @@ def grad_weight(
     return dw[0] if split == 1 else dw.sum(0).to(dtype)
 
 
-def _programs(p: LayerIndex, rows: int) -> tuple[int, int]:
-    """The grid: block rows, and parts of each, as many as rows of mean length need."""
-    entries = p.nnz * p.block_size**2 * p.block_size // max(1, p.out_features)
-    return rows, max(1, -(-entries // _EACH))
-
-
 def lay_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of `dtype`, of contiguous values."""
-    b = p.block_size
     weight = values.new_zeros(p.out_features, p.in_features, dtype=dtype)
-    with current_device(values):
-        lay_out_kernel[_programs(p, p.out_features // b)](
-            *(values, weight, p.row_ptr, p.cols, p.slots, p.in_features),
-            B=b,
-            N=_AT_ONCE,
-            BY_SLOT=len(p.slots) > 0,
-        )
+    _move(values, weight, p, 0, collect=False)
     return weight
 
 
 def collect(gradient: Tensor, p: LayerIndex, first: int, collected: Tensor) -> None:
     """Gather the pattern's entries from some rows of the gradient, contiguous [any, in] from row
     `first` on, into `collected`, contiguous, like values."""
+    _move(collected, gradient, p, first, collect=True)
+
+
+def _move(values: Tensor, matrix: Tensor, p: LayerIndex, first: int, collect: bool) -> None:
     b = p.block_size
-    with current_device(gradient):
-        collect_kernel[_programs(p, len(gradient) // b)](
-            *(gradient, collected, p.row_ptr, p.cols, p.slots, first // b, p.in_features),
+    # A row of mean length takes as many programs as it needs.
+    parts = max(1, -(-p.nnz * b**3 // (_EACH * max(1, p.out_features))))
+    with current_device(values):
+        move_kernel[(len(matrix) // b, parts)](
+            *(values, matrix, p.row_ptr, p.cols, p.slots, first // b, p.in_features),
             B=b,
             N=_AT_ONCE,
             BY_SLOT=len(p.slots) > 0,
+            COLLECT=collect,
         )
