@@ -162,7 +162,7 @@ def test_memory_is_near_what_the_machine_measures():
     sparse = static.create_sparse_dense_matmul_lhs(graph, "float16", params, pattern)
     dense = static.create_sparse_dense_matmul_rhs(graph, "float16", params, pattern)
     static.sparse_dense_matmul(graph, sparse, dense, program)
-    found = Engine(graph, program, numerics=False).memory_use.max_data_bytes
+    found = Engine(graph, program, numerics=False).memory_use.data_bytes.max()
     memory = static.tile_memory(sparse.plan)
     assert found == pytest.approx(memory.needed - memory.code, rel=0.2)
 

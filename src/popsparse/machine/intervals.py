@@ -110,13 +110,6 @@ class TileMap:
         ends = np.minimum(runs.ends[run], self.bounds[segment + 1])
         return Pieces(run, starts, ends - starts, self.tiles[segment])
 
-    def elements_per_tile(self, tiles: int) -> IntArray:
-        """How many elements each tile holds: float64 [tiles]."""
-        mapped = self.tiles >= 0
-        return np.bincount(
-            self.tiles[mapped], weights=np.diff(self.bounds)[mapped], minlength=tiles
-        )
-
 
 def refine(a: Runs, b: Runs) -> tuple[IntArray, IntArray, IntArray]:
     """Two regions of the same size, matched element by element, as runs of both at once.

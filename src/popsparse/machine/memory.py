@@ -304,11 +304,6 @@ class MemoryUse:
         return np.sum([self.by_category[name] for name in data], axis=0)
 
     @property
-    def max_data_bytes(self) -> int:
-        """Of these on the tile with most of them."""
-        return int(self.data_bytes.max())
-
-    @property
     def worst_tile(self) -> int:
         return int(self.per_tile.argmax())
 
