@@ -18,6 +18,7 @@ See section 3.6 of docs/popsparse-formulas.md.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -373,17 +374,12 @@ class _Pass(ABC):
 
     def home(self, *dims: str) -> float:
         """Bytes of a dense operand that a tile keeps when all tiles share it."""
-        size = 1.0
-        for dim in dims:
-            size *= getattr(self.plan.sizes, dim)
-        return size * self.plan.params.num_groups * self.size / self.plan.tiles_used
+        elements = math.prod(getattr(self.plan.sizes, dim) for dim in dims)
+        return elements * self.plan.params.num_groups * self.size / self.plan.tiles_used
 
-    def needed(self, *dims: str) -> float:
+    def needed(self, *dims: str) -> int:
         """Bytes of a dense operand that a tile works on."""
-        size = 1.0
-        for dim in dims:
-            size *= getattr(self.plan.elements_per_tile, dim)
-        return size * self.size
+        return self.size * math.prod(getattr(self.plan.elements_per_tile, dim) for dim in dims)
 
     def fetch(self, dims: tuple[str, str], same: int) -> float:
         return self.exchange(max(0.0, self.needed(*dims) - self.home(*dims)), same)

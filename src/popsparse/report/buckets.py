@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -127,39 +127,42 @@ class BucketData:
 _OF_BUCKETS = ("nz_used", "words_used", "sub_groups", "grad_a_words_used", "foreign")
 
 
-def build_bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float | None]]:
-    """The maps: (id, title, unit, values [groups * x, y], capacity)."""
+class BucketMap(NamedTuple):
+    """A figure of each rectangle, [groups * x, y]; above the capacity, if there is one, it is too
+    much."""
+
+    identity: str
+    title: str
+    unit: str
+    values: np.ndarray
+    capacity: float | None
+
+
+def build_bucket_maps(data: BucketData) -> list[BucketMap]:
+    """What the buckets should hold, what they hold, and what of it belongs elsewhere."""
     parts_x, parts_y, parts_z = data.partition
     capacity = data.nz_capacity or 1
 
-    def grid(values: np.ndarray) -> np.ndarray:
-        return values.reshape(data.groups * parts_x, parts_y)
+    def of_buckets(values: np.ndarray) -> np.ndarray:
+        return values.reshape(data.groups * parts_x, parts_y, parts_z)
 
-    def by_rectangle(values: np.ndarray) -> np.ndarray:
-        return values.reshape(-1, parts_z)
-
-    asked = 100 * data.demand / (capacity * parts_z)
-    held = 100 * by_rectangle(data.nz_used).mean(1) / capacity
-    words = 100 * by_rectangle(data.words_used).max(1) / data.words_capacity
-    maps: list[tuple[str, str, str, np.ndarray, float | None]] = [
-        (
-            "map-demand",
-            "Demand: values that belong to a rectangle, of what its buckets hold",
-            "%",
-            grid(asked),
-            100.0,
-        ),
-        ("map-held", "Held: fill of a rectangle's buckets with values", "%", grid(held), 100.0),
-        ("map-words", "Meta-info of the fullest bucket of a rectangle", "%", grid(words), 100.0),
-    ]
+    demand = data.demand.reshape(data.groups * parts_x, parts_y) / (capacity * parts_z)
+    held = of_buckets(data.nz_used).mean(2) / capacity
+    words_used = of_buckets(data.words_used).max(2) / data.words_capacity
+    title = "Demand: values that belong to a rectangle, of what its buckets hold"
+    maps = [BucketMap("map-demand", title, "%", 100 * demand, 100.0)]
+    title = "Held: fill of a rectangle's buckets with values"
+    maps.append(BucketMap("map-held", title, "%", 100 * held, 100.0))
+    title = "Meta-info of the fullest bucket of a rectangle"
+    maps.append(BucketMap("map-words", title, "%", 100 * words_used, 100.0))
     if data.foreign.any():
         title = "Guests: values in a rectangle's buckets that belong elsewhere"
-        guests = by_rectangle(data.foreign).sum(1)
-        maps.append(("map-guests", title, "values", grid(guests), None))
+        guests = of_buckets(data.foreign).sum(2)
+        maps.append(BucketMap("map-guests", title, "values", guests, None))
     return maps
 
 
-def render_buckets(data: BucketData) -> str:
+def render_buckets(data: BucketData, maps: list[BucketMap]) -> str:
     """Fill by kind of content, maps over the X/Y grid, and the spread over the buckets."""
     buckets = len(data.nz_used)
     kinds = [("values", data.nz_used, data.nz_capacity)]
@@ -182,12 +185,12 @@ def render_buckets(data: BucketData) -> str:
         table(head, rows),
     ]
     axes = ("group, X" if data.groups > 1 else "X", "Y")
-    maps = [
+    figures = (
         f"<figure><figcaption>{esc(title)}</figcaption>"
         f"{grid_map(values, identity=name, axes=axes, unit=unit, capacity=capacity)}</figure>"
-        for name, title, unit, values, capacity in build_bucket_maps(data)
-    ]
-    out.append('<h3>Over the X/Y grid</h3><div class="maps">' + "".join(maps) + "</div>")
+        for name, title, unit, values, capacity in maps
+    )
+    out.append('<h3>Over the X/Y grid</h3><div class="maps">' + "".join(figures) + "</div>")
     spread = [
         (f"Fill with {name}", 100 * used / capacity, "% of the bucket")
         for name, used, capacity in kinds
@@ -210,8 +213,9 @@ def render_encoding(encoding: Any) -> tuple[str, str, dict[str, np.ndarray]]:
         TypeError, ValueError: as of `BucketData.read`.
     """
     data = BucketData.read(encoding)
-    maps = {name: values for name, _, _, values, _ in build_bucket_maps(data)}
-    return render_buckets(data), render_propagation(data), maps
+    maps = build_bucket_maps(data)
+    by_id = {one.identity: one.values for one in maps}
+    return render_buckets(data, maps), render_propagation(data), by_id
 
 
 def render_propagation(data: BucketData) -> str:
