@@ -198,7 +198,7 @@ _MOST_STEPS = 12
 def profile_text(title: str, profiles: Sequence[Profile]) -> str:
     """Text with the summary and three findings of each pass."""
     check_kind("profiles", profiles, (list, tuple), "a list of Profile")
-    lines = [title]
+    lines = [check_kind("title", title, str, "a text")]
     for profile in profiles:
         check_kind("one of profiles", profile, Profile, "a Profile")
         name = words(profile.name).capitalize() or "Run"
