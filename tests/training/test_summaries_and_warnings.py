@@ -78,6 +78,12 @@ def test_a_training_past_its_schedule_is_told_of_once():
             assert len(said) == (step >= 4)
     assert "step 5 of a schedule for total_steps=4" in str(said[0].message)
     assert trainer.steps == 7
+    model, optimizer, trainer = small(schedule=None, total_steps=4, update_interval=2)
+    trainer.warns_at_end = False
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()  # a warning would be an error
 
 
 def test_gradients_removed_before_an_update_are_told_of():

@@ -118,6 +118,7 @@ class SparseTrainer:
         steps: optimizer steps taken; updates: pattern updates made.
         on_update: functions called as f(step, {name: Rewiring}) after each update. When one raises,
             the update has happened, the others are still called, and the first error is raised.
+        warns_at_end: whether the first step after the schedule's `total_steps` causes a warning.
         own_state_holds: what the tensors of `_own_state`, one per layer name, hold: an entry for
             each of the layer's "slots", or "positions" of some of its blocks.
 
@@ -128,6 +129,7 @@ class SparseTrainer:
     """
 
     own_state_holds = "slots"
+    warns_at_end = True
 
     def __init__(
         self,
@@ -301,7 +303,8 @@ class SparseTrainer:
         due = self._is_update()
         ranks = self.ranks if due else ALONE
         undo = self._undo(planning=True) if due else None
-        warn_at_end(self.schedule, self.steps + 1)
+        if self.warns_at_end:
+            warn_at_end(self.schedule, self.steps + 1)
         self.steps += 1
         has_gradient = [0] * len(self._trained() if due else ())
         try:

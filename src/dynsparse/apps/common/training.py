@@ -148,7 +148,9 @@ def build_trainer(
     if "seed" in algorithm.arguments:
         known["seed"] = int(torch.randint(2**62, (), generator=generator))
     taken = {name: value for name, value in known.items() if name in algorithm.arguments}
-    return algorithm.trainer(network, optimizer, **taken)
+    trainer = algorithm.trainer(network, optimizer, **taken)
+    trainer.warns_at_end = False  # the training goes on with patterns that stay
+    return trainer
 
 
 def _schedule(options: TrainingOptions, total_steps: int, update_interval: int) -> CosineSchedule:
