@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow import POOLINGS, search, select, topk_outside
+from dynsparse.ops.grow import select, topk_outside
 from dynsparse.ops.grow.search import RunningBest
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
@@ -20,32 +20,6 @@ def assert_same(function):
         for isa in ISAS:
             found = with_library(isa, function, threads)
             assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), (isa, threads)
-
-
-@st.composite
-def problems(draw):
-    b = draw(st.sampled_from([1, 1, 2, 3, 5, 16, 128]))
-    most = 20 if b < 128 else 3
-    height, width = draw(st.integers(1, most)), draw(st.integers(1, most if b == 128 else 70))
-    g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    nnz = draw(st.integers(0, height * width))
-    pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)
-    free = pattern.total - nnz
-    batch = draw(st.integers(1, 9))
-    x, dy = (torch.randn(batch, side * b, generator=g) for side in (width, height))
-    if draw(st.booleans()):  # full of ties
-        x, dy = x.round(), dy.round()
-    k = draw(st.integers(0, free))
-    return (x, dy), pattern, k, draw(st.sampled_from(POOLINGS))
-
-
-@given(problems(), st.sampled_from([1, 1000, 8 << 20]), st.sampled_from([0, 10**9]))
-def test_candidates_equal_those_of_plain_torch(problem, chunk_bytes, sample_from):
-    pair, pattern, k, pooling = problem
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "CHUNK_BYTES", chunk_bytes)
-        patch.setattr(search, "_SAMPLE_FROM", sample_from)
-        assert_same(lambda: topk_outside([pair], pattern, k, pooling=pooling))
 
 
 @pytest.mark.parametrize("b", [1, 4])

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow import POOLINGS, on_device, random_outside, select, topk_outside
+from dynsparse.ops.grow import on_device, random_outside, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.selection import select_on_device
 
@@ -28,43 +28,6 @@ def test_selection(scores, dtype, largest, data):
     k = data.draw(st.integers(0, len(scores)))
     wanted = select(scores.double(), k, largest=largest)
     assert torch.equal(select_on_device(scores, k, largest), wanted)
-
-
-@st.composite
-def problems(draw):
-    b = draw(st.sampled_from([1, 1, 2, 3, 4, 16]))
-    height, width = draw(st.integers(1, 12)), draw(st.integers(1, 12))
-    g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    nnz = draw(st.integers(0, height * width))
-    pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)
-    dtype = draw(st.sampled_from(FLOATS))
-    # Small integers: exact in every type and order of summation, and full of ties.
-    pairs = [
-        (
-            torch.randint(-2, 3, (batch, width * b), generator=g).to(dtype),
-            torch.randint(-2, 3, (batch, height * b), generator=g).to(dtype),
-        )
-        for batch in draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
-    ]
-    k = draw(st.integers(0, pattern.total - nnz))
-    return pairs, pattern, k, draw(st.sampled_from(POOLINGS))
-
-
-@settings(max_examples=80)
-@given(problems(), st.sampled_from([1, 256, 8 << 20]))
-def test_the_best_positions_are_those_of_the_cpu(problem, panel_bytes):
-    pairs, pattern, k, pooling = problem
-    wanted = topk_outside(pairs, pattern, k, pooling=pooling, sort=False)
-    if not k:
-        return
-    for there in (pattern, SparsePattern._on_device(pattern.flat, pattern)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(on_device, "PANEL_BYTES", panel_bytes)
-            dtype = wanted.scores.dtype
-            flat, scores = on_device.topk_on_device(pairs, there, k, pooling, dtype)
-        assert torch.equal(flat, wanted.flat)
-        assert torch.equal(scores, wanted.scores)
-        assert scores.dtype is dtype
 
 
 def test_random_numbers_in_float64_and_float32():

@@ -4,49 +4,76 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_of import ISAS, with_library
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow import POOLINGS, search, select, topk_outside
+from dynsparse.ops.grow import POOLINGS, on_device, search, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.scores import Scorer
 from dynsparse.ops.grow.search import guess_thresholds
 
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
 
 @st.composite
 def problems(draw):
-    b = draw(st.sampled_from([1, 1, 2, 3, 4, 16, 64]))
-    most = 12 if b < 64 else 4
-    height, width = draw(st.integers(1, most)), draw(st.integers(1, most))
+    """(pairs, pattern, k, pooling, whether sums are exact)."""
+    b = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 16, 64, 128]))
+    most = {64: 4, 128: 3}.get(b, 20)
+    height = draw(st.integers(1, most))
+    width = draw(st.integers(1, 70 if b < 16 else most))
     g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     nnz = draw(st.integers(0, height * width))
     pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)
-    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
-    # Small integers: exact in every type and order of summation, and full of ties.
+    exact = draw(st.booleans())
+    dtype = draw(st.sampled_from(FLOATS if exact else FLOATS[1:2]))
+
+    def numbers(*size):
+        # Small integers: exact in every type and order of summation, and full of ties.
+        return torch.randint(-2, 3, size, generator=g) if exact else torch.randn(size, generator=g)
+
     pairs = [
-        (
-            torch.randint(-2, 3, (batch, width * b), generator=g).to(dtype),
-            torch.randint(-2, 3, (batch, height * b), generator=g).to(dtype),
-        )
+        (numbers(batch, width * b).to(dtype), numbers(batch, height * b).to(dtype))
         for batch in draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
     ]
     k = draw(st.integers(0, pattern.total - nnz))
-    return pairs, pattern, k, draw(st.sampled_from(POOLINGS))
+    return pairs, pattern, k, draw(st.sampled_from(POOLINGS)), exact
 
 
-@settings(deadline=None, max_examples=80)
-@given(problems(), st.sampled_from([1, 256, 8 << 20]), st.sampled_from([0, 3, 10**9]))
-def test_agrees_with_the_dense_gradient(problem, chunk_bytes, sample_from):
-    pairs, pattern, k, pooling = problem
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.sampled_from([1, 256, 1000, 8 << 20]), st.sampled_from([0, 3, 10**9]))
+def test_agrees_with_the_dense_gradient_on_every_instruction_set_and_device(
+    problem, chunk_bytes, sample_from
+):
+    pairs, pattern, k, pooling, exact = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "CHUNK_BYTES", chunk_bytes)
         patch.setattr(search, "_SAMPLE_FROM", sample_from)
-        found = topk_outside(pairs, pattern, k, pooling=pooling)
-    flat, scores = topk_outside_naive(pairs, pattern, k, pooling=pooling)
-    assert found.flat.tolist() == flat.tolist()
-    assert found.scores.tolist() == scores.tolist()
-    if k:
-        wide = pairs[0][0].dtype == torch.float64
-        assert found.scores.dtype == (torch.float64 if wide else torch.float32)
+        patch.setattr(on_device, "PANEL_BYTES", chunk_bytes)
+
+        def grow():
+            return topk_outside(pairs, pattern, k, pooling=pooling)
+
+        plain = with_library(None, grow)
+        for isa in ISAS:
+            found = with_library(isa, grow)
+            assert torch.equal(found.flat, plain.flat), isa
+            assert torch.equal(found.scores, plain.scores), isa
+        if not exact:
+            return
+        flat, scores = topk_outside_naive(pairs, pattern, k, pooling=pooling)
+        assert plain.flat.tolist() == flat.tolist()
+        assert plain.scores.tolist() == scores.tolist()
+        if not k:
+            return
+        dtype = torch.float64 if pairs[0][0].dtype == torch.float64 else torch.float32
+        assert plain.scores.dtype == dtype
+        order = flat.sort().indices
+        for placed in (pattern, SparsePattern._on_device(pattern.flat, pattern)):
+            found = on_device.topk_on_device(pairs, placed, k, pooling, dtype)
+            assert torch.equal(found[0], flat[order])
+            assert torch.equal(found[1], scores[order])
+            assert found[1].dtype is dtype
 
 
 def test_by_hand():
