@@ -7,7 +7,7 @@ from device_trainings import TIMES, backward, model
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern.on_device import HostCopy
-from dynsparse.training import Telemetry, change, deferred_checks
+from dynsparse.training import Telemetry, deferred_checks, update
 from dynsparse.training.records import Recorder, Records
 from dynsparse.training.records.files import pending_recorders
 
@@ -15,7 +15,7 @@ from dynsparse.training.records.files import pending_recorders
 @pytest.mark.parametrize("make", [ds.RigL, ds.SNFS])
 def test_grown_weights_that_start_with_nan_are_told_of_later_or_at_once(off_cpu, monkeypatch, make):
     """As a device finds out, who does not tell before it is asked."""
-    monkeypatch.setattr(change, "is_finite", lambda tensor: True)
+    monkeypatch.setattr(update, "is_finite", lambda tensor: True)
     net = model(1, torch.float32)
 
     def start(layer, rewiring):
