@@ -26,7 +26,8 @@ from dynsparse.options import flag as flag_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.records import Recorder
 
-COMMANDS = typer.main.get_command(app).commands
+GROUP = typer.main.get_command(app)
+COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 
 NO_NUMBERS = ("abc", "", "1,5", "1.5.2", "0x1p3", "one", "--", "1 2")
 HUGE = "99999999999999999999999"

@@ -197,7 +197,7 @@ def test_an_unknown_spelling_is_answered_by_name(line, instead, capsys):
     assert instead in told.partition("Possible options")[2]
 
 
-@pytest.mark.parametrize("name", ["", *_COMMANDS])
+@pytest.mark.parametrize("name", ["", *_COMMANDS, "matmul", "report"])
 def test_short_help(name, capsys):
     assert command([*filter(None, [name]), "-h"]) == 0
     short = capsys.readouterr().out

@@ -13,7 +13,8 @@ from dynsparse.cli.app import app
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CLI = (DOCS / "cli.md").read_text()
-COMMANDS = typer.main.get_command(app).commands
+GROUP = typer.main.get_command(app)
+COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 
 
 def flags_of(command):
