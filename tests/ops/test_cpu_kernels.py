@@ -180,6 +180,7 @@ def test_empty_rows_and_columns(isa: str, block: int, rows: list[int]) -> None:
     check_batches("sparse", pattern, (9, 70), torch.Generator().manual_seed(3))
 
 
+@needs_kernels
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("rows_at_once", [12, 0])  # a block row at least
@@ -395,6 +396,7 @@ sys.exit(status)
 """
 
 
+@needs_kernels
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_bfloat16_of_wide_layers(block: int) -> None:
     generator = torch.Generator().manual_seed(0)
