@@ -106,8 +106,7 @@ def test_growth_takes_its_scores_from_the_kernel(monkeypatch, pooling, panel_byt
     monkeypatch.setattr(on_device, "runs_triton", lambda device: asked.append(1) or True)
     pattern = SparsePattern.random((7 * 16, 5 * 16), 0.3, block_size=16)
     pairs = [some(20, 80, 112), some(31, 80, 112)]
-    none = torch.zeros(0, dtype=torch.int64)
-    found, scores = on_device.topk_on_device(pairs, pattern, 9, pooling, none, torch.float32)
+    found, scores = on_device.topk_on_device(pairs, pattern, 9, pooling, torch.float32)
     expected, wanted_scores = topk_outside_naive(pairs, pattern, 9, pooling=pooling)
     order = expected.sort().indices
     assert asked
