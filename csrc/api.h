@@ -277,17 +277,10 @@ DYNSPARSE_API int dynsparse_pattern_by_columns(const int32_t* row_ptr, const int
                                                int64_t width, int32_t* col_ptr, int32_t* csc_rows,
                                                int32_t* csc_slots, int32_t threads);
 
-/* Arrays follow a pattern update in place: entry j becomes what entry source[j] was, or zeros where
- * source[j] is -1. data [tensors], each [count, bytes[i] bytes] and aligned as a number of so many
- * bytes where these are 2, 4 or 8; source [count] as dynsparse_pattern_merge writes it, for as many
- * slots after the update as before: those that are not -1 ascend and are less than count. */
-DYNSPARSE_API void dynsparse_pattern_follow(void* const* data, const int64_t* bytes,
-                                            int64_t tensors, const int32_t* source, int64_t count,
-                                            int32_t threads);
-
-/* As dynsparse_pattern_follow, of one array to another: moved [count]. source may be in any order.
- * There is at least one entry in data where `count` is not 0, and any number of slots before the
- * update. */
+/* An array follows a pattern update: moved [count], whose entry j is what entry source[j] of data
+ * is, or zeros where source[j] is -1. Entries have `bytes` bytes and are aligned as a number of so
+ * many bytes where these are 2, 4 or 8. source [count] may be in any order. There is at least one
+ * entry in data where `count` is not 0, and any number of slots before the update. */
 DYNSPARSE_API void dynsparse_pattern_move(const void* data, int64_t bytes, const int32_t* source,
                                           int64_t count, void* moved, int32_t threads);
 
@@ -337,12 +330,6 @@ DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int
                                          int32_t bits, int32_t digit, int32_t* found,
                                          int64_t room);
 
-/* folded [lines]: words [lines, width] of 64 bits, which need not be aligned, each with its high
- * bits folded onto its low ones by word ^ word >> 29, times weights [width], added up modulo
- * 2^64. */
-DYNSPARSE_API void dynsparse_rank_fold(const uint8_t* words, int64_t lines, int64_t width,
-                                       const uint64_t* weights, uint64_t* folded);
-
 /* Where chosen [count], of 0 and 1, is 1: places get these positions, counted from `offset`;
  * returns how many there are. */
 DYNSPARSE_API int64_t dynsparse_rank_places(const uint8_t* chosen, int64_t count, int64_t offset,
@@ -367,8 +354,7 @@ DYNSPARSE_API int32_t dynsparse_grow_screens(void);
 /* Of the gradient dY^T X, with x [batch, width] and dy [batch, height] and their strides: which
  * positions are sure to exceed `high` in magnitude, and which others may exceed `low`, by products
  * of 16-bit integers, which are off by a bound. Outside the pattern's rows (row_ptr [height + 1],
- * cols, as dynsparse_grow_scan) and the flat positions exclude [excluded], ascending and counted
- * from the first of these rows.
+ * cols, as dynsparse_grow_scan).
  *
  * found [2]: how many of the others there are, and how many of the first. open_counts [height] says
  * how many of the others are in each row, open_cols [open_room] their columns; sure [sure_room] are
@@ -378,9 +364,9 @@ DYNSPARSE_API int32_t dynsparse_grow_screens(void);
 DYNSPARSE_API int dynsparse_grow_screen(
     const float* x, int64_t x_batch_stride, int64_t x_feature_stride, const float* dy,
     int64_t dy_batch_stride, int64_t dy_feature_stride, int64_t batch, int64_t height,
-    int64_t width, const int32_t* row_ptr, const int32_t* cols, const int64_t* exclude,
-    int64_t excluded, float low, float high, int32_t* open_counts, int32_t* open_cols,
-    int64_t open_room, int64_t* sure, int64_t sure_room, int64_t* found, int32_t threads);
+    int64_t width, const int32_t* row_ptr, const int32_t* cols, float low, float high,
+    int32_t* open_counts, int32_t* open_cols, int64_t open_room, int64_t* sure, int64_t sure_room,
+    int64_t* found, int32_t threads);
 
 /* ---- dropout ---- */
 

@@ -1,5 +1,5 @@
 // Pattern updates on the index arrays: one merge makes the new CSR arrays and tells where each
-// slot comes from, a counting sort makes the CSC arrays, and tensors follow in place.
+// slot comes from, a counting sort makes the CSC arrays, and tensors are moved.
 //
 // Rows are cut into one piece per thread; a piece finds its place in the other lists by bisection.
 
@@ -134,9 +134,9 @@ DYNSPARSE_INLINE T slot(const T* data, i64 from) {
   return static_cast<T>(data[at] & static_cast<T>(there));
 }
 
-// to[j] = the entry at source[j], counted from `first` on, or zeros where that is -1.
+// to[j] = the entry at source[j], or zeros where that is -1.
 template <class T>
-void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
+void move(const T* data, const i32* source, i64 count, T* to) {
   i64 j = 0;
 #if defined(__AVX512F__)
   // Survivors mostly keep their order, so 16 of them come out of few more.
@@ -150,11 +150,11 @@ void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
       }
       const i32 begin = source[j + __builtin_ctz(there)];
       const i64 span = i64{source[j + 31 - __builtin_clz(there)]} - begin + 1;
-      const T* const own = data + (begin - first);
+      const T* const own = data + begin;
       const __m512i off = _mm512_sub_epi32(from, _mm512_set1_epi32(begin));
       const __m512i end = _mm512_set1_epi32(static_cast<i32>(span));
       if (span < 1 || span > 32 || _mm512_mask_cmplt_epu32_mask(there, off, end) != there) {
-        for (i64 l = j; l < j + 16; l++) to[l] = slot(data, source[l] < 0 ? -1 : source[l] - first);
+        for (i64 l = j; l < j + 16; l++) to[l] = slot(data, source[l]);
         continue;
       }
       const __mmask16 low = static_cast<__mmask16>(span < 16 ? (1u << span) - 1 : 0xffff);
@@ -166,103 +166,7 @@ void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
     }
   }
 #endif
-  for (; j < count; j++) to[j] = slot(data, source[j] < 0 ? -1 : source[j] - first);
-}
-
-template <class T>
-void move_right(T* data, const i32* source, i64 j) {
-  if (source[j] < 0) data[j] = T{};
-  else if (source[j] < j) data[j] = data[source[j]];
-}
-
-// How far survivors move at most, in slots.
-i64 reach_of(const i32* source, i64 count) {
-  i32 reach = 0;
-  const i32 end = static_cast<i32>(count);
-  for (i32 j = 0; j < end; j++) {
-    const i32 off = source[j] - j, far = (off < 0 ? -off : off) & ~(source[j] >> 31);
-    reach = far > reach ? far : reach;
-  }
-  return reach;
-}
-
-// What an array held around a stretch of slots is copied, which stays in the second-level cache,
-// and the stretch written over. Where survivors move farther than NEAR there are two passes.
-constexpr i64 STRETCH = 1 << 13, NEAR = 1 << 13, WINDOW = STRETCH + 2 * NEAR;
-constexpr i64 WINDOW_BYTES = WINDOW * sizeof(uint64_t);
-
-// New slot j holds what slot source[j] held; `reach` is at most NEAR.
-template <class T>
-void follow_near(T* data, const i32* source, i64 count, i64 reach, T* window) {
-  i64 first = 0, last = 0;  // slots whose old entries are in the window
-  for (i64 j = 0; j < count; j += STRETCH) {
-    const i64 end = std::min(j + STRETCH, count);
-    const i64 from = std::max<i64>(j - reach, 0), to = std::min(end + reach, count);
-    std::memmove(window, window + (from - first), (last - from) * sizeof(T));
-    std::memcpy(window + (last - from), data + last, (to - last) * sizeof(T));
-    first = from, last = to;
-    move(window, first, source + j, end - j, data + j);
-  }
-}
-
-// New slot j holds what slot source[j] held. Survivors keep their order, so those that move to the
-// left never overwrite what one that moves to the right still needs, nor do they each other when
-// taken from the left; after them those that move to the right are taken from the right.
-template <class T>
-void follow_far(T* data, const i32* source, i64 count) {
-  // A group's sources lie on the side that is still old, so all are read before one is written.
-  constexpr i64 GROUP = 16;
-  T group[GROUP];
-  i64 j = 0;
-  for (; j + GROUP <= count; j += GROUP) {
-    for (i32 l = 0; l < GROUP; l++) {
-      const i32 own = static_cast<i32>(j) + l;
-      group[l] = data[source[own] > own ? source[own] : own];
-    }
-    std::memcpy(data + j, group, sizeof group);
-  }
-  for (; j < count; j++)
-    if (source[j] > j) data[j] = data[source[j]];
-  for (; j % GROUP; j--) move_right(data, source, j - 1);
-  for (; j > 0; j -= GROUP) {
-    for (i32 l = 0; l < GROUP; l++) {
-      const i32 own = static_cast<i32>(j - GROUP) + l;
-      const i32 from = source[own] < own ? source[own] : own;
-      group[l] = slot(data, from);
-    }
-    std::memcpy(data + j - GROUP, group, sizeof group);
-  }
-}
-
-template <class T>
-void follow(void* data, const i32* source, i64 count, i64 reach, void* window) {
-  T* const own = static_cast<T*>(data);
-  if (window && reach <= NEAR) follow_near(own, source, count, reach, static_cast<T*>(window));
-  else follow_far(own, source, count);
-}
-
-void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
-  for (i64 j = 0; j < count; j++)
-    if (source[j] > j) std::memcpy(data + j * bytes, data + source[j] * bytes, bytes);
-  for (i64 j = count - 1; j >= 0; j--) {
-    if (source[j] < 0) std::memset(data + j * bytes, 0, bytes);
-    else if (source[j] < j) std::memcpy(data + j * bytes, data + source[j] * bytes, bytes);
-  }
-}
-
-// `windows` has WINDOW_BYTES for each array; null: there is no memory for them, or no use.
-void follow_all(void* const* data, const i64* bytes, i64 tensors, const i32* source, i64 count,
-                i64 reach, char* windows, i64 pieces) {
-#pragma omp parallel for num_threads(pieces) schedule(dynamic)
-  for (i64 i = 0; i < tensors; i++) {
-    char* const window = windows ? windows + i * WINDOW_BYTES : nullptr;
-    switch (bytes[i]) {
-      case 2: follow<uint16_t>(data[i], source, count, reach, window); break;
-      case 4: follow<uint32_t>(data[i], source, count, reach, window); break;
-      case 8: follow<uint64_t>(data[i], source, count, reach, window); break;
-      default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
-    }
-  }
+  for (; j < count; j++) to[j] = slot(data, source[j]);
 }
 
 void move_blocks(const char* data, i64 bytes, const i32* source, i64 first, i64 last, char* moved) {
@@ -361,16 +265,6 @@ int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, const i32*
   return 0;
 }
 
-void dynsparse_pattern_follow(void* const* data, const i64* bytes, i64 tensors, const i32* source,
-                              i64 count, i32 threads) {
-  if (count < SMALL) return follow_all(data, bytes, tensors, source, count, count, nullptr, 1);
-  const i64 reach = reach_of(source, count), pieces = std::min<i64>(tensors, threads);
-  if (reach > NEAR) return follow_all(data, bytes, tensors, source, count, reach, nullptr, pieces);
-  dynsparse::Scratch scratch(tensors * WINDOW_BYTES);
-  char* const windows = scratch.failed() ? nullptr : scratch.take<char>(tensors * WINDOW_BYTES);
-  follow_all(data, bytes, tensors, source, count, reach, windows, pieces);
-}
-
 void dynsparse_pattern_move(const void* data, i64 bytes, const i32* source, i64 count, void* moved,
                             i32 threads) {
   const i64 pieces = count < SMALL ? 1 : threads;
@@ -379,15 +273,15 @@ void dynsparse_pattern_move(const void* data, i64 bytes, const i32* source, i64 
     const i64 first = count * t / pieces, last = count * (t + 1) / pieces;
     switch (bytes) {
       case 2:
-        move(static_cast<const uint16_t*>(data), 0, source + first, last - first,
+        move(static_cast<const uint16_t*>(data), source + first, last - first,
              static_cast<uint16_t*>(moved) + first);
         break;
       case 4:
-        move(static_cast<const uint32_t*>(data), 0, source + first, last - first,
+        move(static_cast<const uint32_t*>(data), source + first, last - first,
              static_cast<uint32_t*>(moved) + first);
         break;
       case 8:
-        move(static_cast<const uint64_t*>(data), 0, source + first, last - first,
+        move(static_cast<const uint64_t*>(data), source + first, last - first,
              static_cast<uint64_t*>(moved) + first);
         break;
       default:

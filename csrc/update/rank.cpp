@@ -74,19 +74,6 @@ void dynsparse_rank_narrow(const i32* keys, i64 count, i32 shift, i32 bits, i32 
   }
 }
 
-void dynsparse_rank_fold(const uint8_t* words, i64 lines, i64 width, const uint64_t* weights,
-                         uint64_t* folded) {
-  for (i64 line = 0; line < lines; line++, words += width * i64{sizeof(uint64_t)}) {
-    uint64_t sum = 0;
-    for (i64 w = 0; w < width; w++) {
-      uint64_t word;
-      std::memcpy(&word, words + w * i64{sizeof word}, sizeof word);
-      sum += (word ^ word >> 29) * weights[w];
-    }
-    folded[line] = sum;
-  }
-}
-
 i64 dynsparse_rank_places(const uint8_t* chosen, i64 count, i64 offset, i64* places) {
   i64 n = 0, i = 0;
   for (; i + WORD <= count; i += WORD) {

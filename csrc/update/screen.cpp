@@ -118,8 +118,6 @@ struct Packed {
 struct Screen {
   const Packed &rows, &cols;
   const i32 *row_ptr, *taken;
-  const i64* exclude;
-  i64 excluded;
   float low, high, worst, sums_off;
   const float *col_unit, *col_bound;
   i64 words;
@@ -225,10 +223,6 @@ struct Screen {
         std::fill(held, held + words, u16{0});
         for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++)
           held[taken[p] / WORD] |= static_cast<u16>(1u << (taken[p] % WORD));
-        const i64 start = row * cols.features;
-        for (const i64* e = std::lower_bound(exclude, exclude + excluded, start);
-             e < exclude + excluded && *e < start + cols.features; e++)
-          held[(*e - start) / WORD] |= static_cast<u16>(1u << ((*e - start) % WORD));
         u16 *open = may + (row - begin) * words, *certain = sure + (row - begin) * words;
         for (i64 w = 0; w < words; w++) {
           certain[w] = static_cast<u16>(certain[w] & ~held[w]);
@@ -239,7 +233,7 @@ struct Screen {
         if (more > found.open_room - found.opened) return false;
         found.opened += more;
         found.open_counts[row] = static_cast<i32>(more);
-        const i64 also = places(certain, words, start, found.sure + found.certain,
+        const i64 also = places(certain, words, row * cols.features, found.sure + found.certain,
                                 found.sure_room - found.certain);
         if (also > found.sure_room - found.certain) return false;
         found.certain += also;
@@ -256,9 +250,8 @@ int dynsparse_grow_screens() { return 1; }
 int dynsparse_grow_screen(const float* x, i64 x_batch_stride, i64 x_feature_stride,
                           const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, i64 batch,
                           i64 height, i64 width, const i32* row_ptr, const i32* cols,
-                          const i64* exclude, i64 excluded, float low, float high,
-                          i32* open_counts, i32* open_cols, i64 open_room, i64* sure,
-                          i64 sure_room, i64* found, i32 threads) {
+                          float low, float high, i32* open_counts, i32* open_cols, i64 open_room,
+                          i64* sure, i64 sure_room, i64* found, i32 threads) {
   Packed right = {x, x_batch_stride, x_feature_stride, batch, width, TILE_COLS,
                   nullptr, nullptr, nullptr, nullptr};
   Packed left = {dy, dy_batch_stride, dy_feature_stride, batch, height, TILE_ROWS,
@@ -290,8 +283,8 @@ int dynsparse_grow_screen(const float* x, i64 x_batch_stride, i64 x_feature_stri
   // 2^-24 for every term that float32 adds; twice, as these lengths may be off by as much. And for
   // what is converted and scaled.
   const float sums_off = static_cast<float>(batch + 8) * 0x1p-23f;
-  const Screen screen = {left, right, row_ptr, cols, exclude, excluded, low, high,
-                         worst + sums_off, sums_off, col_unit, col_bound, words, tile()};
+  const Screen screen = {left, right, row_ptr, cols, low, high, worst + sums_off,
+                         sums_off, col_unit, col_bound, words, tile()};
   Screen::Found parts[64];
   const i64 used = least(pieces, 64), blocks = ceil_div(height, BLOCK_ROWS);
   u16* room = scratch.take<u16>(masks * pieces);
@@ -322,8 +315,7 @@ int dynsparse_grow_screen(const float* x, i64 x_batch_stride, i64 x_feature_stri
 int dynsparse_grow_screens() { return 0; }
 
 int dynsparse_grow_screen(const float*, i64, i64, const float*, i64, i64, i64, i64, i64, const i32*,
-                          const i32*, const i64*, i64, float, float, i32*, i32*, i64, i64*, i64,
-                          i64*, i32) {
+                          const i32*, float, float, i32*, i32*, i64, i64*, i64, i64*, i32) {
   return 1;
 }
 

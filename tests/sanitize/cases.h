@@ -41,7 +41,6 @@ using i64 = int64_t;
   FUNCTION(rows_from_dense) \
   FUNCTION(pattern_merge) \
   FUNCTION(pattern_by_columns) \
-  FUNCTION(pattern_follow) \
   FUNCTION(pattern_move) \
   FUNCTION(grow_pool) \
   FUNCTION(grow_scan) \
@@ -53,7 +52,6 @@ using i64 = int64_t;
   FUNCTION(rank_keys) \
   FUNCTION(rank_digits) \
   FUNCTION(rank_narrow) \
-  FUNCTION(rank_fold) \
   FUNCTION(rank_pack) \
   FUNCTION(rank_places) \
   FUNCTION(rank_unpack) \
@@ -204,6 +202,5 @@ void update_case(const Library& library, Random& random);
 void growth_case(const Library& library, Random& random);
 void screen_case(const Library& library, Random& random);
 void selection_case(const Library& library, Random& random);
-void fold_case(const Library& library, Random& random);
 void dropout_case(const Library& library, Random& random);
 void far_case(const Library& library, Random& random);

@@ -110,7 +110,7 @@ void update_case(const Library& library, Random& random) {
       expect(r * width + cols[p] == all[p].first && source[p] == all[p].second, "a merge");
   }
   expect(row_ptr[height] == count, "the last row pointer of a merge");
-  if (count != index.nnz || !sorted || reuses) return;  // what follows needs ascending sources
+  if (count != index.nnz || reuses) return;  // sources lie within arrays of as many entries
 
   std::vector<Array<uint8_t>> arrays;
   std::vector<std::vector<uint8_t>> expected;
@@ -134,9 +134,6 @@ void update_case(const Library& library, Random& random) {
     library.pattern_move(data[i], bytes[i], source.data(), count, moved.data(), threads);
     expect(vector_of(moved) == expected[i], "an array that moves");
   }
-  library.pattern_follow(data.data(), bytes.data(), data.size(), source.data(), count, threads);
-  for (std::size_t i = 0; i < arrays.size(); i++)
-    expect(vector_of(arrays[i]) == expected[i], "an array that follows");
 }
 
 void growth_case(const Library& library, Random& random) {
@@ -202,11 +199,6 @@ void screen_case(const Library& library, Random& random) {
   const Index index = make_index(random, above + rows, width, 1, rows * width / 4 + 1);
   std::set<i64> taken;
   for (i64 p = 0; p < index.nnz; p++) taken.insert((index.row[p] - above) * width + index.col[p]);
-  std::set<i64> more;
-  for (i64 n = random.below(20); n > 0; n--) more.insert(random.below(rows * width));
-  const std::vector<i64> list(more.begin(), more.end());
-  const Array<i64> exclude(random, list);
-  taken.insert(more.begin(), more.end());
   const float low = 0.1f + std::fabs(random.number()) * std::sqrt(batch + 1.0f);
   const float high = random.chance(30) ? INFINITY : low * (1 + random.below(3));
 
@@ -215,9 +207,8 @@ void screen_case(const Library& library, Random& random) {
   Array<i64> sure(random, sure_room), found(random, 2);
   const int status = library.grow_screen(
       x.data, x.batch_stride, x.feature_stride, dy.data, dy.batch_stride, dy.feature_stride, batch,
-      rows, width, index.row_ptr.data() + above, index.cols.data(), exclude.data(), exclude.size(),
-      low, high, counts.data(), open.data(), open_room, sure.data(), sure_room, found.data(),
-      threads);
+      rows, width, index.row_ptr.data() + above, index.cols.data(), low, high, counts.data(),
+      open.data(), open_room, sure.data(), sure_room, found.data(), threads);
   expect(status == 0 || status == 2, "status");
   if (status) return;
   std::vector<i64> seen;
@@ -312,24 +303,6 @@ void selection_case(const Library& library, Random& random) {
     for (i64 i = 0; i < k; i++)
       expect(scores[i] == before[order[i]] && flat[i] == order[i] + (i64{1} << 33),
              "the best moved to the front");
-  }
-}
-
-void fold_case(const Library& library, Random& random) {
-  const i64 lines = random.below(5), width = random.below(40);
-  Array<uint8_t> words(random, lines * width * 8);
-  for (i64 i = 0; i < words.size(); i++) words[i] = static_cast<uint8_t>(random.engine());
-  Array<uint64_t> weights(random, width), folded(random, lines);
-  for (i64 w = 0; w < width; w++) weights[w] = random.engine();
-  library.rank_fold(words.data(), lines, width, weights.data(), folded.data());
-  for (i64 line = 0; line < lines; line++) {
-    uint64_t sum = 0;
-    for (i64 w = 0; w < width; w++) {
-      uint64_t word;
-      std::memcpy(&word, words.data() + 8 * (line * width + w), sizeof word);
-      sum += (word ^ (word >> 29)) * weights[w];
-    }
-    expect(folded[line] == sum, "a fold");
   }
 }
 

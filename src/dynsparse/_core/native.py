@@ -92,7 +92,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*[_POINTER] * 3, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
     ),
-    "dynsparse_pattern_follow": (None, [*[_POINTER] * 2, _SIZE, _POINTER, _SIZE, _INT]),
     "dynsparse_pattern_move": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _INT]),
     "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
     "dynsparse_grow_compact": (ctypes.c_int, [_POINTER, _POINTER, _SIZE, _SIZE, _INT]),
@@ -108,14 +107,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_grow_screen": (
         ctypes.c_int,
         [
-            *[*_MATRIX, *_MATRIX, *[_SIZE] * 3, *[_POINTER] * 3, _SIZE],
+            *[*_MATRIX, *_MATRIX, *[_SIZE] * 3, *[_POINTER] * 2],
             *[ctypes.c_float, ctypes.c_float, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE],
             *[_POINTER, _INT],
         ],
     ),
     "dynsparse_grow_screens": (_INT, []),
     "dynsparse_grow_select": (ctypes.c_int, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT]),
-    "dynsparse_rank_fold": (None, [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER]),
     "dynsparse_rank_keys": (None, [_POINTER, _SIZE, _INT, _POINTER]),
     "dynsparse_rank_digits": (None, [_POINTER, _SIZE, _INT, _INT, _POINTER]),
     "dynsparse_rank_narrow": (None, [_POINTER, _SIZE, *[_INT] * 3, _POINTER, _SIZE]),

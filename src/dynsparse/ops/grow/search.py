@@ -368,7 +368,6 @@ def screen_positions(
         "dynsparse_grow_screen",
         *(x, *x.stride(), dy, *dy.stride(), len(x), height, width),
         *(pattern.row_ptr[offset:], pattern.sorted_cols),
-        *(None, 0),  # no further positions that are not free
         *(0.999 * low, 1.001 * high, counts[1:], cols, room, sure, len(sure), numbers),
         torch.get_num_threads(),
     )
