@@ -73,10 +73,12 @@ test-newest:
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/newest.txt
 
 test-frameworks: $(VENV)/.installed-frameworks native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/integrations tests/distributed/test_loops.py \
-		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py \
-		tests/nn/test_common_checks.py tests/nn/test_adapters.py tests/data/test_text_bpe.py tests/training/test_optimizers_of_libraries.py \
-		tests/training/test_other_optimizers.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(PYTEST) tests/integrations \
+		tests/bench/test_peers.py tests/distributed/test_loops.py \
+		tests/nn/test_convert_transformers.py tests/nn/test_pruned_models.py \
+		tests/nn/test_architectures.py \
+		tests/nn/test_common_checks.py tests/nn/test_adapters.py tests/data/test_text_bpe.py \
+		tests/training/test_optimizers_of_libraries.py tests/training/test_other_optimizers.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/fuzz -k tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/api -k "onnx or keras"
 
@@ -158,7 +160,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 # The frameworks that the callbacks are for, and libraries of models: tests are skipped without them.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) \
-		-e '.[bpe,huggingface,keras,lightning,models,onnx,optimizers,tuning]'
+		-e '.[bpe,huggingface,keras,lightning,models,onnx,optimizers,peers,serving,tuning]'
 	$(PLAIN_PATH)
 	@touch $@
 

@@ -15,13 +15,29 @@ def read_dense(path: Path) -> dict[str, np.ndarray]:
         metadata = file.metadata()
         same = json.loads(metadata["aliases"])  # tied tensors are stored once
         for name, layer in json.loads(metadata["layers"]).items():
-            keys = (f"{name}.{part}" for part in ("rows", "cols", "values"))
-            rows, cols, values = (file.get_tensor(same.get(key, key)) for key in keys)
+            values = file.get_tensor(same.get(f"{name}.values", f"{name}.values"))
             b = layer["block_size"]
             weights[name] = np.zeros(layer["shape"], values.dtype)
-            for row, col, block in zip(rows, cols, values, strict=True):
+            form = "mask" if f"{name}.mask" in file.keys() else "gaps"  # noqa: SIM118
+            packed = file.get_tensor(f"{name}.{form}")
+            for number, block in zip(READERS[form](packed), values, strict=True):
+                row, col = divmod(number, layer["shape"][1] // b)
                 weights[name][row * b : (row + 1) * b, col * b : (col + 1) * b] = block
     return weights
+
+
+def read_mask(mask: np.ndarray) -> np.ndarray:
+    """Numbers of the present blocks: one bit for each block of the matrix."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+
+
+def read_gaps(gaps: np.ndarray) -> np.ndarray:
+    """Numbers of the present blocks: how many are absent before each, 255 to go on counting."""
+    blocks = gaps != 255
+    return np.cumsum(gaps, dtype=np.int64)[blocks] + np.arange(np.count_nonzero(blocks))
+
+
+READERS = {"mask": read_mask, "gaps": read_gaps}
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def off_cpu(monkeypatch):
     made = LayerIndex.__init__
     index_on = SparsePattern._index_on
 
-    def elsewhere(self, *args):
-        made(self, *args)
+    def elsewhere(self, *args, **options):
+        made(self, *args, **options)
         self.on_cpu = False
 
     def of_its_own(self, device):

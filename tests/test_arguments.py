@@ -19,6 +19,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 CALLED_BY_OTHERS = {
     "dynsparse/apps/common/run.py": {"ask"},  # signal
     "dynsparse/cli/app.py": {"_show_warning"},  # warnings
+    "dynsparse/nn/hf_quantizer.py": {
+        "convert",
+        "postprocess_model",
+        "validate_environment",
+    },  # transformers
     "dynsparse/integrations/huggingface.py": {
         "on_train_begin",
         "on_log",

@@ -41,8 +41,8 @@ MACHINE_LAYERS = [
     ["plans", "programs"],
     ["static", "tensor_ops", "block_sparse"],
     ["products", "embedding", "layer"],
-    ["torch_layer", "measure"],
-    ["estimates"],
+    ["torch_layer", "measure", "triplets"],
+    ["estimates", "compiled"],
     ["__init__"],
     ["report", "poptorch"],
     ["cli"],
@@ -52,7 +52,7 @@ MACHINE_LAYERS = [
 BESIDE = {
     "data": [*BASE],
     "selfcheck": [*BASE, "ops"],
-    "bench": [*BASE, "ops", "nn", "training"],
+    "bench": [*BASE, "ops", "nn", "training", "integrations"],
     "report": [*BASE, "nn", "training", "bench"],
     **{
         f"{MACHINE}.{package}": [

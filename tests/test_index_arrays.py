@@ -14,6 +14,7 @@ from dynsparse.pattern.index_arrays import (
     merge,
     move_entries,
 )
+from dynsparse.pattern.packed import pack, unpack
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
@@ -144,3 +145,23 @@ def test_tensors_follow_in_any_order(dtype, reach, generator):
     expected = tensor[source.clamp(min=0)].masked_fill(source < 0, 0)
     assert_same(lambda: [move_entries(tensor, source)])
     assert torch.equal(move_entries(tensor, source), expected)
+
+
+@given(
+    out=st.integers(1, 40),
+    features=st.integers(1, 700),
+    density=st.sampled_from([0.0, 0.002, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_unpack(out, features, density, seed):
+    generator = torch.Generator().manual_seed(seed)
+    pattern = SparsePattern.random((out, features), density, generator=generator)
+    form, packed = pack(pattern.sorted_flat, pattern.total)
+    values = torch.zeros(pattern.nnz)
+
+    def entries():
+        unpacked = unpack({form: packed}, "", pattern.shape, values)
+        return unpacked._thin_index()
+
+    assert_same(entries)
+    assert unpack({form: packed}, "", pattern.shape, values) == pattern

@@ -3,9 +3,10 @@
     python benchmarks/learning/tables.py
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
-(cifar_lines.py), lenet.jsonl (benchmarks/lenet.py) and blocks-and-order.jsonl (blocks/run.py and
-blocks/pictures.py); a test compares them with the pages. A table stands between
-`<!-- learning: NAME -->` and `<!-- /learning -->`.
+(cifar_lines.py), lenet.jsonl (benchmarks/lenet.py), blocks-and-order.jsonl (blocks/run.py and
+blocks/pictures.py), pruned.jsonl (pruned.py), vocabulary.jsonl (vocabulary.py) and
+vocabulary-times.jsonl (../sparse_vocabulary.py); a test compares them with the pages. A table
+stands between `<!-- learning: NAME -->` and `<!-- /learning -->`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from summary import table as table_of_variants
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "blocks-and-order.md")
+PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "blocks-and-order.md",
+         "pruned-models.md")  # fmt: skip
 
 METHODS = {"static": "static", "set": "SET", "rigl": "RigL"}
 
@@ -74,6 +76,56 @@ def convolutions_table(rows: list[Row]) -> str:
         weights = found["rigl"][0]["weights"]
         body.append([density, f"{weights:,}", str(len(found["rigl"])), *cells])
     return markdown(["density", "weights", "seeds", *METHODS.values()], body)
+
+
+def pruned_table(rows: list[Row]) -> str:
+    """A line per way, a column per density: test perplexity."""
+    densities = sorted({row["density"] for row in rows} - {1.0}, reverse=True)
+    dense = {row["seed"]: row["perplexity"] for row in rows if row["way"] == "dense"}
+    seeds = [[r["seed"] for r in rows if (r["way"], r["density"]) == ("wanda", d)]
+             for d in densities]  # fmt: skip
+    body = [["dense", *(spread([dense[seed] for seed in one]) for one in seeds)]]
+    for way in dict.fromkeys(row["way"] for row in rows if row["way"] != "dense"):
+        found = [[r for r in rows if (r["way"], r["density"]) == (way, d)] for d in densities]
+        body.append([way, *(spread([r["perplexity"] for r in rows]) for rows in found)])
+    heads = [f"density {d:g}, {len(one)} seeds" for d, one in zip(densities, seeds, strict=True)]
+    return markdown(["", *heads], body)
+
+
+def vocabulary_table(rows: list[Row]) -> str:
+    """A line per density of the table: test perplexity after pruning and after fine-tuning."""
+    body = []
+    for table in dict.fromkeys(row["table"] for row in rows):
+        found = [row for row in rows if row["table"] == table]
+        name = table if isinstance(table, str) else "dense" if table == 1 else f"{table:g}"
+        body.append([name, *(spread([row[key] for row in found]) for key in ("pruned", "tuned"))])
+    seeds = len({row["seed"] for row in rows})
+    head = ["density of the table", f"pruned, {seeds} seeds", "after 200 steps of fine-tuning"]
+    return markdown(head, body)
+
+
+def vocabulary_times_table(rows: list[Row]) -> str:
+    """A line per case: milliseconds of a step, and how many times as long the others take."""
+
+    def cell(row: Row, name: str) -> str:
+        median, least, largest = row[name]
+        digits = 0 if median > 100 else 2
+        return f"{median:.{digits}f} ({least:.{digits}f} to {largest:.{digits}f})"
+
+    columns = [
+        ("sparse blocks, ms", "sparse"),
+        ("dense takes", "dense / sparse"),
+        ("masked takes", "masked / sparse"),
+        ("sparse vocabulary too, ms", "sparse vocabulary"),
+        ("dense takes", "dense / sparse vocabulary"),
+        ("masked takes", "masked / sparse vocabulary"),
+    ]
+    body = [
+        [f"{row['density']:g}", str(row["batch"]), "no" if row["lean"] else "yes",
+         *(cell(row, name) for _, name in columns)]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(["density", "sequences", "dropout", *(head for head, _ in columns)], body)
 
 
 def cifar_table(rows: list[Row]) -> str:
@@ -145,6 +197,9 @@ def all_tables() -> dict[str, str]:
         "cifar": cifar_table(read("cifar-short.jsonl")),
         "lenet": lenet_table(lenet, held_out=10000),
         "lenet test": lenet_table(lenet, held_out=0),
+        "pruned": pruned_table(read("pruned.jsonl")),
+        "vocabulary": vocabulary_table(read("vocabulary.jsonl")),
+        "vocabulary times": vocabulary_times_table(read("vocabulary-times.jsonl")),
         "blocks": cases_table(of_blocks),
         "blocks on pictures": pictures_table(of_blocks),
         "ways to cut blocks": ways_table(of_blocks, WAYS[0]),

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "api.h"
+#include "base/packed.h"
 #include "base/scratch.h"
 #include "base/simd.h"
 
@@ -262,6 +263,16 @@ int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, const i32*
         at[row] = static_cast<i32>(p);
       }
   }
+  return 0;
+}
+
+int dynsparse_pattern_unpack(const uint8_t* packed, i64 bytes, i32 gaps, i64 height, i64 width,
+                             i64 nnz, i32* row_ptr, i32* cols, i32* col_ptr) {
+  if (!dynsparse::unpack_pattern(packed, bytes, gaps != 0, height, width, nnz, row_ptr, cols))
+    return 2;
+  std::fill(col_ptr, col_ptr + width + 1, 0);
+  for (i64 p = 0; p < nnz; p++) col_ptr[cols[p] + 1]++;
+  for (i64 c = 0; c < width; c++) col_ptr[c + 1] += col_ptr[c];
   return 0;
 }
 

@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "base/scratch.h"
+#include "base/vnni.h"
 #include "update/grow.h"
 #include "update/tiles.h"
 

@@ -28,7 +28,6 @@ void tile_of_products(const i32* left, const i32* right, i64 pairs, bool add, fl
 
 #if defined(DYNSPARSE_VNNI)
 // The same with instructions that multiply and add in one.
-bool vnni_usable();
 void tile_of_products_vnni(const i32* left, const i32* right, i64 pairs, bool add, float* sums);
 #endif
 

@@ -1,6 +1,4 @@
 // Compiled with AVX-512-VNNI for x86-64-v4 only, and called where it is there.
-#include <cpuid.h>
-
 #include "update/tiles.h"
 
 namespace dynsparse {
@@ -13,15 +11,6 @@ struct MultiplyAdd {
 };
 
 }  // namespace
-
-bool vnni_usable() {
-  static const bool usable = [] {
-    constexpr unsigned AVX512_VNNI = 1u << 11;
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & AVX512_VNNI);
-  }();
-  return usable;
-}
 
 void tile_of_products_vnni(const i32* left, const i32* right, i64 pairs, bool add, float* sums) {
   compute_tile<MultiplyAdd>(left, right, pairs, add, sums);

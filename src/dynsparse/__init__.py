@@ -12,11 +12,14 @@ from dynsparse._core import logs, native
 from dynsparse._core.version import __version__ as __version__
 from dynsparse.nn import (
     densify,
+    freeze,
     load_pretrained,
     load_safetensors,
     param_groups,
+    quantize,
     save_safetensors,
     sparsify,
+    transformers_import,
 )
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import trace
@@ -48,12 +51,14 @@ __all__ = [
     "TopKAST",
     "densify",
     "distributed",
+    "freeze",
     "integrations",
     "load_pretrained",
     "load_safetensors",
     "nn",
     "ops",
     "param_groups",
+    "quantize",
     "save_safetensors",
     "sparsify",
     "trace",
@@ -65,6 +70,7 @@ _PACKAGES = ("distributed", "integrations", "training")
 _TRAINERS = ("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL", "Static", "TopKAST")
 
 logs.configure_quietly()
+transformers_import.register_on_import()
 native.warn_if_absent()
 
 

@@ -80,18 +80,18 @@ def allocate(
     """
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {shortened(method)}")
-    own = dict(densities or {})
+    fixed = dict(densities or {})
     layers = _layers(shapes, method, block_size)
-    for name, value in own.items():
+    for name, value in fixed.items():
         if name not in shapes:
             raise ValueError(f"densities names {name!r}, which is not a layer: {_some(shapes)}")
         check_within(f"the density of {name!r}", value, "(0, 1]")
     counts = {
-        layer.name: max(1, round(own[layer.name] * layer.blocks))
+        layer.name: max(1, round(fixed[layer.name] * layer.blocks))
         for layer in layers
-        if layer.name in own
+        if layer.name in fixed
     }
-    free = [layer for layer in layers if layer.name not in own]
+    free = [layer for layer in layers if layer.name not in fixed]
     if density is None:
         if free:
             raise ValueError(
@@ -100,7 +100,7 @@ def allocate(
             )
     else:
         check_within("density", density, "(0, 1]")
-        taken = sum(counts[layer.name] * layer.block for layer in layers if layer.name in own)
+        taken = sum(counts[layer.name] * layer.block for layer in layers if layer.name in fixed)
         counts |= _share(free, _budget(layers, free, density, taken))
     return {name: counts[name] for name in shapes}
 
@@ -125,12 +125,13 @@ def _layers(
                 f"integers, got {list(shape)}"
             )
         edge = block_size.get(name, 1) if isinstance(block_size, Mapping) else block_size
-        _check_block(name, shape, edge)
+        check_block(name, shape, edge)
         layers.append(_Layer(name, METHODS[method](shape), math.prod(shape), edge * edge))
     return layers
 
 
-def _check_block(name: str, shape: tuple[int, ...], edge: int) -> None:
+def check_block(name: str, shape: Sequence[int], edge: int) -> None:
+    """Raise ValueError unless blocks of this size fit the layer."""
     if isinstance(edge, bool) or not isinstance(edge, int) or edge < 1:
         raise ValueError(f"the block size of {name!r} must be an integer >= 1, got {edge!r}")
     if shape[0] % edge or shape[1] % edge:

@@ -190,7 +190,7 @@ class Option:
 
     def flags(self, name: str) -> tuple[str, ...]:
         """The flags that take the value of the option `name`."""
-        return tuple(f"--{flag(one)}" for one in (*self.also, name))
+        return tuple(f"--{flag(alias)}" for alias in (*self.also, name))
 
     def complementary(self, name: str, default: float) -> tuple[Option, float]:
         """The option for one minus the value of `name`, and its default."""
@@ -398,7 +398,7 @@ def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) 
     elif kind.is_list:
         more["metavar"] = "<text>"
     flags = known.flags(name)
-    made = typer.Option(
+    annotation = typer.Option(
         *flags,
         help=known.describe(methods),
         rich_help_panel=known.panel or None,
@@ -406,7 +406,7 @@ def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) 
         **more,
     )
     value = list[plain] if kind.is_list else plain
-    return Annotated[value if default is dataclasses.MISSING else value | None, made]
+    return Annotated[value if default is dataclasses.MISSING else value | None, annotation]
 
 
 def _read(kind: Kind, name: str, value: Any) -> Any:

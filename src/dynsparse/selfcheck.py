@@ -180,12 +180,12 @@ def _error_of_block(
     inputs = [t.to(device, copy=True).requires_grad_() for t in (x, values)]
     y = linear(inputs[0], inputs[1], pattern)
     y.backward(dy.to(device))
-    got = dict(zip(PASSES, (y.detach(), inputs[0].grad, inputs[1].grad), strict=True))
+    results = dict(zip(PASSES, (y.detach(), inputs[0].grad, inputs[1].grad), strict=True))
     exact = [t.double() for t in (x, dy, values)]
     expected, size = (
         _reference(name, pattern, *tensors) for tensors in (exact, [t.abs() for t in exact])
     )
-    return distance(got[name], expected, size)
+    return distance(results[name], expected, size)
 
 
 def _reference(name: str, pattern: SparsePattern, x: Tensor, dy: Tensor, values: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ def _checked(where: str, name: str, tolerance: float, compare: Callable[[], floa
     try:
         error = float(compare())
     except Exception as raised:  # a broken installation raises errors of any kind
-        said = " ".join(f"{type(raised).__name__}: {raised}".split())
-        return Check(where, name, float("inf"), tolerance, said[:300])
+        message = " ".join(f"{type(raised).__name__}: {raised}".split())
+        return Check(where, name, float("inf"), tolerance, message[:300])
     return Check(where, name, error if error == error else float("inf"), tolerance)
 
 

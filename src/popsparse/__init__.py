@@ -1,6 +1,7 @@
 """Sparse products on the tile machine: planner, partitioner, device program (PopSparse)."""
 
 from popsparse import block_sparse, dense, machine, tensor_ops
+from popsparse.compiled import CompiledModel, compile
 from popsparse.embedding import (
     EmbeddingLayer,
     create_indices_tensor,
@@ -40,6 +41,13 @@ from popsparse.programs.dense_weights import DensePartitioner
 from popsparse.programs.layout import PlannedTensor, SparseTensor
 from popsparse.timing import PassTime
 from popsparse.torch_layer import machine_profiles
+from popsparse.triplets import (
+    SparseFcLayer,
+    Triplets,
+    dense_from_triplets,
+    mask_from_triplets,
+    triplets_from_dense,
+)
 
 __all__ = [
     "BSRMatrix",
@@ -47,6 +55,7 @@ __all__ = [
     "COOMatrix",
     "CSCMatrix",
     "CSRMatrix",
+    "CompiledModel",
     "DensePartitioner",
     "EmbeddingLayer",
     "Encoded",
@@ -66,12 +75,15 @@ __all__ = [
     "PlanConstraints",
     "PlannedTensor",
     "PlanningCache",
+    "SparseFcLayer",
     "SparseTensor",
     "SparsityParams",
     "Target",
+    "Triplets",
     "Update",
     "UpdateEstimate",
     "block_sparse",
+    "compile",
     "create_fully_connected_input",
     "create_fully_connected_weights",
     "create_indices_tensor",
@@ -79,6 +91,7 @@ __all__ = [
     "create_sparse_dense_matmul_lhs",
     "create_sparse_dense_matmul_rhs",
     "dense",
+    "dense_from_triplets",
     "embedding_slice",
     "embedding_update_add",
     "estimate",
@@ -89,6 +102,7 @@ __all__ = [
     "machine",
     "machine_profiles",
     "make_plan",
+    "mask_from_triplets",
     "matmul_plan",
     "plan",
     "plan_report",
@@ -97,4 +111,5 @@ __all__ = [
     "sparse_dense_matmul",
     "tensor_ops",
     "tile_memory",
+    "triplets_from_dense",
 ]

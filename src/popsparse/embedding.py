@@ -256,9 +256,15 @@ def _require_one_group(params: FullyConnectedParams) -> None:
         raise ValueError(f"an embedding has one group, got num_groups={params.num_groups}")
 
 
-def _require(weights: Any, indices: Tensor, params: FullyConnectedParams, options: Any) -> Plan:
+def _require(
+    weights: Any,
+    indices: Tensor,
+    params: FullyConnectedParams,
+    options: Any,
+    cache: PlanningCache | None,
+) -> Plan:
     _require_one_group(params)
-    plan = check_weights(weights, params, options).plan
+    plan = check_weights(weights, params, options, cache).plan
     if plan.use_dense:
         raise ValueError("an embedding needs sparse weights: leave out use_dense")
     if indices.ndim != 1 or indices.dtype != UNSIGNED_INT:
@@ -277,12 +283,14 @@ def embedding_slice(
     program: Sequence,
     params: FullyConnectedParams,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> PlannedTensor:
     """Add the gathering of rows to a program.
 
     Args:
         weights: of a fully connected layer, [entries, size].
         indices: unsigned int [num_indices], below the number of entries.
+        cache: keeps the plan of the weights.
 
     Returns:
         [num_indices, size]: rows of the sparse matrix with their zeros. An index that is out of
@@ -291,7 +299,7 @@ def embedding_slice(
     Raises:
         ValueError: weights made for other parameters or options, indices of another kind.
     """
-    plan = _require(weights, indices, params, options)
+    plan = _require(weights, indices, params, options, cache)
     layout = SliceLayout(plan, indices.shape[0])
     steps = Sequence(name="embedding slice")
     program.add(steps)
@@ -319,6 +327,7 @@ def embedding_update_add(
     program: Sequence,
     params: FullyConnectedParams,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> None:
     """Add to a program: the rows `indices` of the matrix += scale x slices, where it has values.
 
@@ -328,12 +337,13 @@ def embedding_update_add(
         slices: [num_indices, size], of the weights' type.
         indices: unsigned int [num_indices]; an index may come several times.
         scale: a number, or a scalar tensor (half or float).
+        cache: keeps the plan of the weights.
 
     Raises:
         ValueError: as `embedding_slice`; slices or scale of another shape; options without
             `do_grad_w_pass`.
     """
-    plan = _require(weights, indices, params, options)
+    plan = _require(weights, indices, params, options, cache)
     if not plan.options.do_grad_w_pass:
         raise ValueError("embedding_update_add needs the option do_grad_w_pass=True")
     layout = SliceLayout(plan, indices.shape[0])

@@ -125,7 +125,7 @@ class LayerEstimate:
     @property
     def cycles(self) -> float:
         """Of a step."""
-        return sum(one.cycles for one in self.passes.values())
+        return sum(part.cycles for part in self.passes.values())
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,15 @@ class ModelEstimate:
             cut = (f"{layer.density:.3g}", ",".join(str(layer.plan[dim]) for dim in "xyz"))
             spread = (f"{layer.bucket_fill[1]:.0%}", f"{layer.propagation_steps}")
             rows += [
-                (*sizes, *cut, name, *_figures(one), f"{one.tflops:.3g}", *self._room(one, *spread))
-                for name, one in layer.passes.items()
+                (
+                    *sizes,
+                    *cut,
+                    name,
+                    *_figures(part),
+                    f"{part.tflops:.3g}",
+                    *self._room(part, *spread),
+                )
+                for name, part in layer.passes.items()
             ]
         lines += text_table(rows, words=(0, 5, 12))
         if self.update_cycles:
@@ -195,29 +202,33 @@ class ModelEstimate:
         head = "layer, cycles, us, bytes down, bytes up, pieces, tile, most of it"
         rows = [(*head.split(", "), "")]
         for layer in self.layers:
-            one = layer.update
-            if one is None:
+            update = layer.update
+            if update is None:
                 continue
-            bytes_ = (f"{one.to_host_bytes:,}", f"{one.from_host_bytes:,}", f"{one.pieces}")
-            most = sorted(one.parts, key=lambda name: -one.parts[name])[:3]
-            parts = ", ".join(f"{name} {one.parts[name] / one.cycles:.0%}" for name in most)
-            rows.append((layer.name, *_figures(one), *bytes_, *self._room(one, parts)))
+            bytes_ = (
+                f"{update.to_host_bytes:,}",
+                f"{update.from_host_bytes:,}",
+                f"{update.pieces}",
+            )
+            most = sorted(update.parts, key=lambda name: -update.parts[name])[:3]
+            parts = ", ".join(f"{name} {update.parts[name] / update.cycles:.0%}" for name in most)
+            rows.append((layer.name, *_figures(update), *bytes_, *self._room(update, parts)))
         return [
             f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}",
             *text_table(rows, words=(0, 7)),
         ]
 
-    def _room(self, one: PassEstimate | UpdateEstimate, *between: str) -> tuple[str, ...]:
+    def _room(self, estimate: PassEstimate | UpdateEstimate, *between: str) -> tuple[str, ...]:
         """The part of a tile that is in use, what comes between, and whether it fits."""
-        part = one.max_tile_bytes / self.target.bytes_per_tile
-        return (f"{part:.0%}", *between, "" if one.fits else "does not fit")
+        share = estimate.max_tile_bytes / self.target.bytes_per_tile
+        return (f"{share:.0%}", *between, "" if estimate.fits else "does not fit")
 
     def __str__(self) -> str:
         return self.summary()
 
 
-def _figures(one: PassEstimate | UpdateEstimate) -> tuple[str, str]:
-    return f"{one.cycles:,.0f}", f"{one.seconds * 1e6:,.1f}"
+def _figures(part: PassEstimate | UpdateEstimate) -> tuple[str, str]:
+    return f"{part.cycles:,.0f}", f"{part.seconds * 1e6:,.1f}"
 
 
 @typed
@@ -258,29 +269,31 @@ def estimate(
         raise TypeError(f"target must be a Target such as Target.bow(), got {target!r}")
     names = parse_passes(passes)
     updating = None if update is None else Update.parse(update)
-    made: dict[Any, Any] = {}
+    cache: dict[Any, Any] = {}
     estimates = []
     for name, layer, batch in _uses(model, example_input):
         pattern = layer.pattern
         out, in_ = pattern.shape
         key = (out, in_, batch, pattern.density, pattern.block_size)
         try:
-            if key not in made:
+            if key not in cache:
                 sizes = (*key[:4], pattern.block_size, dtype, target)
-                made[key] = Layer(
+                cache[key] = Layer(
                     make_plan(*sizes, passes=names, options=options),
                     update=updating,
                     numerics=False,
                     check_memory=False,
                 )
-            program = made[key]
+            program = cache[key]
             figures = sparse_figures(program, pattern, names, ignore_data=True)
             changed = None if updating is None else UpdateEstimate.of(program, pattern)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from error
         rows = {
-            one: PassEstimate(*_cost(program.profiles[one]), figures["tflops"][one])
-            for one in names
+            pass_name: PassEstimate(
+                *_cost(program.profiles[pass_name]), figures["tflops"][pass_name]
+            )
+            for pass_name in names
         }
         fill = program.encoding.info.nz_fill
         estimates.append(

@@ -146,12 +146,12 @@ class Layer:
             program = Sequence()
             if name == "grad_weight":
                 both = operands["x"], operands["y"]
-                made = build.add_grad_weight(graph, self._weights, *both, program)
+                grad_weight = build.add_grad_weight(graph, self._weights, *both, program)
             else:
                 operand = operands[needed[name]]
-                made = build.add_product(graph, self._weights, operand, program, name)
-            self._results[name] = made
-            graph.add_handle(f"{name} result", made)
+                grad_weight = build.add_product(graph, self._weights, operand, program, name)
+            self._results[name] = grad_weight
+            graph.add_handle(f"{name} result", grad_weight)
             programs[name] = program
         self._update: UpdatePrograms | None = None
         if update is not None:
@@ -191,9 +191,9 @@ class Layer:
         }
         arrays = {
             f"{name} {group}": torch.from_numpy(np.ascontiguousarray(part))
-            for group, one in enumerate(weights)
+            for group, values in enumerate(weights)
             for name, part in zip(
-                _PARTS, (one.row_indices, one.column_indices, one.nz_values), strict=True
+                _PARTS, (values.row_indices, values.column_indices, values.nz_values), strict=True
             )
         }
         text = json.dumps(about, allow_nan=False)
@@ -251,8 +251,8 @@ class Layer:
         if isinstance(encoded, DensePatterns):
             gather = encoded.partitioner.gather
             return [
-                COOMatrix.from_pattern(one, gather(one, values, group))
-                for group, one in enumerate(encoded.patterns)
+                COOMatrix.from_pattern(pattern, gather(pattern, values, group))
+                for group, pattern in enumerate(encoded.patterns)
             ]
         decoded = self._partitioner.decode(self.engine.read("words"), values)
         groups = decoded if isinstance(decoded, list) else [decoded]

@@ -74,9 +74,9 @@ def _runner_up(row: dict[str, Any], cycles: float, winner: dict[str, int]) -> di
     most, least = (end(changes, key=lambda term: changes[term]) for end in (max, min))
     why = [f"{changes[most]:+,} {most}"] if changes[most] > 0 else []
     why += [f"{changes[least]:+,} {least}"] if changes[least] < 0 else []
-    kept = {key: value for key, value in row.items() if key != "terms"}
+    fields = {key: value for key, value in row.items() if key != "terms"}
     behind = (row["cycles"] - cycles) / max(cycles, 1)
-    return {**kept, "behind": behind, "why": ", ".join(why) or "costs the same"}
+    return {**fields, "behind": behind, "why": ", ".join(why) or "costs the same"}
 
 
 @typed
@@ -211,8 +211,8 @@ def plan_text(plan: Plan | StaticPlan | DensePlan, runners_up: int = 5) -> str:
     if "memory" in report:
         lines += _memory_lines(report["memory"])
     if "search" in report:
-        seen = ", ".join(f"{count:,} {what}" for what, count in report["search"].items())
-        lines += ["", f"Search: {seen}"]
+        counts = ", ".join(f"{count:,} {what}" for what, count in report["search"].items())
+        lines += ["", f"Search: {counts}"]
     rows = report.get("runners_up", [])[:runners_up]
     if rows:
         lines += ["Runners-up:", *text_table(map(_runner_up_cells, rows), words=(0, 4))]

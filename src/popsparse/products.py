@@ -14,10 +14,10 @@ from typing import Any
 
 from dynsparse._core.checks import typed
 from popsparse.machine import Graph, Sequence, Tensor
-from popsparse.planning.dense import dense_pass
+from popsparse.planning.dense import DensePlan, dense_pass
 from popsparse.planning.options import Options
-from popsparse.planning.params import FullyConnectedParams, MatmulParams
-from popsparse.planning.plan import PlanningCache
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, data_type
+from popsparse.planning.plan import PlanningCache, keep
 from popsparse.planning.search import make_plan, matmul_plan
 from popsparse.programs.dense_weights import operations
 from popsparse.programs.layout import (
@@ -81,12 +81,15 @@ def fully_connected_forward(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> Tensor:
     """Add Y = X W^T to a program.
 
     Args:
         activations: [batch, groups * input channels].
         program: the steps are appended to it.
+        options: those of the weights' creation.
+        cache: keeps the plan of the weights, which all functions share.
 
     Returns:
         [batch, groups * output channels].
@@ -95,7 +98,7 @@ def fully_connected_forward(
         ValueError: activations of another shape; weights made for other parameters or options.
         TypeError: activations of another type.
     """
-    weights = check_weights(weights, params, options)
+    weights = check_weights(weights, params, options, cache)
     return operations(weights.plan).add_product(graph, weights, activations, program, "forward")
 
 
@@ -107,13 +110,14 @@ def fully_connected_grad_a(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> Tensor:
     """Add dX = dY W to a program: [batch, groups * output channels] to [.., input channels].
 
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_a_pass`.
     """
-    weights = check_weights(weights, params, options)
+    weights = check_weights(weights, params, options, cache)
     if not weights.plan.options.do_grad_a_pass:
         raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
     return operations(weights.plan).add_product(graph, weights, gradients, program, "grad_input")
@@ -122,27 +126,36 @@ def fully_connected_grad_a(
 @typed
 def fully_connected_grad_w(
     graph: Graph,
-    weights: SparseTensor,
+    weights: SparseTensor | Tensor,
     gradients: Tensor,
     activations: Tensor,
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> Tensor:
     """Add dW = dY^T X, at the positions of the pattern only, to a program.
 
     Args:
+        weights: the sparse weights, or only their `meta_info`, as in the original.
         gradients: [batch, groups * output channels].
         activations: [batch, groups * input channels].
+        options: those of the weights' creation.
+        cache: the plan of bare meta-info is taken from it.
 
     Returns:
         [values], laid out like `weights.nz_values`: `EncodedPattern.gather` brings it into the
         pattern's order. With `use_dense` that is the dense gradient, [groups * in * out].
 
     Raises:
-        ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
+        ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`; meta-info of
+            another size.
     """
-    weights = check_weights(weights, params, options)
+    if isinstance(weights, Tensor):
+        plan = make_plan(graph.target, activations.dtype.numpy, params, options, cache)
+        weights = SparseTensor.of_meta_info(plan, weights)
+    else:
+        weights = check_weights(weights, params, options, cache)
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
     add = operations(weights.plan).add_grad_weight
@@ -155,21 +168,32 @@ def fully_connected_dense_grad_w_serial_splits(
     dtype: Any,
     params: FullyConnectedParams,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> tuple[int, int, int]:
     """Into how many steps in time the dense product of grad_weight would be cut.
+
+    Its operands are of `dtype`, its partial sums of the option `partials_type` as it is carried
+    out: float32 for elements, never narrower than the data.
 
     Returns:
         The serial splits of groups, input channels and output channels of [G, in, out]; the dense
         weight gradient need never exist at once where one of them is above 1.
     """
-    requested = Options.parse(options)
-    plan = dense_pass(
-        "grad_weight",
-        graph.target,
-        dtype,
-        params,
-        available_memory_proportion=requested.available_memory_proportion,
-    )
+    kind = data_type(dtype)
+    requested = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
+
+    def make() -> DensePlan:
+        return dense_pass(
+            "grad_weight",
+            graph.target,
+            kind,
+            params,
+            partials=requested.partials_type,
+            available_memory_proportion=requested.available_memory_proportion,
+        )
+
+    key = (graph.target, kind, params, requested, "dense grad_weight")
+    plan = make() if cache is None else cache.find(key, make)
     splits = (plan.serial_out, 1) if plan.swapped else (1, plan.serial_out)
     return 1, *splits
 
@@ -239,6 +263,7 @@ def sparse_dense_matmul(
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
 ) -> PlannedTensor:
     """Add the product of a sparse and a dense matrix to a program.
 
@@ -249,6 +274,7 @@ def sparse_dense_matmul(
         program: the steps are appended to it.
         transpose_lhs: multiply by the transposed sparse matrix.
         options: those of the sparse operand's creation.
+        cache: keeps the plan of the sparse operand.
 
     Returns:
         [groups, m, n]; with `transpose_lhs` [groups, k, n].
@@ -269,6 +295,7 @@ def sparse_dense_matmul(
     requested = requested.repaired(plan.dtype, plan.params.sparsity_params.is_element)
     if requested != plan.options:
         raise ValueError(f"lhs was made with {plan.options}, not with {requested}")
+    keep(cache, plan)
     layout = OperandLayout(plan, "x" if transpose_lhs else "y")
     shape = [plan.sizes.groups, layout.channels, plan.sizes.z]
     expected = [shape[0], shape[2], shape[1]] if transpose_rhs else shape

@@ -23,7 +23,7 @@ from popsparse.formats import CSRMatrix, SparseMatrix
 from popsparse.machine import Graph, Sequence, Target, Tensor, as_dtype
 from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams
-from popsparse.planning.plan import PlanningCache
+from popsparse.planning.plan import PlanningCache, keep
 from popsparse.planning.static import make_plan, pattern_of, transpose
 from popsparse.planning.static_layout import StaticPlan
 from popsparse.plans import plan_report, plan_text, predict, tile_memory
@@ -143,6 +143,7 @@ def sparse_dense_matmul(
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     options: _Options = None,
+    cache: PlanningCache | None = None,
     *,
     name: str = "static matmul",
 ) -> Tensor:
@@ -152,12 +153,14 @@ def sparse_dense_matmul(
         dense: [1, k, n], or [1, n, k] with `transpose_rhs`.
         transpose_lhs: must be False: a static sparse operand cannot be transposed.
         options: if given, must be those of the sparse operand.
+        cache: keeps the plan of the sparse operand.
 
     Raises:
         ValueError: an operand of another shape, of the other product or with other options;
             `transpose_lhs`. TypeError: operands of other types.
     """
     plan, dense = _check_operands(sparse, dense, transpose_lhs, transpose_rhs, options, "right")
+    keep(cache, plan)
     return add_product(graph, plan, sparse.nz_values, dense, program, name)
 
 
@@ -169,6 +172,7 @@ def dense_sparse_matmul(
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     options: _Options = None,
+    cache: PlanningCache | None = None,
     *,
     name: str = "static matmul",
 ) -> Tensor:
@@ -177,6 +181,7 @@ def dense_sparse_matmul(
     Args and errors as `sparse_dense_matmul`, with left and right exchanged.
     """
     plan, dense = _check_operands(sparse, dense, transpose_rhs, transpose_lhs, options, "left")
+    keep(cache, plan)
     return add_product(graph, plan, sparse.nz_values, dense, program, name, transposed=True)
 
 
@@ -193,8 +198,8 @@ def _check_operands(
     plan = sparse.plan
     params = plan.params
     if params.transposed != (side == "left"):
-        made = "create_for_sparse_dense" if side == "right" else "create_for_dense_sparse"
-        raise ValueError(f"the parameters are of the other product: make them by {made}")
+        function = "create_for_sparse_dense" if side == "right" else "create_for_dense_sparse"
+        raise ValueError(f"the parameters are of the other product: make them by {function}")
     if options is not None and (given := Options.parse(options, "static")) != plan.options:
         raise ValueError(f"the sparse operand was made with {plan.options}, not with {given}")
     check_kind("the dense operand", dense, Tensor, "a Tensor")

@@ -137,10 +137,10 @@ def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray,
 def _share_bytes(plan: StaticPlan) -> int:
     """Bytes of a tile's share of the dense operand, and of the values where parts of n share
     them."""
-    sent = plan.params.k * plan.n_padded
+    size = plan.params.k * plan.n_padded
     if plan.n_split > 1:
-        sent += plan.pattern.nnz * plan.pattern.block_size**2
-    return ceil_div(sent, plan.target.tiles) * plan.dtype.size
+        size += plan.pattern.nnz * plan.pattern.block_size**2
+    return ceil_div(size, plan.target.tiles) * plan.dtype.size
 
 
 def _most_sent(plan: StaticPlan) -> int:

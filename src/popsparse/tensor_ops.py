@@ -24,6 +24,7 @@ from popsparse.machine import (
     HALF,
     Codelet,
     Copy,
+    DType,
     Graph,
     In,
     MappingError,
@@ -37,7 +38,7 @@ from popsparse.machine import Sequence as Program
 from popsparse.planning import dense as planner
 from popsparse.planning.params import ceil_div
 from popsparse.programs.dense import Layout, add_product
-from popsparse.programs.layout import execute
+from popsparse.programs.layout import PlannedTensor, execute
 
 __all__ = ["OPERATIONS", "elementwise", "matmul", "reduce", "softmax"]
 
@@ -69,36 +70,50 @@ class Spread(NamedTuple):
         order = np.argsort(owner, kind="stable")
         placed = owner[order]
         first = np.flatnonzero(np.append(True, np.diff(placed) > 0))
-        own = bool((np.diff(owner) >= 0).all())
+        is_sorted = bool((np.diff(owner) >= 0).all())
         offsets = np.append(first, len(owner))
-        return cls(tensor.shape, owner, None if own else order, placed[first], offsets)
+        return cls(tensor.shape, owner, None if is_sorted else order, placed[first], offsets)
 
     def edge(self, tensor: Tensor) -> Ragged:
         """A tensor that lies so, as the vertices' edge."""
         flat = tensor.flatten()
         return Ragged(flat if self.order is None else flat[self.order], self.offsets)
 
-    def like(self, graph: Graph, dtype: Any, name: str) -> Tensor:
-        """A new variable that lies so."""
-        made = graph.add_variable(as_dtype(dtype), list(self.shape), name)
-        graph.set_tile_mapping(made, self.owner.reshape(self.shape))
-        return made
+    def like(self, graph: Graph, dtype: Any, name: str, like: Tensor | None = None) -> Tensor:
+        """A new variable that lies so; with the layout of `like`, if that lies so and has one."""
+        if isinstance(like, PlannedTensor) and like.shape == self.shape:
+            return like.renewed(graph, as_dtype(dtype), name)
+        variable = graph.add_variable(as_dtype(dtype), list(self.shape), name)
+        graph.set_tile_mapping(variable, self.owner.reshape(self.shape))
+        return variable
 
-    def bring(self, graph: Graph, tensor: Tensor, program: Program, name: str) -> Tensor:
-        """A tensor [of this shape, or broadcast to it] that lies so: itself, or a copy."""
+    def bring(
+        self, graph: Graph, tensor: Tensor, pairs: list[tuple[Tensor, Tensor]], name: str
+    ) -> Tensor:
+        """A tensor [of this shape, or broadcast to it] that lies so: itself, or what a copy of the
+        `pairs` brings. Each tile gets an element that it needs several times once."""
         full = tensor.broadcast_to(*self.shape)
         if np.array_equal(graph.tiles_of(full).reshape(-1), self.owner):
             return full
-        local = self.like(graph, tensor.dtype, f"{name} brought")
-        program.add(Copy(full, local, name=f"{name}: bring"))
-        return local
+        if tensor.numel == full.numel:
+            local = self.like(graph, tensor.dtype, f"{name} brought")
+            pairs.append((full, local))
+            return local
+        at = full.addresses().reshape(-1)
+        size = int(at.max()) + 1
+        needed, place = np.unique(self.owner * size + at, return_inverse=True)
+        local = graph.add_variable(tensor.dtype, [len(needed)], f"{name} brought")
+        graph.set_tile_mapping(local, needed // size)
+        source = Tensor(graph, tensor.dtype, needed.shape, addresses=needed % size)
+        pairs.append((source, local))
+        return local[place.reshape(self.shape)]
 
 
-# Section 7.3 of docs/popsparse-formulas.md: of adding vectors, 3 cycles each.
+# Section 7.3 of docs/popsparse-formulas.md: of adding vectors, 3 cycles each,
+# of them two loads, or a load and a store, and one operation. No source gives cycles for the
+# functions: an instruction for each element.
 _START = 58 + 2
-_VECTOR = 3
-# No source gives cycles for the functions: a load, an instruction for each element, a store.
-_LOAD_AND_STORE = 2
+_LOADS = 2
 
 
 class _Operation(NamedTuple):
@@ -160,10 +175,10 @@ def elementwise(
             that do not broadcast.
         TypeError: operands that are neither tensors nor numbers, or of another type.
     """
-    made = OPERATIONS[check_choice("operation", operation, OPERATIONS)]
+    definition = OPERATIONS[check_choice("operation", operation, OPERATIONS)]
     given = list(check_kind("operands", operands, (list, tuple), "a list of tensors and numbers"))
-    if len(given) != made.operands:
-        raise ValueError(f"{operation!r} takes {made.operands} operands, got {len(given)}")
+    if len(given) != definition.operands:
+        raise ValueError(f"{operation!r} takes {definition.operands} operands, got {len(given)}")
     for operand in given:
         if not isinstance(operand, Tensor) and not is_number(operand):
             raise TypeError(f"operands must be tensors or numbers, got {shortened(operand)}")
@@ -175,46 +190,99 @@ def elementwise(
             raise TypeError(
                 f"operands must be half or float, got {operand.dtype.name} ({operand.name})"
             )
-    what = operation if name is None else name
-    spread = Spread.of(graph, tensors[0] if out is None else out)
-    if out is None:
-        out = spread.like(graph, tensors[0].dtype, f"{what} result")
-    edges: dict[str, Any] = {"out": spread.edge(out)}
-    arguments: list[str | np.float32] = []
-    for operand in given:
-        if not isinstance(operand, Tensor):
-            arguments.append(np.float32(operand))
-            continue
-        arguments.append(f"operand{len(arguments)}")
-        local = spread.bring(graph, operand, program, f"{what} operand")
-        edges[str(arguments[-1])] = spread.edge(local)
-    codelet = _codelet(operation, made, arguments)
-    program.add(execute(graph, what, codelet, spread.tiles, edges))
-    return out
 
-
-def _codelet(name: str, made: _Operation, arguments: list[str | np.float32]) -> Codelet:
-    def compute(v: VertexView) -> None:
-        values = [
-            getattr(v, one).values.astype(np.float32) if isinstance(one, str) else one
-            for one in arguments
+    def compute(*arrays: np.ndarray) -> list[np.ndarray]:
+        values = iter([array.astype(np.float32) for array in arrays])
+        return [
+            definition.compute(
+                *(next(values) if isinstance(x, Tensor) else np.float32(x) for x in given)
+            )
         ]
-        v.out.values[...] = made.compute(*values)
+
+    result = tensors[0].dtype if out is None else out
+    (made,) = map_elements(
+        graph,
+        operation if name is None else name,
+        tensors,
+        [result],
+        compute,
+        program,
+        like=tensors[0] if out is None else out,
+        vector_operations=int(definition.in_vectors),
+        functions=int(not definition.in_vectors),
+    )
+    return made
+
+
+def map_elements(
+    graph: Graph,
+    name: str,
+    operands: Sequence[Tensor],
+    results: Sequence[Any],
+    compute: Callable[..., Sequence[np.ndarray]],
+    program: Program,
+    *,
+    like: Tensor,
+    vector_operations: int,
+    functions: int,
+) -> list[Tensor]:
+    """Add a computation to a program that makes each element of its results of those of its
+    operands at the same place.
+
+    Args:
+        name: of the step.
+        operands: broadcast to the shape of `like`; what lies elsewhere is brought to it.
+        results: of each its type, or the tensor that takes it, which lies as `like` does.
+        compute: from the elements of each operand, in the order of the tiles, to those of each
+            result.
+        like: whose layout the results have.
+        vector_operations, functions: the operations on an element that come as vector instructions,
+            and those, as exp, that take an instruction for each element.
+
+    Returns:
+        The results.
+    """
+    spread = Spread.of(graph, like)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    edges: dict[str, Any] = {}
+    for number, operand in enumerate(operands):
+        local = spread.bring(graph, operand, pairs, f"{name} operand")
+        edges[f"operand{number}"] = spread.edge(local)
+    if pairs:
+        program.add(Copy(pairs, name=f"{name}: bring"))
+    taken = [
+        result if isinstance(result, Tensor) else spread.like(graph, result, f"{name} result", like)
+        for result in results
+    ]
+    sources = [*edges]
+    edges |= {f"result{number}": spread.edge(result) for number, result in enumerate(taken)}
+
+    def run(v: VertexView) -> None:
+        made = compute(*(getattr(v, source).values for source in sources))
+        for number, values in enumerate(made):
+            getattr(v, f"result{number}").values[...] = values
 
     def cycles(v: VertexView) -> np.ndarray:
-        width = v.target.data_path_bits // (8 * v.out.values.itemsize)
-        vectors = ceil_div(ceil_div(v.out.lengths, v.target.workers), width)
-        return _START + vectors * (_VECTOR if made.in_vectors else _LOAD_AND_STORE + width)
+        edges = [getattr(v, edge) for edge in fields]
+        # The widest element fills the data path first.
+        width = v.target.data_path_bits // (8 * max(edge.values.itemsize for edge in edges))
+        vectors = ceil_div(ceil_div(edges[-1].lengths, v.target.workers), width)
+        moved = max(_LOADS, len(edges) - 1)
+        return _START + vectors * (moved + vector_operations + functions * width)
 
-    fields = {one: In(HALF, FLOAT) for one in arguments if isinstance(one, str)}
-    fields["out"] = Out(HALF, FLOAT)
-    return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.out.lengths)
+    fields = {edge: In() if edge in sources else Out() for edge in edges}
+    operations = vector_operations + functions
+    codelet = Codelet(
+        name, fields, run, cycles, "workers", flops=lambda v: operations * v.result0.lengths
+    )
+    program.add(execute(graph, name, codelet, spread.tiles, edges))
+    return taken
 
 
 # Of the reduction in section 3.4 of docs/popsparse-formulas.md: a vertex, an output, a vector.
 _REDUCE_START, _OUTPUT, _REDUCE_VECTOR = 32, 7, 3
 
-_KINDS = {"add": np.add, "max": np.maximum}
+_KINDS = {"add": np.add, "max": np.maximum, "min": np.minimum}
 
 
 @typed
@@ -225,42 +293,42 @@ def reduce(
     program: Program,
     *,
     operation: str = "add",
+    dtype: Any = None,
     name: str | None = None,
 ) -> Tensor:
     """Add a reduction to a program: each tile reduces what it holds, then the parts are reduced.
 
     Args:
-        tensor: half or float.
+        tensor: of any type; below 2^24 where it is an integer.
         axis: dimensions that go away.
-        operation: "add" or "max".
+        operation: "add", "max" or "min".
+        dtype: of the result, by default the tensor's.
 
     Returns:
-        The tensor without these dimensions, of the same type, spread over the tiles that held it.
+        The tensor without these dimensions, spread over the tiles that held it.
 
     Raises:
         ValueError: an unknown operation, a dimension that does not exist or comes twice.
-        TypeError: a tensor that is neither half nor float.
     """
     check_choice("operation", operation, _KINDS)
-    if tensor.dtype not in (HALF, FLOAT):
-        raise TypeError(f"a reduction takes half or float, got {tensor.dtype.name}")
     check_kind("axis", axis, (int, list, tuple), "a dimension or a list of them")
     given = [axis] if isinstance(axis, int) else list(axis)
     axes = [check_integer("axis", dim) for dim in given]
     if not axes or any(not -tensor.ndim <= dim < tensor.ndim for dim in axes):
         raise ValueError(f"axis must be dimensions of {list(tensor.shape)}, got {axes}")
-    gone = {dim % tensor.ndim for dim in axes}
-    if len(gone) < len(axes):
+    reduced = {dim % tensor.ndim for dim in axes}
+    if len(reduced) < len(axes):
         raise ValueError(f"axis names a dimension twice: {axes}")
     what = f"reduce {operation}" if name is None else name
-    kept = [dim for dim in range(tensor.ndim) if dim not in gone]
+    kept = [dim for dim in range(tensor.ndim) if dim not in reduced]
     shape = [tensor.shape[dim] for dim in kept]
-    ordered = tensor.transpose(*kept, *sorted(gone)).reshape(int(np.prod(shape)), -1)
-    return _reduce_rows(graph, ordered, operation, program, what).reshape(*shape)
+    ordered = tensor.transpose(*kept, *sorted(reduced)).reshape(int(np.prod(shape)), -1)
+    result = tensor.dtype if dtype is None else as_dtype(dtype)
+    return _reduce_rows(graph, ordered, operation, result, program, what).reshape(*shape)
 
 
 def _reduce_rows(
-    graph: Graph, ordered: Tensor, operation: str, program: Program, what: str
+    graph: Graph, ordered: Tensor, operation: str, dtype: DType, program: Program, what: str
 ) -> Tensor:
     """[outputs, values] to [outputs], spread evenly over the tiles that held the values."""
     spread = Spread.of(graph, ordered)
@@ -286,7 +354,7 @@ def _reduce_rows(
     each = ceil_div(outputs, len(spread.tiles))
     tiles = spread.tiles[np.arange(outputs) // each]
     used = spread.tiles[: ceil_div(outputs, each)]
-    result = graph.add_variable(ordered.dtype, [outputs], f"{what} result")
+    result = graph.add_variable(dtype, [outputs], f"{what} result")
     graph.set_tile_mapping(result, tiles)
     arriving = graph.add_variable(FLOAT, [len(owner)], f"{what} arriving")
     graph.set_tile_mapping(arriving, tiles[owner[order]])
@@ -313,7 +381,7 @@ def _reduce_codelet(operation: str, begins: np.ndarray, count: int) -> Codelet:
         total = np.add.reduceat(each, v.out.offsets[:-1])
         return _REDUCE_START + ceil_div(total, v.target.workers)
 
-    fields = {"src": In(HALF, FLOAT), "out": Out(HALF, FLOAT)}
+    fields = {"src": In(), "out": Out()}
     name = f"reduce, {operation}"
     return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.src.lengths)
 

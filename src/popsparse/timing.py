@@ -335,7 +335,7 @@ class PassTime:
 def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     """The time of each pass of a dynamic plan: see `plans.predict`."""
     patterns = list(pattern) if plan.partition.groups > 1 else [pattern]
-    loads = [BucketLoad.of(plan, one) for one in patterns]
+    loads = [BucketLoad.of(plan, group_pattern) for group_pattern in patterns]
     blocks = sum(int(load.groups.nz.sum()) for load in loads)
     area = plan.block_dimensions[0] * plan.block_dimensions[1]
     products = 2.0 * blocks * area * plan.params.batch_size

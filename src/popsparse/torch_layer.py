@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,8 @@ from dynsparse.pattern import SparsePattern
 from popsparse.embedding import EmbeddingLayer
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
-from popsparse.planning.options import Options, Update
+from popsparse.machine.target import PRESETS
+from popsparse.planning.options import Options, Update, spelled
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.search import plan
 
@@ -41,6 +43,7 @@ class _Runner:
         self.layers: dict[tuple[Any, ...], Layer] = {}
         self.tables: dict[tuple[Any, ...], EmbeddingLayer] = {}
         self.profiles: dict[str, Profile] = {}
+        self.products: dict[str, float] = {}
         self.patterns: dict[Any, SparsePattern] = {}
         self.update: Update | None = None
 
@@ -87,6 +90,8 @@ class _Runner:
         arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
         result: np.ndarray = getattr(layer, name)(*arrays)
         self.profiles[name] = layer.profiles[name]
+        if name in PASSES:
+            self.products[name] = 2.0 * values.numel() * len(operands[0])
         return torch.from_numpy(result).to(values.device)
 
     def check_pass(self, name: str) -> None:
@@ -268,6 +273,21 @@ class TileMachine:
             )
         return scores
 
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What the last run of each pass took, see `nn.backends.Executor`."""
+        found: dict[str, dict[str, float]] = {}
+        for name, profile in self.runner.profiles.items():
+            found[name] = {
+                "cycles": profile.cycles,
+                "seconds": profile.seconds,
+                "max_tile_bytes": int(profile.memory.max_tile_bytes),
+                "to_host_bytes": profile.to_host_bytes,
+                "from_host_bytes": profile.from_host_bytes,
+            }
+            if name in self.runner.products:
+                found[name]["tflops"] = self.runner.products[name] / profile.seconds / 1e12
+        return found
+
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
 
@@ -301,23 +321,24 @@ class TargetOptions:
                 "target_options must be a mapping such as {'partials_type': 'float16'}, got "
                 f"{shortened(value)}"
             )
-        given = dict(value or {})
-        rest = {name: one for name, one in given.items() if name != "dense_grad"}
+        given = {spelled(name): option for name, option in (value or {}).items()}
+        rest = {name: option for name, option in given.items() if name != "dense_grad"}
         dense = given.get("dense_grad", {})
-        if not isinstance(dense, Mapping) or not {*dense} <= {*_DENSE_GRAD}:
+        if not isinstance(dense, Mapping) or not {*map(spelled, dense)} <= {*_DENSE_GRAD}:
             raise ValueError(
                 f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got "
                 f"{shortened(dense)}"
             )
-        Update.parse(dict(dense))
+        dense = {spelled(name): option for name, option in dense.items()}
+        Update.parse(dense)
         # A layer that trains wants all passes, unless it says otherwise.
         passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}
-        return cls(given, Options.parse({**passes, **rest}), dict(dense))
+        return cls(given, Options.parse({**passes, **rest}), dense)
 
     @property
     def passes(self) -> tuple[str, ...]:
         planned = (True, self.planned.do_grad_a_pass, self.planned.do_grad_w_pass)
-        return tuple(name for name, one in zip(PASSES, planned, strict=True) if one)
+        return tuple(name for name, is_planned in zip(PASSES, planned, strict=True) if is_planned)
 
 
 @typed
@@ -328,4 +349,4 @@ def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
     return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}
 
 
-register_backend("popsparse", Target, TileMachine, {"bow": Target.bow, "mk2": Target.mk2})
+register_backend("popsparse", Target, TileMachine, {n: partial(Target.named, n) for n in PRESETS})

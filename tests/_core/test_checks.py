@@ -4,7 +4,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
+import dynsparse as ds
 from dynsparse._core.checks import (
     check_choice,
     check_fraction,
@@ -13,6 +15,7 @@ from dynsparse._core.checks import (
     check_within,
     is_number,
 )
+from dynsparse.nn import SparseLinear
 
 
 def test_what_is_right_comes_back():
@@ -63,3 +66,13 @@ def test_what_is_wrong_is_told(check, error, message):
     with pytest.raises(error) as told:
         check()
     assert message in str(told.value)
+
+
+def test_sparsity_is_answered_with_density():
+    dense = torch.nn.Linear(8, 8)
+    for call in (
+        lambda: ds.sparsify(dense, sparsity=0.9),
+        lambda: SparseLinear(8, 8, sparsity=0.9),
+    ):
+        with pytest.raises(TypeError, match=r"no argument sparsity: pass density="):
+            call()

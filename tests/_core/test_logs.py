@@ -62,14 +62,16 @@ def test_plans_and_those_that_were_found_again(caplog):
     assert sum("made earlier" in one for one in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("level", "shown"), [("info", True), ("DEBUG", True), ("Warn", False)])
+@pytest.mark.parametrize(
+    ("level", "shown"), [("info", True), ("DEBUG", True), ("Warn", False), ("TRACE", True)]
+)
 def test_the_environment_shows_them(tmp_path, monkeypatch, capsys, level, shown):
     monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", level)
     logs.configure()
     train(tmp_path)
     out, err = capsys.readouterr()
     assert ("INFO dynsparse.training.trainer: update after step 2" in err) == shown
-    assert ("DEBUG" in err) == (level == "DEBUG")
+    assert ("DEBUG" in err) == (level in ("DEBUG", "TRACE"))
     assert not out
 
 
@@ -117,7 +119,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch, capsys, level, place
 
 
 def test_a_library_tells_of_it_where_it_is_first_used():
-    program = "import dynsparse as ds; ds.nn.SparseLinear(8, 8, density=0.5)"
+    program = "import dynsparse as ds, torch; ds.nn.SparseLinear(8, 8, density=0.5)(torch.ones(8))"
     ended = subprocess.run(
         [*PYTHON, program],
         env=os.environ | {"DYNSPARSE_LOG_LEVEL": "loud"},
@@ -129,7 +131,7 @@ def test_a_library_tells_of_it_where_it_is_first_used():
 
 
 def test_an_import_shows_which_kernels_are_loaded():
-    program = "import dynsparse as ds; ds.nn.SparseLinear(8, 8, density=0.5)"
+    program = "import dynsparse as ds, torch; ds.nn.SparseLinear(8, 8, density=0.5)(torch.ones(8))"
     ended = subprocess.run(
         [*PYTHON, program],
         env=os.environ | {"DYNSPARSE_LOG_LEVEL": "INFO", "DYNSPARSE_ISA": "none"},

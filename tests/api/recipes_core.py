@@ -108,6 +108,7 @@ RECIPES = {
         densities=lambda: {"a": 0.5},
     ),
     "dynsparse.densify": call(ds.densify, model=model),
+    "dynsparse.freeze": call(ds.freeze, model=model),
     "dynsparse.sparsify": Recipe(
         ds.sparsify,
         lambda: {
@@ -120,9 +121,16 @@ RECIPES = {
             "densities": {"0": 0.3},
             "block_sizes": {"0": 4},
             "start": "magnitude",
+            "per_row": False,
             "target": popsparse.machine.Target.bow(tiles=4),
             "target_options": {"partials_type": "float32"},
         },
+    ),
+    "dynsparse.quantize": call(
+        ds.quantize,
+        model=lambda: nn.Sequential(model(), ds.nn.SparseLinear(4, 4)),
+        activations=lambda: "int8",
+        exclude=lambda: ["1"],
     ),
     "dynsparse.save_safetensors": Recipe(
         ds.save_safetensors,

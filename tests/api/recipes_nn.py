@@ -131,6 +131,23 @@ RECIPES = {
     "dynsparse.nn.SparseEmbedding.logits": of(
         lambda: ds.nn.SparseEmbedding(8, 12), "logits", x=lambda: X
     ),
+    "dynsparse.nn.TiedHead": Recipe(
+        used(ds.nn.TiedHead, X),
+        lambda: {"table": ds.nn.SparseEmbedding(8, 12), "bias": nn.Parameter(torch.zeros(8))},
+    ),
+    "dynsparse.nn.TiedHead.forward": of(
+        lambda: ds.nn.TiedHead(ds.nn.SparseEmbedding(8, 12)), "forward", x=lambda: X
+    ),
+    "dynsparse.nn.linear_cross_entropy": call(
+        ds.nn.linear_cross_entropy,
+        hidden=lambda: X,
+        head=lambda: nn.Linear(12, 8),
+        targets=lambda: torch.zeros(len(X), dtype=torch.int64),
+        ignore_index=lambda: 3,
+        label_smoothing=lambda: 0.1,
+        reduction=lambda: "sum",
+        chunk_size=lambda: 2,
+    ),
     "dynsparse.nn.TiedEmbedding": Recipe(
         used(ds.nn.TiedEmbedding, torch.tensor([0, 3])),
         lambda: {
@@ -211,9 +228,31 @@ RECIPES = {
             "is_causal": False,
         },
     ),
+    "dynsparse.nn.QuantizedSparseLinear": Recipe(
+        used(ds.nn.QuantizedSparseLinear, X),
+        lambda: {
+            "pattern": pattern(),
+            "values": torch.ones(pattern().values_shape, dtype=torch.int8),
+            "scale": torch.ones(8),
+            "bias": torch.ones(8),
+            "activations": "int8",
+        },
+    ),
+    "dynsparse.nn.QuantizedSparseLinear.from_float": call(
+        ds.nn.QuantizedSparseLinear.from_float,
+        layer=lambda: ds.nn.SparseLinear(12, 8, pattern=pattern()),
+        activations=lambda: "int8",
+    ),
+    "dynsparse.nn.QuantizedSparseLinear.forward": of(
+        lambda: ds.nn.QuantizedSparseLinear.from_float(
+            ds.nn.SparseLinear(12, 8, pattern=pattern())
+        ),
+        "forward",
+        x=lambda: X,
+    ),
     "dynsparse.nn.Dropout": call(used(ds.nn.Dropout, X), p=lambda: 0.5, inplace=lambda: False),
     "dynsparse.nn.Dropout.forward": of(ds.nn.Dropout, "forward", x=lambda: X),
-    "dynsparse.nn.describe": call(ds.nn.describe, model=model),
+    "dynsparse.nn.describe": call(ds.nn.describe, model=model, batch=lambda: 8),
     "dynsparse.nn.follow_patterns": Recipe(
         follow_patterns, lambda: {"copy": (made := model()), "model": made}
     ),

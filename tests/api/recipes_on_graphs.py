@@ -38,6 +38,7 @@ def connected():
         "params": params(),
         "program": Sequence(),
         "options": OPTIONS,
+        "cache": popsparse.PlanningCache(),
     }
 
 
@@ -80,6 +81,7 @@ def multiplied():
         "transpose_lhs": False,
         "transpose_rhs": False,
         "options": None,
+        "cache": popsparse.PlanningCache(),
     }
 
 
@@ -147,6 +149,7 @@ RECIPES = {
         dtype=lambda: "float32",
         params=params,
         options=lambda: OPTIONS,
+        cache=popsparse.PlanningCache,
     ),
     "popsparse.fully_connected_forward": one_pass(popsparse.fully_connected_forward, "activations"),
     "popsparse.fully_connected_grad_a": one_pass(popsparse.fully_connected_grad_a, "gradients"),

@@ -99,6 +99,20 @@ MATRICES = {
     "popsparse.BSRMatrix": matrix(popsparse.BSRMatrix, [0, 1], [0, 1, 2], np.ones((2, 1, 1))),
 }
 
+
+def triplets():
+    return popsparse.Triplets([0, 1], [1, 0], np.ones(2, np.float32))
+
+
+def fc_layer():
+    return popsparse.SparseFcLayer.from_triplets(4, [2, 4], *triplets())
+
+
+def of_triplets(function, **more):
+    arguments = {name: lambda part=part: part for name, part in triplets()._asdict().items()}
+    return call(function, **arguments, **more)
+
+
 RECIPES = MATRICES | {
     "popsparse.SparsityParams": call(popsparse.SparsityParams, block_dimensions=lambda: (4, 4)),
     "popsparse.FullyConnectedParams": call(
@@ -236,6 +250,16 @@ RECIPES = MATRICES | {
         available_memory_proportion=lambda: 0.2,
         partials_type=lambda: "float32",
     ),
+    "popsparse.compile": call(
+        popsparse.compile,
+        model=lambda: torch.nn.Linear(4, 4),
+        optimizer=lambda: torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1),
+        loss=lambda: torch.nn.functional.mse_loss,
+        target=target,
+        loss_scale=lambda: 2.0,
+        device_iterations=lambda: 2,
+        options=lambda: {"partials_type": "float32"},
+    ),
     "popsparse.machine_profiles": call(
         popsparse.machine_profiles, layer=lambda: ds.nn.SparseLinear(16, 16)
     ),
@@ -244,5 +268,32 @@ RECIPES = MATRICES | {
         plan=lambda: popsparse.make_plan(
             target(), "float32", params(), {"plan_constraints": {"use_dense": True}}
         ),
+    ),
+    "popsparse.SparseFcLayer": of_triplets(
+        popsparse.SparseFcLayer.from_triplets,
+        hidden_size=lambda: 4,
+        input_shape=lambda: [2, 4],
+        matmul_options=lambda: {"doGradAPass": "true"},
+        dtype=lambda: torch.float32,
+        use_bias=lambda: True,
+        relu=lambda: True,
+        target=target,
+    ),
+    "popsparse.SparseFcLayer.from_random_generator": call(
+        popsparse.SparseFcLayer.from_random_generator,
+        hidden_size=lambda: 4,
+        input_shape=lambda: [2, 4],
+        density=lambda: 0.5,
+        block_size=lambda: 1,
+        values_initialiser_gen=lambda: np.random.default_rng(0).normal,
+        indices_initialiser_gen=lambda: np.random.default_rng(0),
+    ),
+    "popsparse.SparseFcLayer.update_triplets": of(fc_layer, "update_triplets", triplets=triplets),
+    "popsparse.dense_from_triplets": of_triplets(
+        popsparse.dense_from_triplets, shape=lambda: (4, 4)
+    ),
+    "popsparse.mask_from_triplets": of_triplets(popsparse.mask_from_triplets, shape=lambda: (4, 4)),
+    "popsparse.triplets_from_dense": call(
+        popsparse.triplets_from_dense, matrix=lambda: np.eye(4), block_size=lambda: 2
     ),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from recipes import Recipe, call, of
 from recipes_parts import X, folder, generator, model, pattern, rewiring
@@ -96,6 +98,22 @@ SEEDED = {"seed": lambda: 1}
 
 RECIPES = {
     "dynsparse.Static": trained(ds.Static),
+    "dynsparse.training.MuonAdamW": Recipe(
+        lambda **named: training.MuonAdamW(**named).step(),
+        lambda: {
+            "model": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)),
+            "lr": 0.01,
+            "weight_decay": 0.1,
+            "adamw": ["1"],
+            "momentum": 0.9,
+            "betas": (0.9, 0.99),
+        },
+    ),
+    "dynsparse.training.MuonAdamW.step": of(
+        lambda: training.MuonAdamW(torch.nn.Sequential(torch.nn.Linear(4, 4))),
+        "step",
+        closure=lambda: lambda: 1.0,
+    ),
     "dynsparse.RigL": trained(
         ds.RigL,
         **SHARE,
@@ -139,6 +157,16 @@ RECIPES = {
     ),
     "dynsparse.training.SparseTrainer.load_state_dict": of(
         trainer, "load_state_dict", state=lambda: trainer().state_dict()
+    ),
+    "dynsparse.training.repair": Recipe(
+        training.repair,
+        lambda: {
+            "model": (made := model()),
+            "dense": ds.densify(copy.deepcopy(made)),
+            "calibration": [X],
+            "lr": 0.1,
+            "verbose": False,
+        },
     ),
     "dynsparse.training.scaled_step": call(
         training.scaled_step,

@@ -185,7 +185,6 @@ def test_one_flag_serves_all_commands(line, name, value, monkeypatch):
     ("line", "instead"),
     [
         ("mnist --sparsity 0.9", "--density"),
-        ("lm --data-dir .", "--data"),
         ("mnist --checkpoints c", "--checkpoint-path"),
         ("bench --benchmarks quick", "--benchmark"),
     ],

@@ -15,6 +15,7 @@ from dynsparse.pattern import SparsePattern
 from popsparse.layer import Layer
 from popsparse.machine import Graph, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.plan import PlanningCache
 from popsparse.planning.search import plan
 from popsparse.products import fully_connected_dense_grad_w_serial_splits
 
@@ -147,11 +148,52 @@ def test_case(case):
         np.testing.assert_allclose(found, wanted[name](), rtol=tolerance, atol=tolerance)
 
 
+def splits(sizes, block, dtype, share, partials, tiles=None, cache=None):
+    """Serial splits of the dense gradient of [in, batch] x [batch, out], sizes (in, batch, out)."""
+    in_, batch, out = sizes
+    params = FullyConnectedParams.create_with_nz_ratio(
+        SparsityParams(block), 0.1, batch, 1, in_, out
+    )
+    target = Target.mk2() if tiles is None else Target.mk2(tiles=tiles)
+    options = {"available_memory_proportion": share, "partials_type": partials}
+    return fully_connected_dense_grad_w_serial_splits(Graph(target), dtype, params, options, cache)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block", "dtype", "share", "partials", "expected"),
+    [
+        ((8192, 32, 8192), 16, "float16", 0.1, "float32", (1, 6, 1)),
+        ((8192, 32, 8192), 16, "float16", 0.1, "float16", (1, 3, 1)),
+        ((8192, 32, 8192), 16, "float16", 0.05, "float32", (1, 12, 1)),
+        ((8192, 32, 8192), 16, "float16", 0.05, "float16", (1, 8, 1)),
+        ((4096, 32, 8192), 16, "float16", 0.1, "float32", (1, 3, 1)),
+        ((4096, 32, 8192), 16, "float16", 0.1, "float16", (1, 2, 1)),
+        ((4096, 64, 4096), 16, "float16", 0.05, "float32", (1, 5, 1)),
+        ((4096, 64, 4096), 16, "float16", 0.05, "float16", (1, 4, 1)),
+        ((2048, 32, 2048), 8, "float16", 0.02, "float32", (1, 2, 1)),
+        ((2048, 32, 2048), 8, "float16", 0.02, "float16", (1, 1, 1)),
+        ((1600, 64, 6400), 16, "float16", 0.04, "float32", (1, 4, 1)),
+        ((1600, 64, 6400), 16, "float16", 0.04, "float16", (1, 2, 1)),
+        # Never narrower than the data, and float32 for elements.
+        ((512, 32, 2048), 1, "float16", 0.01, "float32", (1, 2, 1)),
+        ((512, 32, 2048), 1, "float16", 0.01, "float16", (1, 2, 1)),
+        ((3072, 32, 768), 8, "float32", 0.02, "float16", (1, 2, 1)),
+    ],
+)
+def test_serial_splits_of_the_dense_gradient(sizes, block, dtype, share, partials, expected):
+    """By the type of the partial sums: what a tile holds of them decides."""
+    assert splits(sizes, block, dtype, share, partials) == expected
+
+
 def test_case_58_reports_serial_splits():
     case = next(case for name, case in CASES.items() if name.startswith("58"))
-    params = FullyConnectedParams.create_with_nz_ratio(
-        SparsityParams(case.block), case.density, case.batch, 1, case.in_, case.out
-    )
-    graph = Graph(Target.mk2(tiles=case.tiles))
-    splits = fully_connected_dense_grad_w_serial_splits(graph, case.dtype, params, case.options)
-    assert splits == (1, 1, 1)  # The gradient fits as a whole.
+    shape = case.in_, case.batch, case.out
+    # The gradient fits as a whole.
+    assert splits(shape, case.block, case.dtype, 0.6, "float32", case.tiles) == (1, 1, 1)
+
+
+def test_a_cache_keeps_the_serial_splits():
+    cache = PlanningCache()
+    found = [splits((64, 8, 64), 4, "float16", 0.1, "float32", 8, cache) for _ in range(2)]
+    assert found[0] == found[1]
+    assert (len(cache), cache.hits) == (1, 1)

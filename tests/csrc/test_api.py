@@ -16,7 +16,7 @@ from dynsparse._core import native
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-HEADER = (CSRC / "api.h").read_text()
+HEADER = "".join((CSRC / name).read_text() for name in ("api.h", "api_update.h"))
 
 SCALARS = {
     "int": ctypes.c_int,

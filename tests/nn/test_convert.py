@@ -387,5 +387,18 @@ def test_the_table(capsys):
     assert f"the model: {dense:,} -> {dense:,} parameters (100.0%)" in describe(m)
 
 
+def test_a_long_table_joins_rows_that_differ_in_the_numbers_of_names_only():
+    blocks = [nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(20)]
+    m = nn.ModuleList(blocks)
+    assert len(describe(m).rows) == 40
+    ds.sparsify(m, 0.5, verbose=False)
+    m.append(nn.ModuleDict({"up": nn.Linear(8, 16)}))
+    assert [(row[0], row[-1]) for row in describe(m).rows] == [
+        ("*.up (20)", "144 -> 80"),
+        ("*.down (20)", "136 -> 72"),
+        ("20.up", "144"),
+    ]
+
+
 def test_the_table_of_a_model_without_linear_layers():
     assert describe(nn.ReLU()).splitlines()[-1] == "the model: 0 -> 0 parameters (0.0%)"

@@ -23,16 +23,41 @@ class Model(nn.Module):
     [
         ({"density": 0.0}, ValueError, r"density must be a number in \(0, 1\], got 0.0"),
         ({"density": 10}, ValueError, r"density must be a number in \(0, 1\], got 10"),
-        ({"density": None}, ValueError, "density may be None only when densities names every"),
         ({"density": 1e-6}, ValueError, "the overall density 1e-06 is impossible: one block"),
         ({"allocation": "erdos"}, ValueError, r"allocation must be one of.*got 'erdos'"),
-        ({"start": "zero"}, ValueError, "start must be 'random' or 'magnitude', got 'zero'"),
+        (
+            {"start": "zero"},
+            ValueError,
+            "start must be one of random, magnitude.* got 'z",
+        ),
+        ({"start": "nonzero"}, ValueError, "none of the selected layers has 1 % zeros or more"),
+        ({"start": "nonzero", "density": 0.1}, ValueError, "density does not apply to start='nonz"),
+        ({"per_row": True}, ValueError, "per_row does not apply to start='random'"),
+        ({"start": "wanda"}, ValueError, "start='wanda' needs calibration=, batches for"),
+        ({"start": "wanda", "calibration": []}, ValueError, "calibration has no batches"),
+        (
+            {"start": "wanda", "calibration": torch.ones(2, 8)},
+            TypeError,
+            "calibration must be batches, such as a DataLoader .* got",
+        ),
+        (
+            {"start": "sparsegpt", "calibration": [torch.ones(2, 8)]},
+            ValueError,
+            "is for linear layers, and 'attention.q_proj' belongs to a MultiheadAttention",
+        ),
+        ({"allocation": "global"}, ValueError, "for start='magnitude' and 'wanda', not for 'rand"),
+        (
+            {"start": "magnitude", "allocation": "global", "densities": {"head": 0.5}},
+            ValueError,
+            "'global' compares the blocks of all layers: leave densities and block_sizes out",
+        ),
+        ({"start": "nonzero", "block_size": 3}, ValueError, "3 does not divide the layer 'body.0'"),
         ({"block_size": 3}, ValueError, r"3 does not divide the layer 'body.0' of shape \[12, 8\]"),
         ({"block_size": 0}, ValueError, "block size of 'body.0' must be an integer >= 1, got 0"),
         ({"block_size": 4}, ValueError, r"'head' of shape \[10, 8\]: choose one of \[1, 2\]"),
         ({"block_sizes": {"head": 5}}, ValueError, "block size 5 does not divide the layer 'head'"),
         ({"block_sizes": {"tail": 2}}, ValueError, "block_sizes: the pattern 'tail' is the first"),
-        ({"block_sizes": 4}, TypeError, "block_sizes must map name patterns to values, got 4"),
+        ({"block_sizes": 4}, TypeError, "block_sizes must be a mapping or None, got 4"),
         (
             {"densities": {"head": 2}},
             ValueError,
@@ -42,8 +67,13 @@ class Model(nn.Module):
         ({"densities": {"*": 0.1, "head": 1}}, ValueError, "the pattern 'head' is the first match"),
         ({"densities": {0: 0.5}}, TypeError, "densities must be name patterns.*got 0"),
         ({"densities": {"body": 0.9}}, ValueError, "impossible: the layers with a density of"),
-        ({"densities": {"*": 0.9}}, ValueError, "or pass density=None"),
-        ({"include": ["embed"]}, ValueError, "'embed' names 'embed' .Embedding., which cannot"),
+        ({"density": 0.1, "densities": {"*": 0.9}}, ValueError, "or pass density=None"),
+        ({"include": ["emb*"]}, ValueError, "'emb.' names 'embed' .Embedding., which cannot"),
+        (
+            {"include": ["embed"], "start": "wanda", "calibration": [0]},
+            ValueError,
+            "start='wanda' is for linear layers, and 'embed' belongs to a Embedding: exclude it",
+        ),
         (
             {"include": ["norm"]},
             ValueError,
@@ -54,7 +84,7 @@ class Model(nn.Module):
             ValueError,
             "include: the pattern 'boddy' matches no module.*'body.0'",
         ),
-        ({"include": nn.Linear}, TypeError, "include must be name patterns such as"),
+        ({"include": nn.Linear}, TypeError, "include must be text or an iterable or None"),
         ({"include": [nn.Linear]}, TypeError, "include must be name patterns such as"),
         ({"exclude": ["haed"]}, ValueError, "exclude: the pattern 'haed' matches no module"),
         ({"exclude": None}, TypeError, "exclude must be name patterns such as"),
@@ -81,6 +111,12 @@ def tied(biases=True, kind=nn.Linear):
     tie(model["a"], model["b"])
     if biases and kind is nn.Linear:
         model["b"].bias = model["a"].bias
+    return model
+
+
+def two_tables():
+    model = nn.ModuleDict({"a": nn.Embedding(8, 8), "b": nn.Embedding(8, 8, padding_idx=1)})
+    tie(model["a"], model["b"])
     return model
 
 
@@ -120,7 +156,8 @@ ALL = {"include": "*"}
         (tied(), {"densities": {"b": 0.2}}, "'a' and 'b' share their weight but would be treated"),
         (tied(), {"block_sizes": {"b": 4}}, "'a' and 'b' share their weight but would be treated"),
         (tied(biases=False), ALL, "it shares its weight but not its bias: 'a' and 'b'; use one"),
-        (tied(kind=nn.Embedding), ALL, "'a' cannot .* shares its weight with 'b' .Embedding.: ex"),
+        (tied(kind=nn.Embedding), ALL, "both or neither, an embedding by its full name"),
+        (two_tables(), {"include": ["a", "b"]}, "not its padding_idx: 'a' and 'b'; use one module"),
         (tied(kind=Conv1D), ALL, "not its layer: 'a' .Linear. and 'b' .Conv1D.; use one module"),
         (two_attentions(), ALL, "'x.q_proj' .MultiheadAttention. and 'y.q_proj' .MultiheadAtten"),
         (out_proj_elsewhere(), ALL, "'x.out_proj' .MultiheadAttention. and 'y' .NonDynamically"),
@@ -146,8 +183,8 @@ def broken(value):
     [
         (broken(float("nan")), ValueError, "the weight of '1' has entries that are NaN or inf"),
         (broken(float("inf")), ValueError, "the weight of '1' has entries that are NaN or inf"),
-        (None, TypeError, "expected a torch.nn.Module, got NoneType"),
-        ([nn.Linear(8, 8)], TypeError, "expected a torch.nn.Module, got list"),
+        (None, TypeError, "model must be a torch.nn.Module, got None"),
+        ([nn.Linear(8, 8)], TypeError, "model must be a torch.nn.Module, got \\["),
         (nn.Sequential(nn.ReLU()), ValueError, "the model has no layer that can be made sparse"),
         (nn.Sequential(SparseLinear(8, 8)), ValueError, "sparse already: call dynsparse.densify"),
         (nn.Linear(8, 8), ValueError, "a single Linear, which cannot be replaced in place"),
@@ -187,3 +224,31 @@ def test_models_that_cannot_be_densified(model, error, message):
 def test_a_pattern_may_exclude_what_could_not_be_sparse_anyway():
     model = ds.sparsify(Model(), 0.5, exclude=["embed", "norm", "head"], verbose=False)
     assert type(model.head) is nn.Linear
+
+
+class Partial(nn.Module):
+    """A model that does not call one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.rest = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.body(x) + x @ self.rest.weight
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(2, 8), "no calibration batch passes through the layer 'rest': exclude it"),
+        (torch.full((2, 8), torch.nan), "the inputs of the layer 'body' are NaN or infinite"),
+    ],
+)
+def test_calibration_that_does_not_serve_a_layer(x, message):
+    model = Partial()
+    with pytest.raises(ValueError, match=message):
+        ds.sparsify(model, 0.5, start="wanda", calibration=[x], verbose=False)
+    assert not any(isinstance(m, SparseLinear) for m in model.modules())
+    ds.sparsify(
+        model, 0.5, start="wanda", calibration=[torch.ones(2, 8)], exclude=["rest"], verbose=False
+    )

@@ -4,6 +4,7 @@ slots once trainers change the pattern."""
 import pytest
 import torch
 import torch.distributed as dist
+from kernels_of import needs_kernels
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -64,6 +65,26 @@ def network():
         nn.Tanh(),
         SparseLinear(320, 256, 0.2, 8, generator=g),
     )
+
+
+@needs_kernels  # the others compute without it
+def test_inference_makes_no_order_by_columns():
+    model = network()
+    with torch.no_grad():
+        model(torch.randn(SAMPLES, 256))
+    for layer in (model[0], model[2]):
+        assert layer._state.index.order is None
+    spent = held(model[2])
+    assert spent <= 4 * model[2].pattern.nnz + 2 * pointers(model[2])
+    x = torch.randn(SAMPLES, 256, requires_grad=True)
+    model(x).sum().backward()
+    order = model[2]._state.index.order
+    assert held(model[2]) == spent + 8 * model[2].pattern.nnz
+    model(x).sum().backward()
+    assert model[2]._state.index.order is order
+    by_columns = model[2].pattern.index
+    assert torch.equal(order[0], by_columns.csc_rows)
+    assert torch.equal(order[1], by_columns.csc_perm)
 
 
 @pytest.mark.parametrize("make", [ds.Static, rigl])

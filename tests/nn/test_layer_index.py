@@ -93,7 +93,7 @@ def test_values_of_another_shape_are_refused(layer):
         linear(torch.randn(2, 24), layer.values.detach().view(-1, 1, 1), layer._state.index)
 
 
-@pytest.mark.parametrize("name", ["rows", "cols", "row_ptr", "csc_perm"])
+@pytest.mark.parametrize("name", ["rows", "cols", "row_ptr"])
 def test_an_index_that_was_written_to_is_refused(layer, name):
     tensor = layer.pattern.rows if name == "rows" else getattr(layer.index, name)
     tensor[0] = 1000
@@ -103,7 +103,7 @@ def test_an_index_that_was_written_to_is_refused(layer, name):
     x, values = torch.randn(2, 24), layer.values.detach()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         if name != "rows":  # which no product reads
-            with pytest.raises(RuntimeError, match=r"must lie in|must ascend|contradict"):
+            with pytest.raises(RuntimeError, match=r"must lie in|must ascend"):
                 torch.ops.dynsparse.linear(x, values, *layer.index, None)
 
 

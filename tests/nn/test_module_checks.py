@@ -213,16 +213,26 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def checked_operators(calls: Calls) -> set[str]:
+    for operator, (args, kwargs) in calls.found.items():
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(operator, args, kwargs, test_utils=checks)
+    return {str(operator).removesuffix(".default") for operator in calls.found}
+
+
 def test_every_operator_that_layers_call():
     seen = set()
     for name in LAYERS:
         layer, x = made(name, torch.float32)
         with Calls() as calls:
             layer(x).square().sum().backward()
-        for operator, (args, kwargs) in calls.found.items():
-            seen.add(str(operator).removesuffix(".default"))
-            checks = ("test_schema", "test_faketensor")
-            torch.library.opcheck(operator, args, kwargs, test_utils=checks)
+        seen |= checked_operators(calls)
+    # Layers with int8 weights call theirs in compiled code only.
+    layer = ds.quantize(nn.Sequential(ds.nn.SparseLinear(32, 16, density=0.5)))[0]
+    operands = layer.values, layer.scale, layer.row_ptr, layer.cols, layer.bias
+    with Calls() as calls:
+        torch.ops.dynsparse.linear_int8(torch.randn(4, 32), *operands, 32, False)
+    seen |= checked_operators(calls)
     registered = {
         name.replace("::", ".")
         for name in torch._C._dispatch_get_all_op_names()

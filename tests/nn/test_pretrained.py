@@ -110,6 +110,49 @@ def test_a_dense_model_becomes_what_was_saved(tmp_path, shards, block, dtype):
     assert type(loaded.mix) is Conv1D
 
 
+@pytest.mark.parametrize("shards", [0, 1, 3])
+def test_a_model_on_the_meta_device(tmp_path, shards):
+    saved = sparse(4)
+    folder = tmp_path / "saved"
+    as_others_save(saved, folder, shards) if shards else as_ours(saved, folder)
+    with torch.device("meta"):
+        loaded = Model().eval()
+    loaded.two.weight, loaded.head.weight = loaded.one.weight, loaded.embed.weight
+    loaded.mix.bias.requires_grad_(False)
+    ds.load_pretrained(loaded, folder)
+    assert torch.equal(loaded(IDS), saved(IDS))
+    assert loaded.one is loaded.two
+    assert loaded.head.weight is loaded.embed.weight
+    assert not loaded.mix.bias.requires_grad
+    assert {t.device.type for t in loaded.state_dict().values()} == {"cpu"}
+    loaded(IDS).sum().backward()
+    assert loaded.one.values.grad is not None
+
+
+def test_buffers_on_the_meta_device(tmp_path):
+    def network():
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model.register_buffer("table", torch.ones(3), persistent=persistent)
+        return model
+
+    persistent = True
+    saved = ds.sparsify(network(), 0.5, verbose=False).eval()
+    ds.save_safetensors(saved, tmp_path / "m")
+    with torch.device("meta"):
+        loaded = network().eval()
+    x = torch.randn(2, 8)
+    assert torch.equal(ds.load_pretrained(loaded, tmp_path / "m")(x), saved(x))
+    assert torch.equal(loaded.table, torch.ones(3))
+    persistent = False
+    ds.save_safetensors(ds.sparsify(network(), 0.5, verbose=False), tmp_path / "n")
+    with torch.device("meta"):
+        loaded = network()
+    with pytest.raises(ValueError, match="the buffer 'table' is on the meta device and not in"):
+        ds.load_pretrained(loaded, tmp_path / "n")
+    assert type(loaded[0]) is nn.Linear
+    assert all(tensor.is_meta for tensor in loaded.state_dict().values())
+
+
 @pytest.mark.parametrize("named", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_file_may_be_named(tmp_path, named):
     saved = sparse()
@@ -186,8 +229,8 @@ def also_as(tensors, name):
             r"'mix.bias' is torch.float32 \[3\] in the file, torch.float32 \[16\] in the model",
         ),
         (
-            lambda t: also_as(t, "embed"),
-            "'embed' is a sparse layer in the file, the model has a Embedding there",
+            lambda t: also_as(t, "body.layers.0.norm1"),
+            "'body.layers.0.norm1' is a sparse layer in the file, the model has a LayerNorm there",
         ),
         (
             lambda t: also_as(t, "away"),
@@ -195,7 +238,7 @@ def also_as(tensors, name):
         ),
         (
             lambda t: also_as(t, "head"),
-            "'head' is sparse in the file, but in the model it shares its weight with 'embed'",
+            "'head' is sparse in the file, but in the model it shares its weight with an embedding",
         ),
         (lambda t: [t.pop(f"two.{k}") for k in ("rows", "cols")], "the tied layer 'two' is dense"),
     ],

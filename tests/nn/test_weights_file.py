@@ -52,6 +52,20 @@ def test_round_trip(tmp_path, dtype, block):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def positions(tensors, name):
+    """The present blocks, bit by bit and byte by byte."""
+    if f"{name}.mask" in tensors:
+        mask = tensors[f"{name}.mask"]
+        return [at for at in range(8 * len(mask)) if int(mask[at // 8]) >> at % 8 & 1]
+    at, found = 0, []
+    for byte in tensors[f"{name}.gaps"]:
+        at += int(byte)
+        if byte < 255:
+            found.append(at)
+            at += 1
+    return found
+
+
 def test_it_loads_without_the_library(tmp_path):
     model = Model()
     path = tmp_path / "model.safetensors"
@@ -67,9 +81,10 @@ def test_it_loads_without_the_library(tmp_path):
     assert aliases["second.weight"] == "first.weight"
     for name, about in layers.items():
         b = about["block_size"]
-        parts = [tensors[aliases.get(k := f"{name}.{p}", k)] for p in ("rows", "cols", "values")]
+        values = tensors[aliases.get(k := f"{name}.values", k)]
         dense = np.zeros(about["shape"], dtype=np.float32)
-        for row, col, block in zip(*parts, strict=True):
+        for at, block in zip(positions(tensors, name), values, strict=True):
+            row, col = divmod(at, about["shape"][1] // b)
             dense[row * b : (row + 1) * b, col * b : (col + 1) * b] = block
         np.testing.assert_array_equal(dense, model.get_submodule(name).to_dense().detach().numpy())
 
@@ -163,6 +178,11 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     refuses(Model(), path, "m is truncated or no safetensors file")
 
 
+def test_a_file_of_torch_save_is_refused_by_name(tmp_path):
+    torch.save(Model().state_dict(), tmp_path / "m.pt")
+    refuses(Model(), tmp_path / "m.pt", "m.pt is a file of torch.save, which may hold code")
+
+
 def rewritten(path, change_tensors=lambda t: None, change_header=lambda h: None):
     with safetensors.safe_open(path, framework="pt") as file:
         header = file.metadata()
@@ -175,26 +195,75 @@ def rewritten(path, change_tensors=lambda t: None, change_header=lambda h: None)
 @pytest.mark.parametrize(
     "change",
     [
-        lambda t: t["cols"].fill_(99),
-        lambda t: t["cols"].fill_(0),
+        lambda t: t["packed"].fill_(255),
+        lambda t: t["packed"].fill_(254),
+        lambda t: t.update(packed=t["packed"].int()),
+        lambda t: t.update(packed=t["packed"][:-1]),
+        lambda t: t.update(packed=t["packed"].repeat(2)),
         lambda t: t.update(values=t["values"][1:]),
-        lambda t: t.update(rows=t["rows"][:5], cols=t["cols"][:5], values=t["values"][:5]),
+        lambda t: t.update(packed=t["packed"][:0], values=t["values"][:0]),
     ],
 )
-def test_a_damaged_pattern_is_refused(tmp_path, change):
+@pytest.mark.parametrize(("form", "density"), [("mask", 0.5), ("gaps", 0.0625)])
+def test_a_damaged_pattern_is_refused(tmp_path, change, form, density):
     path = tmp_path / "m"
-    ds.save_safetensors(SparseLinear(8, 8, 0.5), path)
-    rewritten(path, change)
-    refuses(SparseLinear(8, 8, 0.5), path, "the pattern of '' (is damaged|does not fit)")
+    ds.save_safetensors(SparseLinear(8, 8, density), path)
+
+    def packed_changed(tensors):
+        tensors["packed"] = tensors.pop(form)
+        change(tensors)
+        tensors[form] = tensors.pop("packed")
+
+    rewritten(path, packed_changed)
+    refuses(SparseLinear(8, 8, density), path, "the pattern of '' (is damaged|does not fit)")
+
+
+def test_a_mask_ends_with_the_matrix(tmp_path):
+    path = tmp_path / "m"
+    layer = SparseLinear(6, 6, pattern=ds.SparsePattern.full((6, 6)))
+    ds.save_safetensors(layer, path)
+    rewritten(path, lambda t: t["mask"].copy_(torch.tensor([255, 255, 255, 255, 240])))
+    refuses(layer, path, "expected a mask with 36 blocks of 36")
+
+
+@pytest.mark.parametrize(
+    ("density", "block", "dtype", "most"),
+    [
+        (0.1, 1, torch.float32, 0.14),
+        (0.1, 16, torch.float32, 0.105),
+        (0.1, 1, torch.bfloat16, 0.08),
+        (0.5, 1, torch.float32, 0.54),
+        (0.01, 1, torch.float32, 0.013),
+    ],
+)
+def test_files_are_small(tmp_path, density, block, dtype, most):
+    ds.save_safetensors(nn.Linear(768, 3072, bias=False), tmp_path / "dense")
+    layer = SparseLinear(768, 3072, density, block, bias=False, dtype=dtype)
+    ds.save_safetensors(layer, tmp_path / "sparse")
+    size = (tmp_path / "sparse").stat().st_size
+    assert size < most * (tmp_path / "dense").stat().st_size
+    again = SparseLinear(768, 3072, density, block, bias=False, dtype=dtype)
+    ds.load_safetensors(again, tmp_path / "sparse")
+    assert torch.equal(again.to_dense(), layer.to_dense())
+
+
+def test_files_of_version_1_are_read(tmp_path):
+    layer = SparseLinear(8, 8, 0.5)
+    about = {"": {"shape": [8, 8], "block_size": 1, "blocks": 32}}
+    header = {"format": "dynsparse", "version": "1", "layers": json.dumps(about), "aliases": "{}"}
+    save_file(layer.state_dict(), tmp_path / "m", {**header, "user": "{}"})
+    again = SparseLinear(8, 8, 0.5)
+    ds.load_safetensors(again, tmp_path / "m")
+    assert torch.equal(again.to_dense(), layer.to_dense())
 
 
 def test_foreign_metadata_is_refused(tmp_path):
     path = tmp_path / "m"
     layer = SparseLinear(8, 8, 0.5)
     ds.save_safetensors(layer, path)
-    rewritten(path, change_header=lambda h: h.update(version="2"))
-    refuses(layer, path, "has format version 2, this dynsparse reads version 1")
-    rewritten(path, change_header=lambda h: h.update(version="1", layers="{"))
+    rewritten(path, change_header=lambda h: h.update(version="3"))
+    refuses(layer, path, "has format version 3, this dynsparse reads versions 1 and 2")
+    rewritten(path, change_header=lambda h: h.update(version="2", layers="{"))
     refuses(layer, path, "m is damaged: its metadata cannot be read")
     save_file(layer.state_dict(), path)
     refuses(layer, path, "was not written by save_safetensors")

@@ -208,7 +208,9 @@ def test_a_thin_index_keeps_none() -> None:
     pattern, fat = prepared()
     nothing = fat.cols.new_empty(0)
     p = LayerIndex(
-        pattern.index._replace(csc_rows=nothing, csc_perm=nothing), torch.zeros(pattern.nnz)
+        pattern.index._replace(csc_rows=nothing, csc_perm=nothing),
+        torch.zeros(pattern.nnz),
+        keep=False,
     )
     for of in (panels.row_panels, by_columns):
         made = of(p, 1000)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # What a wheel may hold: an OpenMP runtime of its own would compete with torch's for the cores.
-NATIVE = re.compile(r"dynsparse/_native/libdynsparse_(v2|v3|v4|neon|base)\.so")
+NATIVE = re.compile(r"dynsparse/_native/libdynsparse_(onnxruntime_)?(v2|v3|v4|neon|base)\.so")
 
 
 class Way(NamedTuple):

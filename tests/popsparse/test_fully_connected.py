@@ -14,14 +14,16 @@ from popsparse.encoding.partitioner import Partitioner
 from popsparse.layer import Layer
 from popsparse.machine import Engine, Graph, Sequence, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
-from popsparse.planning.plan import PASSES
+from popsparse.planning.plan import PASSES, PlanningCache
 from popsparse.planning.search import make_plan, plan
 from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
     fully_connected_forward,
     fully_connected_grad_a,
+    fully_connected_grad_w,
 )
+from popsparse.programs.dense_weights import operations
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 
@@ -235,3 +237,46 @@ def test_a_plan_of_dense_weights_brings_its_products():
     on_one_tile = dense.plan(64, 32, 8, "float16", target.with_(tiles=1))
     slow = replace(found, dense={"forward": on_one_tile})
     assert Layer(slow).run("forward").cycles > Layer(copied).run("forward").cycles
+
+
+@pytest.mark.parametrize("use_dense", [False, True])
+def test_grad_weight_needs_only_the_meta_info(use_dense):
+    constraints = {"use_dense": True} if use_dense else {}
+    options = {"do_grad_w_pass": True, "plan_constraints": constraints}
+    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(4), 0.3, 8, 1, 16, 12)
+    graph, program, cache = Graph(Target.mk2(tiles=8)), Sequence(), PlanningCache()
+    weights = create_fully_connected_weights(graph, "float32", params, options, cache)
+    x = create_fully_connected_input(graph, "float32", params, options, cache)
+    dy = graph.add_variable("float32", [8, 12], "dy", tiles=0)
+    y = fully_connected_forward(graph, weights, x, params, program, options, cache)
+    dw = fully_connected_grad_w(graph, weights.meta_info, dy, x, params, program, options, cache)
+    assert (len(cache), cache.hits) == (1, 3)  # One plan serves all four.
+    for name, tensor in {"x": x, "dy": dy, "y": y, "dw": dw, "words": weights.meta_info}.items():
+        graph.add_handle(name, tensor)
+    graph.add_handle("values", weights.nz_values)
+    generator = torch.Generator().manual_seed(0)
+    pattern = SparsePattern.random((12, 16), 0.3, block_size=4, generator=generator)
+    values = torch.randn(pattern.values_shape, generator=generator)
+    encoded = operations(weights.plan).partitioner(weights.plan).encode(pattern, values)
+    engine = Engine(graph, program)
+    given = {"x": torch.randn(8, 16, generator=generator)}
+    given["dy"] = torch.randn(8, 12, generator=generator)
+    for name, array in given.items():
+        engine.write(name, array)
+    engine.write("values", encoded.nz_values)
+    if not use_dense:
+        engine.write("words", encoded.meta_info)
+    engine.run()
+    found = torch.as_tensor(encoded.pattern.gather(engine.read("dw"))).double()
+    expected = pattern.values_of(given["dy"].double().T @ given["x"].double())
+    close(found.reshape(expected.shape), expected, "float32")
+
+
+def test_meta_info_of_another_plan_is_refused():
+    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(4), 0.3, 8, 1, 16, 12)
+    graph, options = Graph(Target.mk2(tiles=8)), {"do_grad_w_pass": True}
+    x, words = (
+        graph.add_variable(t, s, t, 0) for t, s in (("float", [8, 16]), ("unsigned short", [7]))
+    )
+    with pytest.raises(ValueError, match=r"expected meta-info of unsigned short \[\d+\]"):
+        fully_connected_grad_w(graph, words, x, x, params, Sequence(), options)

@@ -159,6 +159,48 @@ def test_constraints_are_read():
     assert PlanConstraints.parse({"useDense": True}).use_dense
 
 
+def test_the_spelling_of_popsparse():
+    given = {
+        "availableMemoryProportion": "0.5",
+        "metaInfoBucketOversizeProportion": "1",
+        "doGradAPass": "true",
+        "doGradWPass": "false",
+        "partialsType": "half",
+        "partitioner.forceBucketSpills": "true",
+        "planConstraints": '{"partition": {"x": 6}, "useDense": true}',
+    }
+    assert Options.parse(given) == Options(
+        available_memory_proportion=0.5,
+        meta_info_bucket_oversize_proportion=1.0,
+        do_grad_a_pass=True,
+        partials_type="float16",
+        force_bucket_spills=True,
+        plan_constraints=PlanConstraints(x=6, use_dense=True),
+    )
+    block_sparse = {"numberOfPass": "2", "partitionMethod": "stripv0"}
+    expected = Options(number_of_pass=2, partition_method="stripv0")
+    assert Options.parse(block_sparse, "block-sparse") == expected
+    static = {"numBands": "3", "nSplit": 2, "enablePreprocessing": "false"}
+    expected = Options(num_bands=3, n_split=2, enable_preprocessing=False)
+    assert Options.parse(static, "static") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"doGradAPass": "yes"}, "do_grad_a_pass must be True or False, got 'yes'"),
+        ({"availableMemoryProportion": "much"}, "available_memory_proportion must be"),
+        ({"planConstraints": "{"}, "plan_constraints must be a mapping"),
+        ({"doGradAPass": "true", "do_grad_a_pass": True}, "do_grad_a_pass is given twice"),
+        ({"verboseLogging": "true"}, "DYNSPARSE_LOG_LEVEL=DEBUG"),
+        ({"dense_grad": {}}, "use Update"),
+    ],
+)
+def test_texts_that_are_no_options(value, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Options.parse(value)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

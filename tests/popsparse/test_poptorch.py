@@ -1,5 +1,6 @@
 """Many steps a call give the bits of the loop written out, for any split of the batch."""
 
+import os
 import shutil
 import threading
 
@@ -104,16 +105,24 @@ def test_the_bits_are_those_of_the_loop_written_out(accumulated, replicas, reduc
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor_it_equals_a_compiled_loop(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_compiled_by_inductor_it_equals_a_compiled_loop(tmp_path, monkeypatch, by_environment):
     if shutil.which("c++") is None:
         pytest.skip("inductor needs a C++ compiler")
     x, labels = data(3 * 8)
     plain, model = network(), network()
     by_hand, trainer = trained(plain), trained(model)
+    torch.compiler.reset()  # so that it compiles anew
+    torch._inductor.utils.clear_caches()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
-    opts = options(3).enableExecutableCaching(tmp_path / "cache")
+    opts = options(3)
+    if by_environment:
+        monkeypatch.setenv("POPTORCH_CACHE_DIR", str(tmp_path / "cache"))
+    else:
+        opts.enableExecutableCaching(tmp_path / "cache")
     poptorch.trainingModel(model, opts, optimizer=trainer)(x, labels)
     assert any((tmp_path / "cache").iterdir())
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "other")
     compiled = torch.compile(plain)
     for i in range(3):
         by_hand.optimizer.zero_grad()

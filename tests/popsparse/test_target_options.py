@@ -72,7 +72,7 @@ def test_bad_options():
         made({"dense_grad": {"pooling": "sum"}})
     with pytest.raises(ValueError, match="target_options need a target"):
         made({"partials_type": "float16"}, None)
-    with pytest.raises(TypeError, match="target_options must be a Mapping or None"):
+    with pytest.raises(TypeError, match="target_options must be a mapping or None"):
         made("partials_type=float16")
 
 

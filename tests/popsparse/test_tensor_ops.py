@@ -68,7 +68,7 @@ def test_numbers_and_results_in_place():
     np.testing.assert_array_equal(engine.read("half"), engine.read("x"))
     # 3 elements, one for each of 3 workers: a vector each; 58 + 2 + 3, six apart.
     assert profile.step("multiply").compute == 6 * 63
-    assert profile.step("copy operand: bring").received_bytes.sum() == 12 * 4
+    assert profile.step("copy: bring").received_bytes.sum() == 12 * 4
 
 
 @given(
@@ -135,7 +135,7 @@ def test_bad_input():
         (lambda: elementwise(graph, "exp", [bare], program), "without a tile"),
         (lambda: reduce(graph, x, 2, program), "axis must be dimensions"),
         (lambda: reduce(graph, x, [0, -2], program), "names a dimension twice"),
-        (lambda: reduce(graph, x, 0, program, operation="min"), "operation must be one of add"),
+        (lambda: reduce(graph, x, 0, program, operation="mean"), "operation must be one of add"),
         (lambda: matmul(graph, x, x, program), r"expected a \[m, k\] and b \[k, n\]"),
     ):
         with pytest.raises((ValueError, MappingError), match=line):
@@ -143,7 +143,6 @@ def test_bad_input():
     for make, line in (
         (lambda: elementwise(graph, "add", [x, "1"], program), "tensors or numbers"),
         (lambda: elementwise(graph, "exp", [whole], program), "half or float, got int"),
-        (lambda: reduce(graph, whole, 0, program), "half or float, got int"),
         (lambda: matmul(graph, x, y.transpose(), program), "both be half or both float"),
     ):
         with pytest.raises(TypeError, match=line):

@@ -34,13 +34,17 @@ using i64 = int64_t;
   FUNCTION(panels_size) \
   FUNCTION(panels_bytes) \
   FUNCTION(panels_make) \
+  FUNCTION(int8_forward) \
   FUNCTION(small_masks) \
   FUNCTION(small_forward) \
   FUNCTION(small_backward) \
+  FUNCTION(sparse_input_forward) \
+  FUNCTION(sparse_input_backward) \
   FUNCTION(rows_to_dense) \
   FUNCTION(rows_from_dense) \
   FUNCTION(pattern_merge) \
   FUNCTION(pattern_by_columns) \
+  FUNCTION(pattern_unpack) \
   FUNCTION(pattern_move) \
   FUNCTION(grow_pool) \
   FUNCTION(grow_scan) \
@@ -194,10 +198,12 @@ void run_alike(Random& random, const Outputs& make, const Call& call, const char
 
 // Each makes one random case, calls what it is about and checks the results.
 void linear_case(const Library& library, Random& random);
+void int8_case(const Library& library, Random& random);
 void index_case(const Library& library, Random& random);
 void conv_case(const Library& library, Random& random);
 void attention_case(const Library& library, Random& random);
 void dense_rows_case(const Library& library, Random& random);
+void sparse_input_case(const Library& library, Random& random);
 void update_case(const Library& library, Random& random);
 void growth_case(const Library& library, Random& random);
 void screen_case(const Library& library, Random& random);

@@ -36,10 +36,11 @@ Library load(const char* path) {
 }
 
 using Case = void (*)(const Library&, Random&);
-constexpr Case CASES[] = {linear_case,  linear_case,     linear_case, linear_case, index_case,
-                          update_case,  growth_case,     conv_case,   conv_case,   selection_case,
-                          dropout_case, dense_rows_case, conv_case,   screen_case,
-                          attention_case};
+constexpr Case CASES[] = {linear_case,       linear_case,    linear_case,  linear_case,
+                          index_case,        update_case,    growth_case,  conv_case,
+                          conv_case,         selection_case, dropout_case, dense_rows_case,
+                          sparse_input_case, conv_case,      screen_case,  attention_case,
+                          int8_case};
 
 void run_one(const Library& library, uint64_t seed, i64 number) {
   Random random(seed * 1000003 + number);

@@ -206,6 +206,59 @@ void linear_case(const Library& library, Random& random) {
   }
 }
 
+void int8_case(const Library& library, Random& random) {
+  const i64 block = random.among({1, 1, 2, 3, 4, 4, 5, 8, 12, 16, 16, 20, 24, 32, 64, 128});
+  const Index index = random_index(random, block);
+  const i64 out = index.out, in = index.in, nnz = index.nnz, b2 = block * block;
+  const i64 most = std::max<i64>(1, 400000 / (nnz * b2 + out + in));
+  const i64 batch = random_batch(random, most);
+  const auto x = Strided<float>::random(random, batch, in);
+  const bool quads = block % 8 == 0, rounds = random.chance(50);
+  Array<int8_t> values(random, nnz * b2);
+  for (i64 i = 0; i < values.size(); i++) values[i] = static_cast<int8_t>(random.below(256) - 128);
+  values.freeze();
+  Array<float> scale(random, out), bias(random, out);
+  scale.fill(random);
+  scale.freeze();
+  bias.fill(random);
+  bias.freeze();
+  const bool biased = random.chance(50);
+
+  std::vector<double> y(batch * out), y_bound(y);
+  std::vector<double> step(batch);  // half of it is what rounding takes, and a little more
+  for (i64 s = 0; s < batch; s++) {
+    for (i64 c = 0; c < in; c++)
+      step[s] = std::max(step[s], std::fabs(static_cast<double>(x.at(s, c))) / 127);
+    for (i64 o = 0; o < out; o++) {
+      y[s * out + o] = biased ? bias[o] : 0;
+      y_bound[s * out + o] = 1e-5 * std::fabs(y[s * out + o]);
+    }
+  }
+  for (i64 p = 0; p < nnz; p++)
+    for (i64 i = 0; i < block; i++)
+      for (i64 j = 0; j < block; j++) {
+        const i64 at = quads ? (j / 4 * block + i) * 4 + j % 4 : i * block + j;
+        const i64 o = index.row[p] * block + i, c = index.col[p] * block + j;
+        const double w = values[p * b2 + at] * static_cast<double>(scale[o]);
+        for (i64 s = 0; s < batch; s++) {
+          y[s * out + o] += w * x.at(s, c);
+          const double off = quads && rounds ? 0.501 * step[s] : 0;
+          y_bound[s * out + o] += std::fabs(w) * (off + 1e-5 * std::fabs(x.at(s, c)));
+        }
+      }
+  run_alike(
+      random, [&] { return std::make_unique<Array<float>>(random, batch * out); },
+      [&](const Array<float>& to, i32 threads) {
+        const int status = library.int8_forward(
+            x.data, x.batch_stride, x.feature_stride, values.data(), scale.data(),
+            index.row_ptr.data(), index.cols.data(), biased ? bias.data() : nullptr, to.data(),
+            batch, out, in, block, rounds, threads);
+        expect(status == 0, "status");
+        expect_near(to, y, y_bound, 1, "y of int8 weights");
+      },
+      "y of int8 weights depends on threads");
+}
+
 void dense_rows_case(const Library& library, Random& random) {
   const i64 block = random.among({1, 1, 2, 4, 5, 8, 16, 32, 33, 64});
   const Index index = random_index(random, block);
@@ -237,6 +290,59 @@ void dense_rows_case(const Library& library, Random& random) {
     for (i64 i = p * b2; i < (p + 1) * b2; i++)
       expect(back[i] == (inside ? values[i] : 7.0f), "values from dense rows");
   }
+}
+
+void sparse_input_case(const Library& library, Random& random) {
+  const i64 block = random.among({1, 1, 1, 2, 4, 16}), b2 = block * block;
+  const Index index = random_index(random, block);
+  const i64 batch = random.below(12), in = index.in, out = index.out;
+  // The non-zeros of x, by samples and by features.
+  std::vector<std::vector<std::pair<i64, float>>> by_sample(batch), by_feature(in);
+  i64 count = 0;
+  for (i64 sample = 0; sample < batch; sample++)
+    for (i64 n = random.below(20); n > 0; n--, count++) {
+      const i64 feature = random.below(in);
+      const float x = random.number();
+      by_sample[sample].emplace_back(feature, x);
+      by_feature[feature].emplace_back(sample, x);
+    }
+  const auto compress = [&](const auto& lists, Array<i32>& ptr, Array<i32>& at, Array<float>& x) {
+    i64 k = ptr[0] = 0;
+    for (size_t i = 0; i < lists.size(); i++) {
+      for (const auto& [place, value] : lists[i]) at[k] = static_cast<i32>(place), x[k++] = value;
+      ptr[i + 1] = static_cast<i32>(k);
+    }
+  };
+  Array<i32> x_ptr(random, batch + 1), x_cols(random, count), t_ptr(random, in + 1),
+      samples(random, count);
+  Array<float> x_values(random, count), t_values(random, count), values(random, index.nnz * b2),
+      y(random, batch * out), dy(random, batch * out), dvalues(random, index.nnz * b2);
+  compress(by_sample, x_ptr, x_cols, x_values);
+  compress(by_feature, t_ptr, samples, t_values);
+  values.fill(random);
+  dy.fill(random);
+  std::fill(dvalues.data(), dvalues.data() + dvalues.size(), 0.0f);
+  const i32 threads = 1 + random.below(5);
+  library.sparse_input_forward(x_ptr.data(), x_cols.data(), x_values.data(), values.data(),
+                               index.col_ptr.data(), index.csc_rows.data(), index.csc_perm.data(),
+                               nullptr, y.data(), batch, out, block, threads);
+  library.sparse_input_backward(dy.data(), t_ptr.data(), samples.data(), t_values.data(),
+                                index.col_ptr.data(), index.csc_rows.data(),
+                                index.csc_perm.data(), dvalues.data(), out, in, block, threads);
+  std::vector<double> wanted_y(batch * out), wanted_dv(index.nnz * b2),
+      bound_y(batch * out, 100.0), bound_dv(index.nnz * b2, 100.0);
+  for (i64 sample = 0; sample < batch; sample++)
+    for (const auto& [feature, x] : by_sample[sample])
+      for (i64 p = 0; p < index.nnz; p++)
+        if (index.col[p] == feature / block)
+          for (i64 r = 0; r < block; r++) {
+            const i64 at = p * b2 + r * block + feature % block;
+            const i64 place = sample * out + index.row[p] * block + r;
+            wanted_y[place] += double{x} * values[at];
+            wanted_dv[at] += double{x} * dy[place];
+          }
+  expect_near(y, wanted_y, bound_y, 1e-5, "y of sparse inputs");
+  expect_near(dvalues, wanted_dv, bound_dv, 1e-5, "dvalues of sparse inputs");
 }
 
 // Strides and sizes near and past 2^31, of which little is touched.

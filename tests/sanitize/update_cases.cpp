@@ -11,6 +11,46 @@ std::vector<T> vector_of(const Array<T>& array) {
   return {array.data(), array.data() + array.size()};
 }
 
+// A pattern as a file has it: gaps or a mask.
+std::vector<uint8_t> packed(const Index& index, bool gaps, i64 height, i64 width) {
+  std::vector<uint8_t> bytes(gaps ? 0 : (height * width + 7) / 8);
+  i64 next = 0;
+  for (i64 p = 0; p < index.nnz; p++) {
+    const i64 position = index.row[p] * width + index.col[p];
+    if (gaps) {
+      bytes.insert(bytes.end(), (position - next) / 255, 255);
+      bytes.push_back((position - next) % 255);
+    } else {
+      bytes[position / 8] |= 1 << position % 8;
+    }
+    next = position + 1;
+  }
+  return bytes;
+}
+
+// Unpacked as it was; damaged, refused or an index all the same.
+void unpack_case(const Library& library, Random& random, const Index& index, i64 height,
+                 i64 width) {
+  const bool gaps = random.chance(50);
+  std::vector<uint8_t> bytes = packed(index, gaps, height, width);
+  Array<i32> row_ptr(random, height + 1), cols(random, index.nnz), col_ptr(random, width + 1);
+  const auto unpack = [&] {
+    const Array<uint8_t> file(random, bytes);
+    return library.pattern_unpack(file.data(), file.size(), gaps, height, width, index.nnz,
+                                  row_ptr.data(), cols.data(), col_ptr.data());
+  };
+  expect(unpack() == 0, "status");
+  expect(row_ptr == index.row_ptr && cols == index.cols && col_ptr == index.col_ptr, "unpacked");
+  if (bytes.empty()) return;
+  bytes[random.below(bytes.size())] ^= 1 << random.below(8);
+  if (random.chance(30)) bytes.resize(random.below(bytes.size()));
+  if (unpack() == 0)
+    for (i64 r = 0; r < height; r++)
+      for (i32 p = row_ptr[r]; p < row_ptr[r + 1]; p++)
+        expect(cols[p] >= 0 && cols[p] < width && (p == row_ptr[r] || cols[p - 1] < cols[p]),
+               "an index of damaged bytes");
+}
+
 }  // namespace
 
 void index_case(const Library& library, Random& random) {
@@ -49,6 +89,7 @@ void index_case(const Library& library, Random& random) {
     expect(library.panels_make(index.row_ptr.data(), cols.data(), nullptr, 0, height, width,
                                64, memory.data(), threads) == 1, "panels of an index out of order");
   }
+  unpack_case(library, random, index, height, width);
   if (random.chance(20)) library.release_scratch();
 }
 

@@ -52,7 +52,7 @@ def test_nearly_all_of_a_training_has_a_name(tmp_path, name):
     assert named | {"checkpoint", "update", "sample" if name == "lm" else "report"} <= names(
         document
     )
-    assert {"drop", "grow", "rewire", "encode"} <= inside(document, "update")
+    assert {"drop", "grow", "rewire"} <= inside(document, "update")
     assert {"forward"} <= inside(document, "evaluation")
     assert len(spans(document, "optimizer")) == figures["steps"]
     assert len(spans(document, "update")) == len(counts(document, "churn")) == figures["updates"]

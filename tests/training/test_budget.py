@@ -224,7 +224,7 @@ def test_capacity_really_falls():
     assert parameter.untyped_storage().nbytes() == 4 * 410
     for state in optimizer.state[parameter].values():
         assert state.dim() == 0 or state.untyped_storage().nbytes() == 4 * 410
-    assert trainer.layers["0"].index.csc_perm.shape == (410,)
+    assert trainer.layers["0"].index.cols.shape == (410,)
 
 
 def test_bad_algorithms():

@@ -1,7 +1,11 @@
 """Optimizers of other libraries: survivors keep their state exactly, grown weights start anew."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from test_optimizer_configurations import OPTIONS
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
@@ -9,6 +13,7 @@ from dynsparse.training import ConstantSchedule
 from dynsparse.training.optimizer_state import states_of
 
 N = 128
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 LIBRARIES = {
     "bitsandbytes": lambda: pytest.importorskip("bitsandbytes").optim,
@@ -84,3 +89,12 @@ def tensors_of(optimizer, layer):
                 tensor = tensor.dequantize()
             found[key] = tensor.clone(), zero
     return found
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
+def test_the_page_lists_what_is_tested():
+    table = PAGE.read_text().split("<!-- optimizers tested -->")[1].split("<!--")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    listed = {library: re.findall(r"`(\w+)`", names) for library, names in rows}
+    tested = {"torch.optim": OPTIONS} | OPTIMIZERS
+    assert listed == {library: sorted(names) for library, names in tested.items()}

@@ -169,6 +169,57 @@ bool run_pass(const ElementPass& pass) {
   return true;
 }
 
+// One sample in float32: it stays in the first-level cache, where a tile, padded to a vector of
+// samples, may not, and no lane is wasted.
+template <bool ORDERED>
+float sum_of_major(const ElementPass& pass, i64 m, const float* x) {
+  const i32* idx = pass.idx;
+  const auto weight = [&](i64 p) { return pass.values[ORDERED ? pass.order[p] : p]; };
+  V acc = {};
+  i64 p = pass.ptr[m];
+  const i64 end = pass.ptr[m + 1];
+  for (; p + VL <= end; p += VL) {
+    V lanes, weights;
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i++) lanes[i] = x[idx[p + i]];
+    if constexpr (ORDERED) {
+#pragma GCC unroll 16
+      for (int i = 0; i < VL; i++) weights[i] = weight(p + i);
+    } else {
+      weights = load_unaligned(pass.values + p);
+    }
+    acc += weights * lanes;
+  }
+  float sum = 0.0f;
+  for (; p < end; p++) sum += weight(p) * x[idx[p]];
+  for (int i = 0; i < VL; i++) sum += acc[i];
+  return sum;
+}
+
+template <bool ORDERED>
+void run_sample(const ElementPass& pass, const float* x) {
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
+  for (int k = 0; k < pass.threads; k++) {
+    const i64 end = first_major(pass, k + 1, pass.threads);
+    for (i64 m = first_major(pass, k, pass.threads); m < end; m++)
+      pass.out.f32[m] = sum_of_major<ORDERED>(pass, m, x) + (pass.bias ? pass.bias[m] : 0.0f);
+  }
+}
+
+bool run_sample(const ElementPass& pass) {
+  const i64 stride = pass.packed.feature_stride;
+  Scratch scratch(Scratch::size_of<float>(stride == 1 ? 0 : pass.minors));
+  if (scratch.failed()) return false;
+  const float* x = pass.packed.data.f32;
+  if (stride != 1) {
+    float* copy = scratch.take<float>(pass.minors);
+    for (i64 i = 0; i < pass.minors; i++) copy[i] = x[i * stride];
+    x = copy;
+  }
+  pass.order ? run_sample<true>(pass, x) : run_sample<false>(pass, x);
+  return true;
+}
+
 }  // namespace
 
 // The loop has a function of its own to be compiled for its pointers alone.
@@ -193,6 +244,8 @@ i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
 }
 
 bool run(const ElementPass& pass) {
+  if (pass.batch == 1 && !pass.sums && pass.packed.data.f32 && pass.out.f32)
+    return run_sample(pass);
   if (pass.panels) return run_in_panels(pass);
   if (pass.out && pass.sums) return run_pass<true, true>(pass);
   if (pass.sums) return run_pass<false, true>(pass);

@@ -203,9 +203,9 @@ def check_array(
         array = value.detach().cpu().numpy()
     empty = array is not None and not array.size and array.dtype.kind in "biuf"
     if array is None or (array.dtype.kind not in kinds and not empty):
-        got = value.dtype if isinstance(value, (Tensor, np.ndarray)) else shortened(value)
+        actual = value.dtype if isinstance(value, (Tensor, np.ndarray)) else shortened(value)
         where = f" on {value.device}" if isinstance(value, Tensor) and value.is_meta else ""
-        raise TypeError(f"{name} must be {expected}, got {got}{where}")
+        raise TypeError(f"{name} must be {expected}, got {actual}{where}")
     return array
 
 
@@ -253,7 +253,8 @@ def typed(function: _Function) -> _Function:
     call takes some microseconds more, so this is not for what runs in every step.
 
     Raises:
-        TypeError: an argument of a type that the annotation excludes.
+        TypeError: an argument of a type that the annotation excludes; `sparsity=` where `density=`
+            is meant, as other libraries have it.
     """
     if isinstance(function, type):
         function.__init__ = typed(function.__init__)  # type: ignore[misc]
@@ -267,6 +268,8 @@ def typed(function: _Function) -> _Function:
             if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
                 break
             _check(name, value, hints.get(name, Any))
+        if "sparsity" in named and "density" in parameters and "sparsity" not in parameters:
+            raise TypeError("there is no argument sparsity: pass density=, which is 1 - sparsity")
         for name, value in named.items():
             _check(name, value, hints.get(name, Any))
         return function(*args, **named)
@@ -329,7 +332,10 @@ _NAMES: dict[Any, str] = {
     Tensor: "a tensor",
     type(None): "None",
     collections.abc.Callable: "a function",
+    collections.abc.Iterable: "an iterable",
+    collections.abc.Mapping: "a mapping",
     os.PathLike: "a path",
+    torch.nn.Module: "a torch.nn.Module",
 }
 
 

@@ -18,11 +18,11 @@ def html_table(
     from html import escape  # it brings all of HTML's names along, which few programs want
 
     def line(cells: Sequence[str], tag: str) -> str:
-        made = (
+        tags = (
             f'<{tag} style="text-align: {"left" if i == 0 else "right"}">{escape(cell)}</{tag}>'
             for i, cell in enumerate(cells)
         )
-        return f"<tr>{''.join(made)}</tr>"
+        return f"<tr>{''.join(tags)}</tr>"
 
     parts = ["<table>"]
     if head:

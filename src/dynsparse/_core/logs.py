@@ -1,7 +1,7 @@
 """Logs through Python's `logging`, under names that begin with "dynsparse.".
 
 A program that has set up logging of its own sees them there. `DYNSPARSE_LOG_LEVEL` shows them
-without it: OFF, ERROR, WARNING, INFO or DEBUG (Poplar's ERR and WARN are taken, too); then
+without it: OFF, ERROR, WARNING, INFO or DEBUG (Poplar's ERR, WARN and TRACE are taken, too); then
 `DYNSPARSE_LOG_DEST` says where they go: stderr, stdout, or a file, which they are added to.
 """
 
@@ -20,6 +20,7 @@ _LEVELS = {
     "DEBUG": logging.DEBUG,
     "ERR": logging.ERROR,
     "WARN": logging.WARNING,
+    "TRACE": logging.DEBUG,
 }
 _STREAMS = {"stderr": "stderr", "stdout": "stdout"}
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 11, *[_SIZE] * 4, _INT],
     ),
+    "dynsparse_int8_forward": (ctypes.c_int, [*_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT, _INT]),
     "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
     "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),
     "dynsparse_attention_forward": (
@@ -91,6 +92,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_pattern_by_columns": (
         ctypes.c_int,
         [*[_POINTER] * 3, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
+    ),
+    "dynsparse_pattern_unpack": (
+        ctypes.c_int,
+        [_POINTER, _SIZE, _INT, *[_SIZE] * 3, *[_POINTER] * 3],
     ),
     "dynsparse_pattern_move": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _INT]),
     "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
@@ -129,6 +134,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, *[_POINTER] * 7, *[_SIZE] * 4, _INT],
     ),
+    "dynsparse_sparse_input_forward": (None, [*[_POINTER] * 9, *[_SIZE] * 3, _INT]),
+    "dynsparse_sparse_input_backward": (None, [*[_POINTER] * 8, *[_SIZE] * 3, _INT]),
     "dynsparse_rows_to_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),
     "dynsparse_rows_from_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),
     "dynsparse_dropout": (
@@ -164,8 +171,8 @@ def supported_isas() -> tuple[str, ...]:
         return ("v2",)
 
 
-def _library_path(isa: str) -> Path:
-    return _FOLDER / f"libdynsparse_{isa}.so"
+def _library_path(isa: str, kind: str = "") -> Path:
+    return _FOLDER / f"libdynsparse_{kind}{isa}.so"
 
 
 def _built_isas() -> list[str]:
@@ -178,10 +185,10 @@ def _open(path: Path) -> ctypes.CDLL:
     except OSError:
         # The OpenMP symbols did not resolve: torch keeps its runtime to itself. Opening that very
         # copy once more makes its symbols global; it never adds a second runtime.
-        own = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))
-        if not own:
+        libraries = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))
+        if not libraries:
             raise
-        ctypes.CDLL(str(own[0]), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(libraries[0]), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
 
 
@@ -204,6 +211,19 @@ def load_isa(isa: str) -> ctypes.CDLL:
         ValueError: a name that is no instruction set, or one this machine cannot run.
         OSError: the library is not there or cannot be loaded.
     """
+    path = _existing_library(isa)
+    library = _open(path)
+    _log.debug("loaded %s", path)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    _watch_forks()
+    return library
+
+
+def _existing_library(isa: str, kind: str = "") -> Path:
+    """The library of one instruction set, not loaded. Raises ValueError, OSError as `load_isa`."""
     if isa not in _ISAS:
         raise ValueError(
             f"DYNSPARSE_ISA must be one of v2, v3, v4, neon, base or none, got {isa!r}: "
@@ -215,7 +235,7 @@ def load_isa(isa: str) -> ctypes.CDLL:
             f"DYNSPARSE_ISA is {isa}, but this machine runs {runs}: "
             "choose one of these, or unset it to let dynsparse choose"
         )
-    path = _library_path(isa)
+    path = _library_path(isa, kind)
     if not path.exists():
         built = ", ".join(_built_isas())
         raise OSError(
@@ -223,14 +243,29 @@ def load_isa(isa: str) -> ctypes.CDLL:
             f"({f'only those for {built}' if built else _why_absent()}): "
             f"{_REMEDY}, or unset DYNSPARSE_ISA"
         )
-    library = _open(path)
-    _log.debug("loaded %s", path)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    _watch_forks()
-    return library
+    return path
+
+
+def find_library(kind: str) -> Path:
+    """The library of this kind for DYNSPARSE_ISA or the best instruction set, not loaded.
+
+    Args:
+        kind: "" for that of the kernels, "onnxruntime_" for that of the operator.
+
+    Raises:
+        ValueError, OSError: as `load_isa`.
+    """
+    requested = _requested_isa()
+    if requested not in ("", "none"):
+        return _existing_library(requested, kind)
+    for isa in supported_isas():
+        if (path := _library_path(isa, kind)).exists():
+            return path
+    raise OSError(f"no compiled kernels: {_why_absent()}. {_REMEDY.capitalize()}")
+
+
+def _requested_isa() -> str:
+    return os.environ.get("DYNSPARSE_ISA", "").strip().lower()
 
 
 @cache
@@ -262,11 +297,11 @@ def _choose() -> _Choice:
 
 
 def _chosen() -> _Choice:
-    wanted = os.environ.get("DYNSPARSE_ISA", "").strip().lower()
-    if wanted == "none":
+    requested = _requested_isa()
+    if requested == "none":
         return _Choice("none", None, "DYNSPARSE_ISA=none")
-    if wanted:
-        return _Choice(wanted, load_isa(wanted), "")
+    if requested:
+        return _Choice(requested, load_isa(requested), "")
     reason = ""
     for isa in supported_isas():
         try:
@@ -293,7 +328,7 @@ def warn_if_absent() -> None:
 
     Whoever asks for an instruction set hears of it where it is used.
     """
-    if not os.environ.get("DYNSPARSE_ISA", "").strip() and not _built_isas():
+    if not _requested_isa() and not _built_isas():
         _choose()
 
 

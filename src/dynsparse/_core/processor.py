@@ -42,13 +42,13 @@ def parse(cpuinfo: str) -> Processor:
         fields.setdefault(key.strip(), value.strip())
     name = fields.get("model name") or platform.processor() or platform.machine()
     family = fields.get("cpu family", "")
-    told = {
+    entries = {
         "family": family,
         "model": fields.get("model", ""),
         "implementer": fields.get("CPU implementer", ""),  # of ARM, which tells no name
         "part": fields.get("CPU part", ""),
     }
-    numbers = " ".join(f"{what} {value}" for what, value in told.items() if value)
+    numbers = " ".join(f"{what} {value}" for what, value in entries.items() if value)
     flags = frozenset((fields.get("flags") or fields.get("Features", "")).split())
     return Processor(
         fields.get("vendor_id", ""),

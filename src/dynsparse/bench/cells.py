@@ -29,8 +29,8 @@ class Cell:
         """How the features are written in the YAML file: 1024, 784x300 (in x out), 784-320-10."""
         if len(self.features) != 2:
             return "-".join(map(str, self.features))
-        one, other = self.features
-        return str(one) if one == other else f"{one}x{other}"
+        out_features, other = self.features
+        return str(out_features) if out_features == other else f"{out_features}x{other}"
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -97,7 +97,8 @@ def build_layer(cell: Cell) -> tuple[SparseLinear, Tensor, Tensor]:
     return layer, x, dy
 
 
-def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
+def step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
+    """A training step without the optimizer: forward, and the gradients of x and the parameters."""
     inputs = [x, *layer.parameters()]
 
     def step() -> object:
@@ -108,10 +109,12 @@ def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
 
 def dense_layer(layer: SparseLinear) -> nn.Linear:
     """A dense layer with the same weights, zeros included."""
-    dense = nn.Linear(layer.in_features, layer.out_features, dtype=layer.values.dtype)
+    has_bias, dtype = layer.bias is not None, layer.values.dtype
+    dense = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, dtype=dtype)
     with torch.no_grad():
         dense.weight.copy_(layer.to_dense())
-        dense.bias.copy_(layer.bias)
+        if layer.bias is not None:
+            dense.bias.copy_(layer.bias)
     return dense
 
 
@@ -142,16 +145,16 @@ def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Wor
     """
     layer, x, dy = build_layer(cell)
     makers: dict[str, Callable[[], Work]] = {
-        "masked": lambda: _step_of(MaskedLinear(layer), x, dy),
-        "dense": lambda: _step_of(dense_layer(layer), x, dy),
-        "masked_medium": lambda: _at_medium(_step_of(MaskedLinear(layer), x, dy)),
-        "dense_medium": lambda: _at_medium(_step_of(dense_layer(layer), x, dy)),
-        "mkl": lambda: _step_of(MklLinear(layer), x, dy),
-        "one_thread": lambda: _on_one_thread(_step_of(layer, x, dy)),
+        "masked": lambda: step_of(MaskedLinear(layer), x, dy),
+        "dense": lambda: step_of(dense_layer(layer), x, dy),
+        "masked_medium": lambda: _at_medium(step_of(MaskedLinear(layer), x, dy)),
+        "dense_medium": lambda: _at_medium(step_of(dense_layer(layer), x, dy)),
+        "mkl": lambda: step_of(MklLinear(layer), x, dy),
+        "one_thread": lambda: _on_one_thread(step_of(layer, x, dy)),
     }
-    made = {"dynsparse": _step_of(layer, x, dy)}
-    made.update((name, makers[name]()) for name in names if _serves(name, cell))
-    return layer, made
+    contenders = {"dynsparse": step_of(layer, x, dy)}
+    contenders.update((name, makers[name]()) for name in names if _serves(name, cell))
+    return layer, contenders
 
 
 def forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
@@ -174,9 +177,9 @@ def forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, 
         "scipy": lambda: _scipy_forward(layer, x),
         "one_thread": lambda: _on_one_thread(of(layer)),
     }
-    made = {"dynsparse": of(layer)}
-    made.update((name, makers[name]()) for name in names if _serves(name, cell))
-    return layer, made
+    contenders = {"dynsparse": of(layer)}
+    contenders.update((name, makers[name]()) for name in names if _serves(name, cell))
+    return layer, contenders
 
 
 def _serves(name: str, cell: Cell) -> bool:
@@ -282,7 +285,7 @@ def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str
     x = torch.randn(cell.batch, cell.features[0], generator=generator)
     labels = torch.randint(cell.features[-1], (cell.batch,), generator=generator)
 
-    def step_of(network: nn.Module) -> Work:
+    def training_step_of(network: nn.Module) -> Work:
         optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
 
         def step() -> None:
@@ -296,9 +299,9 @@ def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str
         "masked": lambda: masked_twin(model),
         "dense": lambda: mlp(cell.features, nn.Linear),
     }
-    made = {"dynsparse": step_of(model)}
-    made.update((name, step_of(makers[name]())) for name in names)
-    return model, made
+    contenders = {"dynsparse": training_step_of(model)}
+    contenders.update((name, training_step_of(makers[name]())) for name in names)
+    return model, contenders
 
 
 DROP_FRACTION = 0.3
@@ -334,11 +337,11 @@ def update_parts(cell: Cell) -> tuple[SparseLinear, dict[str, Work]]:
             score = score.view(pattern.grid[0], b, pattern.grid[1], b).sum((1, 3))
         return score.flatten().topk(count, sorted=False)
 
-    gone, joins = drop(), growth()
+    dropped, joins = drop(), growth()
 
     def rewiring() -> object:
-        made = Rewiring.make(pattern, gone, joins)
-        return [made.apply(state) for state in states]
+        rewiring = Rewiring.make(pattern, dropped, joins)
+        return [rewiring.apply(state) for state in states]
 
     flat = pattern.flat
 

@@ -91,7 +91,17 @@ def merge_cells(
     if "cells" not in measured:
         return measured
     cells = {_key(cell): cell for cell in [*before.get("cells", ()), *measured["cells"]]}
-    keys = [(one.layer, one.batch, one.density, one.block, one.threads, one.dtype) for one in order]
+    keys = [
+        (
+            c.layer,
+            c.batch,
+            c.density,
+            c.block,
+            c.threads,
+            c.dtype,
+        )
+        for c in order
+    ]
     return {**measured, "cells": [cells[key] for key in keys if key in cells]}
 
 

@@ -128,22 +128,22 @@ def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, An
         if words[0] == "python":
             words[0] = sys.executable
         try:
-            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+            process = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         except OSError as error:
             raise ValueError(
                 f"benchmark {benchmark.name!r}, command: expected a program, got "
                 f"{benchmark.command[0]!r}: {error.strerror}"
             ) from None
-        if done.returncode:
-            last = (done.stderr.strip() or "no message").splitlines()[-1]
+        if process.returncode:
+            last = (process.stderr.strip() or "no message").splitlines()[-1]
             raise ValueError(
                 f"benchmark {benchmark.name!r}, command: expected it to end with status 0, got "
-                f"{done.returncode}: {last}"
+                f"{process.returncode}: {last}"
             )
-        for line in done.stdout.splitlines():
+        for line in process.stdout.splitlines():
             tell(f"  {line}")
         if not file.exists():
-            return {"command": list(benchmark.command), "output": done.stdout}
+            return {"command": list(benchmark.command), "output": process.stdout}
         try:
             figures = parse_json(file.read_bytes())
         except ValueError as error:
@@ -163,8 +163,8 @@ def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
     if figures["disturbed"]:
         notes.append(f"DISTURBED: others took {100 * foreign:.0f} % of the machine")
     reference = MEASURES[benchmark.measure or ""].reference
-    own = figures["times"][reference]["median"]
-    parts = [f"{reference} {_duration(own)}"]
+    median = figures["times"][reference]["median"]
+    parts = [f"{reference} {_duration(median)}"]
     for name, ratio in figures["ratios"].items():
         spread = f"[{ratio['low']:.2f}-{ratio['high']:.2f}]"
         parts.append(f"{name} {ratio['median']:.2f}x {spread}")

@@ -80,7 +80,7 @@ class Spec:
                 )
             benchmark = self.benchmarks[name]
             selected = self.select(list(benchmark.runs)) if benchmark.runs else [benchmark]
-            chosen.update((one.name, one) for one in selected)
+            chosen.update((named.name, named) for named in selected)
         return list(chosen.values())
 
 
@@ -91,17 +91,19 @@ def select_cells(benchmarks: list[Benchmark], which: list[str]) -> list[Benchmar
         ValueError: one that matches no cell.
     """
     for words in which:
-        if not any(cell.matches(words) for one in benchmarks for cell in one.cells):
-            example = next((str(cell) for one in benchmarks for cell in one.cells), "nothing")
+        if not any(cell.matches(words) for benchmark in benchmarks for cell in benchmark.cells):
+            example = next(
+                (str(cell) for benchmark in benchmarks for cell in benchmark.cells), "nothing"
+            )
             raise ValueError(
                 "--cell: expected properties of a cell of these benchmarks, such as "
                 f"{example!r} or a part of it, got {words!r}"
             )
     selected = []
-    for one in benchmarks:
-        cells = tuple(c for c in one.cells if any(c.matches(words) for words in which))
+    for benchmark in benchmarks:
+        cells = tuple(c for c in benchmark.cells if any(c.matches(words) for words in which))
         if cells:
-            selected.append(replace(one, cells=cells))
+            selected.append(replace(benchmark, cells=cells))
     return selected
 
 
@@ -232,7 +234,7 @@ class _Entries:
         listed = list(value) if isinstance(value, (list, tuple)) else [value]
         if value is None or not listed:
             self.fail(key, "a value or a list of values", value)
-        return listed if kind is None else [self.check(key, kind, one) for one in listed]
+        return listed if kind is None else [self.check(key, kind, item) for item in listed]
 
 
 def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:

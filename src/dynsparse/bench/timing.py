@@ -151,9 +151,9 @@ def in_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Eff
     names = list(names)
     order = random.Random(0)
     start = time.perf_counter()
-    done = 0
-    while done < effort.rounds or time.perf_counter() - start < effort.seconds:
+    rounds_done = 0
+    while rounds_done < effort.rounds or time.perf_counter() - start < effort.seconds:
         # Nobody always follows the same one, whose data then fill the caches.
         for name in order.sample(names, len(names)):
             sample(name)
-        done += 1
+        rounds_done += 1

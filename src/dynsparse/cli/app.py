@@ -21,6 +21,7 @@ from dynsparse.cli.check import check
 from dynsparse.cli.commands import cifar, lm, mnist, mnist_transformer, visualise
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
+from dynsparse.cli.original import translate
 from dynsparse.cli.tune import tune
 
 _NUMBER = re.compile(r"-[\d.]")
@@ -29,7 +30,7 @@ _NUMBER = re.compile(r"-[\d.]")
 class ListCommand(TyperCommand):
     """A command whose list options take all values up to the next option: `--densities 0.1 0.3`.
 
-    Repeating the option does the same.
+    Repeating the option does the same. The flags of the original programs are understood, too.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -39,7 +40,7 @@ class ListCommand(TyperCommand):
             if getattr(parameter, "multiple", False)
             for name in parameter.opts
         }
-        return super().parse_args(ctx, spread(args, names))
+        return super().parse_args(ctx, spread(translate(ctx.info_name, args), names))
 
 
 def spread(arguments: list[str], names: set[str]) -> list[str]:

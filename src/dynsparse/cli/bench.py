@@ -20,6 +20,7 @@ from dynsparse.options import (
     flag,
     integer,
     many,
+    number,
     option,
     with_flags,
 )
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
     from dynsparse.bench.spec import Benchmark, Spec
 
 _measured = partial(option, panel="What is measured")
+_model = partial(option, panel="A model of your own")
 _output = partial(option, panel="Output")
+
+_OF_BENCHMARKS = "spec", "benchmark", "cell", "from_", "list_", "merge", "picture", "markdown"
+_OF_MODELS = "density", "block_size", "batch", "sequence"
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,35 @@ class _Request:
         many(TEXT, "texts"),
         by_default="all",
     )
-    threads: int | None = _measured(None, "In place of the threads in the file.", integer(1, 1024))
+    threads: int | None = _measured(
+        None, "In place of the threads in the file; 1 for a model.", integer(1, 1024)
+    )
     from_: Path | None = _measured(None, "Measure nothing: take the figures of this file.", FILE)
     list_: bool = _measured(False, "Show the benchmarks of the file.", SWITCH)
+    model: Path | None = _model(
+        None,
+        "Time the inference of this ONNX file in onnxruntime, in place of the benchmarks: with "
+        "sparse linear layers, and dense, in float32 and int8.",
+        FILE,
+    )
+    density: float | None = _model(
+        None,
+        "Share of the weights of its linear layers that are kept, the largest.",
+        number(0, 1, above="a density above 0"),
+        by_default="those that are sparse in the file",
+    )
+    block_size: int | None = _model(
+        None, "Size of the blocks that are kept.", integer(1), by_default="1"
+    )
+    batch: tuple[int, ...] | None = _model(
+        None, "Samples at once.", many(integer(1), "integers of at least 1"), by_default="1 8"
+    )
+    sequence: int | None = _model(
+        None,
+        "Size of the dynamic dimensions of its inputs but the first.",
+        integer(1),
+        by_default="128",
+    )
     json: Path | None = _output(None, "Write the figures here.", OUTPUT_FILE)
     merge: bool = _output(
         False, "Keep what the --json file holds of benchmarks and cells that are not run.", SWITCH
@@ -73,6 +104,12 @@ class _Request:
             raise ValueError(
                 "--json writes what is measured, and --from measures nothing: leave it out"
             )
+        for name in _OF_BENCHMARKS if self.model else _OF_MODELS:
+            if getattr(self, name):
+                reason = "has no effect with --model" if self.model else "needs --model FILE"
+                raise ValueError(f"--{flag(name)} {reason}: leave it out")
+        if self.block_size and self.density is None:
+            raise ValueError("--block-size is that of the weights that --density keeps: give both")
         for reason, names in (
             ("list_", ("benchmark", "cell", "threads", "from_", "json", "picture", "markdown")),
             ("from_", ("spec", "benchmark", "cell", "threads")),
@@ -89,6 +126,9 @@ def bench(values: dict[str, Any]) -> None:
     Ratios are the other's time over dynsparse's: above 1 dynsparse is faster.
     """
     request = _Request(**values)
+    if request.model is not None:
+        _time_model(request, request.model)
+        return
     if request.picture is not None:
         from dynsparse.report.figure import need_matplotlib
 
@@ -112,6 +152,26 @@ def bench(values: dict[str, Any]) -> None:
         results = _measure(spec, chosen, folder, request.threads, request.json, request.merge)
     with _figures_of(*([request.from_] if request.from_ else [])):
         _write(results, request.picture, request.markdown)
+
+
+def _time_model(request: _Request, model: Path) -> None:
+    from dynsparse.bench.onnx_model import time_model
+    from dynsparse.bench.results import empty_results, save_results
+    from dynsparse.report.bench import describe_machine
+
+    _tell(describe_machine(empty_results("")))
+    _tell("Ratios: the other's time over the sparse model's; median over rounds [quartiles].")
+    figures = time_model(
+        model,
+        density=request.density,
+        block_size=request.block_size or 1,
+        batches=request.batch or (1, 8),
+        sequence=request.sequence or 128,
+        threads=request.threads or 1,
+        tell=_tell,
+    )
+    if request.json is not None:
+        save_results(figures, request.json)
 
 
 @contextmanager
@@ -157,8 +217,8 @@ def _measure(
             )
         results["benchmarks"] = before["benchmarks"]
     _tell(describe_machine(results))
-    counts = [len(set_threads(one.cells, threads)) for one in chosen]
-    least = sum(n * one.effort.seconds for n, one in zip(counts, chosen, strict=True))
+    counts = [len(set_threads(selected.cells, threads)) for selected in chosen]
+    least = sum(n * selected.effort.seconds for n, selected in zip(counts, chosen, strict=True))
     _tell(f"{sum(counts)} cells, at least {least:.0f} s; the time that is left stands at each.")
     if not results["machine"]["load_known"]:
         print("This system has no /proc/stat: the load by other processes is not known.")
@@ -207,7 +267,7 @@ def _show_list(spec: Spec) -> None:
     table.add_column("cells", justify="right")
     table.add_column("what it measures")
     for benchmark in spec.benchmarks.values():
-        cells = sum(len(one.cells) for one in spec.select([benchmark.name]))
+        cells = sum(len(selected.cells) for selected in spec.select([benchmark.name]))
         about = benchmark.about + (f" ({', '.join(benchmark.runs)})" if benchmark.runs else "")
         table.add_row(benchmark.name, str(cells or "-"), about)
     Console().print(table, highlight=False)

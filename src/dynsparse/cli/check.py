@@ -57,7 +57,9 @@ def check(
         result = run_checks(
             seed,
             lambda where, checks: console.print(
-                _row("plain torch" if where == "none" else where, [_cell(one) for one in checks])
+                _row(
+                    "plain torch" if where == "none" else where, [_cell(entry) for entry in checks]
+                )
             ),
         )
         if result.matches:
@@ -65,8 +67,8 @@ def check(
         else:
             count = f"{len(result.differing)} of {len(result.checks)}"
             console.print(f"Results differ in {count} checks:", style="bold red")
-            for one in result.differing:
-                console.print(f"  {one.words()}", markup=False)
+            for entry in result.differing:
+                console.print(f"  {entry.words()}", markup=False)
             console.print(f"To see the same again: dynsparse check --seed {seed}")
     if not result.matches:
         raise typer.Exit(1)

@@ -96,7 +96,7 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "gpus": [torch.cuda.get_device_name(one) for one in devices],
+        "gpus": [torch.cuda.get_device_name(device) for device in devices],
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DYNSPARSE_")},
         "choices": _choices(),
     }
@@ -106,20 +106,20 @@ def _describe_costs() -> str:
     """By which constants kernels are chosen."""
     now = cost_table.active()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
-    kept = cost_table.load_measurement()
-    if kept is not None and not kept.enabled:
-        words += f"; measured on {kept.date}, and not used: {kept.reason}"
+    measurement = cost_table.load_measurement()
+    if measurement is not None and not measurement.enabled:
+        words += f"; measured on {measurement.date}, and not used: {measurement.reason}"
     return words
 
 
 def _choices() -> list[dict[str, Any]]:
     """What computes layers on the CPU, and on the GPU if there is one; see `facts`."""
-    found = []
+    choices = []
     if native.describe()["backend"] == "native":
         title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
         layers = _layers(_FEATURES, (1, 4, 16, 64), _BATCHES, cost_table.choose)
-        found.append({"device": "cpu", "features": _FEATURES, "dtype": "float32"})
-        found[-1] |= {"title": title, "layers": layers}
+        choices.append({"device": "cpu", "features": _FEATURES, "dtype": "float32"})
+        choices[-1] |= {"title": title, "layers": layers}
     if torch.cuda.is_available():
         device = torch.device("cuda")
         chip = chip_of(device)
@@ -136,9 +136,9 @@ def _choices() -> list[dict[str, Any]]:
             f"{rates.name})"
         )
         layers = _layers(_GPU_FEATURES, (1, 16, 32, 64, 128), _GPU_BATCHES, choose_gpu)
-        found.append({"device": "cuda", "features": _GPU_FEATURES, "dtype": "bfloat16"})
-        found[-1] |= {"title": title, "layers": layers}
-    return found
+        choices.append({"device": "cuda", "features": _GPU_FEATURES, "dtype": "bfloat16"})
+        choices[-1] |= {"title": title, "layers": layers}
+    return choices
 
 
 def _layers(
@@ -168,8 +168,8 @@ def _table(choices: dict[str, Any]) -> Table:
     rows: dict[tuple[str, str], list[str]] = {}
     for layer in choices["layers"]:
         kinds = [
-            f"{one['kind']} {one['from_density']:.2f}" if one["from_density"] else one["kind"]
-            for one in layer["kinds"]
+            f"{kind['kind']} {kind['from_density']:.2f}" if kind["from_density"] else kind["kind"]
+            for kind in layer["kinds"]
         ]
         rows.setdefault((str(layer["block_size"]), layer["pass"]), []).append(", ".join(kinds))
     batches = dict.fromkeys(f"batch {layer['batch']}" for layer in choices["layers"])

@@ -102,11 +102,11 @@ def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
     if len(content) < start:
         raise ValueError(f"{path}: truncated inside the header; get the file again")
     shape = struct.unpack_from(f">{rank}I", content, 4)
-    size, got = math.prod(shape), len(content) - start
-    if got != size:
+    size, stored = math.prod(shape), len(content) - start
+    if stored != size:
         raise ValueError(
-            f"{path}: {'truncated' if got < size else 'damaged'}: expected {size} bytes for the "
-            f"shape {shape}, got {got}; get the file again"
+            f"{path}: {'truncated' if stored < size else 'damaged'}: expected {size} bytes for the "
+            f"shape {shape}, got {stored}; get the file again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

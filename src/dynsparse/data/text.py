@@ -239,7 +239,7 @@ class GPT2Tokenizer:
             # Two merges may make one token; the first has its id.
             ids.setdefault(left + right, len(symbols))
             symbols.append(left + right)
-        self._tokens = [bytes(_BYTE_OF[one] for one in token) for token in symbols]
+        self._tokens = [bytes(_BYTE_OF[character] for character in token) for token in symbols]
         self._tokens.append(END_OF_TEXT.encode())
         self._encoder = Tokenizer(models.BPE(vocab=ids, merges=merges))
         self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -262,8 +262,8 @@ class GPT2Tokenizer:
         """
         text.encode()
         ids = array("i")
-        for piece in _split_at_spaces(text):
-            ids.extend(self._encoder.encode(piece).ids)
+        for word in _split_at_spaces(text):
+            ids.extend(self._encoder.encode(word).ids)
         return np.array(ids, id_type(self.size))
 
     def decode(self, ids: np.ndarray) -> str:
@@ -427,17 +427,20 @@ def tokenizer_from_state(state: dict[str, Any], bpe_dir: Path | None = None) -> 
         OSError: see `make_tokenizer`.
     """
     check_vocabulary(state)
-    made = make_tokenizer(state["kind"], state.get("characters", ""), bpe_dir, state.get("size"))
-    if made.identity != state.get("identity", made.identity):
+    tokenizer = make_tokenizer(
+        state["kind"], state.get("characters", ""), bpe_dir, state.get("size")
+    )
+    if tokenizer.identity != state.get("identity", tokenizer.identity):
         raise ValueError(
             f"expected the BPE files of the vocabulary {state['identity'][:20]}..., got those of "
-            f"{made.identity[:20]}...: name the folder of the right ones"
+            f"{tokenizer.identity[:20]}...: name the folder of the right ones"
         )
-    if made.size != state.get("size", made.size):
+    if tokenizer.size != state.get("size", tokenizer.size):
         raise ValueError(
-            f"expected a vocabulary of {made.size} {made.kind} tokens, got the size {state['size']}"
+            f"expected a vocabulary of {tokenizer.size} {tokenizer.kind} tokens, got the size "
+            f"{state['size']}"
         )
-    return made
+    return tokenizer
 
 
 def _code_points(text: str) -> np.ndarray:
@@ -462,11 +465,11 @@ class TokenFile:
 
     def check_vocabulary(self, identity: str) -> None:
         """Raise ValueError unless the ids are of the vocabulary `identity`."""
-        own = self.vocabulary["identity"]
-        if own != identity:
+        current = self.vocabulary["identity"]
+        if current != identity:
             raise ValueError(
                 f"{self.path}: expected tokens of the vocabulary {_short(identity)}, got tokens of "
-                f"{_short(own)}: encode the text again with that vocabulary"
+                f"{_short(current)}: encode the text again with that vocabulary"
             )
 
 

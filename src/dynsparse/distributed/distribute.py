@@ -133,13 +133,13 @@ def make_shards(
         ValueError: too few blocks or heads for so many shards.
     """
     borders = Borders(layers, chain)
-    found = {}
+    shards = {}
     for position, bundle in enumerate(chain):
         for name in bundle.names:
             placement = placements[name]
             rows, cols = (grid.line(axis).size for axis in placement[:2])
             given = grid.line(placement.input).size
-            found[name] = ShardBackend(
+            shards[name] = ShardBackend(
                 grid,
                 placement,
                 layers[name].pattern.shape,
@@ -148,7 +148,7 @@ def make_shards(
                 borders.of_cols(position, name, given),
                 layers[name].pattern.nnz,
             )
-    return found
+    return shards
 
 
 def check_unsharded(name: str, layer: SparseLinear) -> None:
@@ -232,9 +232,11 @@ def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
 def _weights(module: nn.Module | None) -> int:
     """Of all linear layers in a module."""
     total = 0
-    for one in [] if module is None else module.modules():
-        if isinstance(one, SparseLinear) and not isinstance(one, (SparseConv1d, SparseConv2d)):
-            total += one.values.numel()
-        elif isinstance(one, nn.Linear):
-            total += one.weight.numel()
+    for submodule in [] if module is None else module.modules():
+        if isinstance(submodule, SparseLinear) and not isinstance(
+            submodule, (SparseConv1d, SparseConv2d)
+        ):
+            total += submodule.values.numel()
+        elif isinstance(submodule, nn.Linear):
+            total += submodule.weight.numel()
     return total

@@ -208,8 +208,8 @@ def _find_candidates(model: nn.Module) -> Iterator[Chain]:
                     "divided among ranks: make it without, or train it on one rank"
                 )
             projections = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
-            if all(isinstance(one, SparseLinear) for one in projections):
-                inputs = tuple(f"{prefix}{one}_proj" for one in "qkv")
+            if all(isinstance(projection, SparseLinear) for projection in projections):
+                inputs = tuple(f"{prefix}{projection}_proj" for projection in "qkv")
                 yield Bundle(inputs, module.head_dim), Bundle((f"{prefix}out_proj",))
         elif isinstance(module, SparseTransformerLayer):
             yield Bundle((f"{prefix}linear1",)), Bundle((f"{prefix}linear2",))

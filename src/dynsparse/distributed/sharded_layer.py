@@ -85,8 +85,8 @@ def keep_shard(layer: SparseLinear, spec: ShardBackend) -> None:
     layer.values = nn.Parameter(values, layer.values.requires_grad)
     layer.out_features, layer.in_features = pattern.shape
     if bias is not None and spec.placement.rows is not None:
-        own = spec.dim_shards[0].narrow(bias.detach(), 0).clone()
-        layer.bias = nn.Parameter(own, bias.requires_grad)
+        local = spec.dim_shards[0].narrow(bias.detach(), 0).clone()
+        layer.bias = nn.Parameter(local, bias.requires_grad)
         layer.dim_shards = {"bias": (spec.dim_shards[0], 0)}
     layer.executor = spec
     layer._install(pattern)
@@ -140,8 +140,8 @@ def split_heads(attention: SparseMultiheadAttention) -> None:
     for name in ("bias_k", "bias_v"):
         row = getattr(attention, name)
         if row is not None:
-            own = shard.narrow(row.detach(), -1).clone()
-            setattr(attention, name, nn.Parameter(own, row.requires_grad))
+            local = shard.narrow(row.detach(), -1).clone()
+            setattr(attention, name, nn.Parameter(local, row.requires_grad))
             attention.dim_shards[name] = shard, -1
     borders = tuple(border // head_dim for border in spec.row_borders)
     attention.register_forward_hook(_GatherWeights(spec, heads, borders))

@@ -40,16 +40,16 @@ class _Style(ParallelStyle):
 
 
 def _layer(module: nn.Module, name: str) -> SparseLinear:
-    found: Any = module
+    layer: Any = module
     for part in filter(None, name.split(".")):
-        found = getattr(found, part, None)
-    if not isinstance(found, SparseLinear):
+        layer = getattr(layer, part, None)
+    if not isinstance(layer, SparseLinear):
         raise TypeError(
             f"expected a SparseLinear{f' named {name!r}' if name else ''} in "
-            f"{type(module).__name__}, got {type(found).__name__}"
+            f"{type(module).__name__}, got {type(layer).__name__}"
         )
-    check_unsharded(name or type(module).__name__, found)
-    return found
+    check_unsharded(name or type(module).__name__, layer)
+    return layer
 
 
 class SplitRows(_Style):

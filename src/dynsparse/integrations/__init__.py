@@ -1,13 +1,13 @@
-"""Sparse training in other libraries: Lightning, Hugging Face, Keras and ONNX.
+"""Sparse models in other libraries: Lightning, Hugging Face, PEFT, Keras, ONNX and onnxruntime.
 
-Each of `lightning`, `huggingface`, `keras` and `onnx` is loaded on first access and needs its
-library.
+Each of `lightning`, `huggingface`, `peft`, `keras`, `onnx` and `onnxruntime` is loaded on first
+access and needs its library.
 """
 
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("huggingface", "keras", "lightning", "onnx")
+_MODULES = ("huggingface", "keras", "lightning", "onnx", "onnxruntime", "peft")
 
 
 def __getattr__(name: str) -> Any:

@@ -66,7 +66,7 @@ class ActiveSet:
 
     def _set_slots(self, slots: Tensor) -> None:
         self.slots = slots
-        self._index = self.pattern._index_on(slots.device)
+        self._index = self.pattern._shared_on(slots.device)
         # On other devices, kernels cache what they derive from the index by these tensors.
         like = torch.empty((), device=slots.device).expand(self.pattern.values_shape)
         index = LayerIndex(self._index, like)

@@ -28,7 +28,8 @@ class Executor(Protocol):
     """Computes the products of one layer.
 
     An executor with a target also has `embed(layer, ids)`, which looks up rows of a table, and may
-    have `scores(layer, pairs, pooling)`, see `Scores`.
+    have `scores(layer, pairs, pooling)`, see `Scores`, and `figures()`: by pass, what its last run
+    took, among them cycles, seconds, max_tile_bytes and tflops.
     """
 
     @property

@@ -15,8 +15,8 @@ from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.ops.conv.geometry import to_matrix
 
 _KINDS = (
-    "nn.Linear, nn.Conv2d, nn.Conv1d, transformers' Conv1D, PyTorch Geometric's Linear and the "
-    "projections of nn.MultiheadAttention can"
+    "nn.Linear, nn.Conv2d, nn.Conv1d, transformers' Conv1D, PyTorch Geometric's Linear, the "
+    "projections of nn.MultiheadAttention, and an nn.Embedding named in full can"
 )
 
 
@@ -26,12 +26,13 @@ class Candidate:
 
     Attributes:
         name: name of the layer, or of the attention and its projection: "attention.q_proj".
-        kind: "Linear", "conv", "Conv1D", "graph" or "attention".
+        kind: "Linear", "conv", "Conv1D", "graph", "attention" or "embedding".
         module: the module to replace.
         owner: the module that has the weight's Parameter.
         part: the projection of an attention, otherwise None.
         parameter: the owner's Parameter, which may be the transposed or a packed weight.
-        weight: [out, in]; [out, in / groups, *kernel] for convolutions.
+        weight: [out, in]; [out, in / groups, *kernel] for convolutions; [num_embeddings,
+            embedding_dim] for embeddings.
         bias: [out] or None.
         bias_parameter: the owner's Parameter of the bias, which may be packed.
     """
@@ -73,8 +74,8 @@ class Candidate:
 def find_candidates(model: nn.Module) -> dict[str, Candidate]:
     """Name -> candidate, in the order of `model.named_modules()`, under all names of a module.
 
-    Not among them: subclasses that override `forward`, and weights that are computed from other
-    tensors (weight norm, pruning masks).
+    Not among them: subclasses that override `forward`, weights that are computed from other
+    tensors (weight norm, pruning masks), and embeddings with `max_norm` or `scale_grad_by_freq`.
 
     Raises:
         ValueError: a lazy layer without a shape.
@@ -88,7 +89,7 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
             attention = f"{name}." if name else ""
             candidates += _projections(name, module)
         elif (kind := _linear_kind(module)) is not None:
-            weight, bias = module.weight, module.bias
+            weight, bias = module.weight, getattr(module, "bias", None)
             if is_lazy(weight):
                 raise ValueError(
                     f"the layer {name!r} has no shape yet: run one batch through the model first"
@@ -110,6 +111,9 @@ def _linear_kind(module: nn.Module) -> str | None:
     has_weight = isinstance(module._parameters.get("weight"), Tensor)
     if has_weight and _computes_as(module, nn.Linear):
         return "Linear"
+    if has_weight and _computes_as(module, nn.Embedding):
+        plain = module.max_norm is None and not module.scale_grad_by_freq
+        return "embedding" if plain else None
     if has_weight and (_computes_as(module, nn.Conv2d) or _computes_as(module, nn.Conv1d)):
         return "conv"
     return "graph" if is_graph_linear(module) else None
@@ -166,20 +170,22 @@ def select(
 
     Args:
         excluded: name -> why it stays dense, of those that `include=None` leaves out.
-        include, exclude: glob patterns; `include=None` selects all but `excluded`.
+        include, exclude: glob patterns; `include=None` selects all but `excluded`. An embedding is
+            selected by its full name in `include` only.
 
     Raises:
         TypeError: patterns that are not strings.
         ValueError: a pattern that matches nothing, or no layer selected.
     """
-    include = None if include is None else _check_patterns("include", include)
-    exclude = _check_patterns("exclude", exclude)
+    include = None if include is None else check_patterns("include", include)
+    exclude = check_patterns("exclude", exclude)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    known = [name for name, candidate in candidates.items() if candidate.kind != "embedding"]
     for pattern in include or ():
-        if not any(matches_name(pattern, name) for name in candidates):
+        if not any(_is_included(candidate, [pattern]) for candidate in candidates.values()):
             named = [n for n in names if matches_name(pattern, n)]
             if not named:
-                raise ValueError(f"include: {_no_match_message(pattern, candidates)}")
+                raise ValueError(f"include: {_no_match_message(pattern, known)}")
             kind = type(model.get_submodule(named[0])).__name__
             raise ValueError(
                 f"include: {pattern!r} names {named[0]!r} ({kind}), which cannot be made sparse; "
@@ -187,8 +193,8 @@ def select(
             )
     for pattern in exclude:
         if not any(matches_name(pattern, name) for name in (*candidates, *names)):
-            raise ValueError(f"exclude: {_no_match_message(pattern, candidates)}")
-    if not candidates:
+            raise ValueError(f"exclude: {_no_match_message(pattern, known)}")
+    if not known and include is None:
         if any(isinstance(module, SparseModule) for module in model.modules()):
             raise ValueError(
                 "the layers of the model are sparse already: call dynsparse.densify(model) first, "
@@ -198,29 +204,31 @@ def select(
     selected = {
         name: candidate
         for name, candidate in candidates.items()
-        if (
-            name not in excluded if include is None else any(matches_name(p, name) for p in include)
-        )
+        if (name not in excluded if include is None else _is_included(candidate, include))
         and not any(matches_name(pattern, name) for pattern in exclude)
     }
     if not selected:
-        if include is None and excluded:
-            name, reason = next(iter(excluded.items()))
+        name = next((name for name in known if name in excluded), None)
+        if include is None and name is not None:
             raise ValueError(
-                f"none of the {len(candidates)} layers is left to convert; {name!r} stays dense: "
-                f"it {reason}"
+                f"none of the {len(known)} layers is left to convert; {name!r} stays dense: "
+                f"it {excluded[name]}"
             )
-        raise ValueError(
-            f"include and exclude leave none of the {len(candidates)} layers to convert"
-        )
+        raise ValueError(f"include and exclude leave none of the {len(known)} layers to convert")
     return selected
+
+
+def _is_included(candidate: Candidate, include: list[str]) -> bool:
+    if candidate.kind == "embedding":
+        return candidate.name in include
+    return any(matches_name(pattern, candidate.name) for pattern in include)
 
 
 def resolve_overrides(what: str, patterns: Any, names: Iterable[str]) -> dict[str, Any]:
     """Name -> the value of the first pattern that matches it, for names that have a match."""
     if not isinstance(patterns, Mapping):
         raise TypeError(f"{what} must map name patterns to values, got {patterns!r}")
-    _check_patterns(what, list(patterns))
+    check_patterns(what, list(patterns))
     first: dict[str, str] = {}
     for name in names:
         for pattern in patterns:
@@ -235,7 +243,12 @@ def resolve_overrides(what: str, patterns: Any, names: Iterable[str]) -> dict[st
     return {name: patterns[pattern] for name, pattern in first.items()}
 
 
-def _check_patterns(what: str, patterns: Any) -> list[str]:
+def check_patterns(what: str, patterns: Any) -> list[str]:
+    """`patterns`, one or several, as a list.
+
+    Raises:
+        TypeError: anything else than strings.
+    """
     if isinstance(patterns, str):
         return [patterns]
     if not isinstance(patterns, Iterable) or isinstance(patterns, nn.Module):
@@ -247,8 +260,7 @@ def _check_patterns(what: str, patterns: Any) -> list[str]:
     return patterns
 
 
-def _no_match_message(pattern: str, candidates: Mapping[str, Candidate]) -> str:
-    known = list(candidates)
+def _no_match_message(pattern: str, known: list[str]) -> str:
     shown = ", ".join(repr(name) for name in known[:3])
     return (
         f"the pattern {pattern!r} matches no module of the model; names are such as {shown}"
@@ -279,9 +291,10 @@ def group_tied(
                              f"exclude {first.name!r}")  # fmt: skip
         for candidate in group:
             if settings.get(candidate.name) != settings[first.name]:
+                named = ", an embedding by its full name" if candidate.kind == "embedding" else ""
                 raise ValueError(
                     f"{first.name!r} and {candidate.name!r} share their weight but would be "
                     "treated differently: include, exclude, densities and block_sizes must match "
-                    "both or neither"
+                    f"both or neither{named}"
                 )
     return converted

@@ -53,6 +53,7 @@ class _SparseConv(SparseLinear):
         block_size: int | None = None,
         pattern: SparsePattern | None = None,
         generator: torch.Generator | None = None,
+        values: Tensor | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,6 +90,7 @@ class _SparseConv(SparseLinear):
             bias,
             pattern=pattern,
             generator=generator,
+            values=values,
             device=device,
             dtype=dtype,
         )
@@ -296,8 +298,7 @@ class _SparseConv(SparseLinear):
         matrix = to_matrix(conv.weight)
         nnz = block_count(tuple(matrix.shape), density, block_size)
         pattern = largest_blocks(matrix, nnz, block_size)
-        layer = from_dense_conv(conv, pattern, None)
-        layer.values.copy_(pattern.values_of(matrix))
+        layer = from_dense_conv(conv, pattern, pattern.values_of(matrix))
         if conv.bias is not None:
             layer.bias = nn.Parameter(conv.bias.detach().clone())
         return layer
@@ -319,6 +320,7 @@ class SparseConv2d(_SparseConv):
         pattern: the initial pattern of the matrix, instead of a random one of `density`. It
             determines the block size.
         generator: random generator for the pattern and the initial values.
+        values: the initial values, of the shape of the attribute, instead of random ones; copied.
         device, dtype: device and dtype of the values and the bias.
 
     Attributes:
@@ -348,9 +350,9 @@ class SparseConv1d(_SparseConv):
 
 
 def from_dense_conv(
-    conv: nn.Module, pattern: SparsePattern, generator: torch.Generator | None
+    conv: nn.Module, pattern: SparsePattern, values: Tensor, device: Any = None
 ) -> _SparseConv:
-    """A sparse layer with the options of a dense one, without bias and with random values."""
+    """A sparse layer with the options of a dense one, without bias; by default on its device."""
     assert isinstance(conv, (nn.Conv1d, nn.Conv2d))
     kind = SparseConv2d if isinstance(conv, nn.Conv2d) else SparseConv1d
     layer = kind(
@@ -364,8 +366,8 @@ def from_dense_conv(
         False,
         conv.padding_mode,
         pattern=pattern,
-        generator=generator,
-        device=conv.weight.device,
+        values=values,
+        device=conv.weight.device if device is None else device,
         dtype=conv.weight.dtype,
     )
     weight, last = conv.weight, torch.channels_last

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_flag, check_generator, shortened
+from dynsparse._core.checks import check_choice, check_flag, check_generator, typed
 from dynsparse.allocation import allocate
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.backends import executor_for
+from dynsparse.nn.calibration import Groups, batches_of, input_sums
 from dynsparse.nn.candidates import (
     Candidate,
     find_candidates,
@@ -21,27 +22,41 @@ from dynsparse.nn.candidates import (
     select,
 )
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv, from_dense_conv
-from dynsparse.nn.embedding import SparseEmbedding
+from dynsparse.nn.embedding import SparseEmbedding, TiedHead
 from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
-from dynsparse.nn.init import largest_blocks
 from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
 from dynsparse.nn.models import describe
+from dynsparse.nn.prune import (
+    LEAST_SPARSITY,
+    best_blocks,
+    block_scores,
+    global_counts,
+    nonzero_pattern,
+    sparsegpt,
+)
+from dynsparse.nn.transformers_import import set_quantizers
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import ShardSpec
 
+# Samples for which a trained model is described.
+_BATCH = 512
 
+
+@typed
 @torch.no_grad()
 def sparsify(
     model: nn.Module,
-    density: float | None = 0.1,
-    block_size: int = 1,
-    allocation: str = "erk",
+    density: float | None = None,
+    block_size: int | None = None,
+    allocation: str | None = None,
     *,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
     densities: Mapping[str, float] | None = None,
     block_sizes: Mapping[str, int] | None = None,
     start: str = "random",
+    calibration: Iterable[Any] | None = None,
+    per_row: bool | None = None,
     generator: torch.Generator | None = None,
     keep_sparse: bool = False,
     target: Any = None,
@@ -53,10 +68,12 @@ def sparsify(
     It converts `nn.Linear`, `nn.Conv2d`, `nn.Conv1d`, the `Conv1D` of GPT-2 implementations, the
     `Linear` of PyTorch Geometric, and the projections of `nn.MultiheadAttention`, which becomes a
     `SparseMultiheadAttention`. A layer of density 1 stays dense unless `keep_sparse` is True.
-    Excluded by default are layers whose weight is also an embedding's or cannot stay tied for
-    another reason, LoRA-like adapters, depthwise convolutions, and layers with hooks; the printed
-    table lists them. dtype, device, `requires_grad`, the training flag and the biases stay
-    the same; the Parameters of the weights are new, so create the optimizer afterwards.
+    Excluded by default are embeddings and layers that share their weight with one or cannot stay
+    tied for another reason, LoRA-like adapters, depthwise convolutions, and layers with hooks; the
+    printed table lists them. An `nn.Embedding` that `include` names in full becomes a
+    `SparseEmbedding`, and an `nn.Linear` tied to it a `TiedHead` with the same values. dtype,
+    device, `requires_grad`, the training flag and the biases stay the same; the Parameters of the
+    weights are new, so create the optimizer afterwards.
 
     Names are those of `model.named_modules()`; the projections of an attention are `q_proj`,
     `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` also matches dots. It
@@ -65,26 +82,46 @@ def sparsify(
 
     Args:
         density: non-zeros / elements of all converted layers together, in (0, 1], rounded to the
-            nearest block. None if `densities` matches every layer.
-        block_size: edge of the blocks.
+            nearest block. Defaults to 0.1, unless `densities` matches every layer.
+        block_size: edge of the blocks. Defaults to 1; with start="nonzero" to the largest of 4, 8,
+            16, 32, 64 and 128 for which no block of the layer holds both zeros and other values.
         allocation: how the density is distributed over the layers: "uniform", "er" or "erk", see
-            `dynsparse.allocation.allocate`.
+            `dynsparse.allocation.allocate`; with start="magnitude" or "wanda" also "global", which
+            keeps the blocks with the best scores of all layers, at least one of each. Defaults to
+            "uniform" with a start that has `calibration`, to "erk" otherwise.
         include: patterns of the layers to convert; None for all but those excluded by default.
+            Embeddings are converted only if `include` has their full names.
         exclude: patterns of the layers that stay dense; overrides `include`.
         densities: pattern -> density of each layer it matches. The first match counts. These layers
             get their non-zeros first, the others share the rest.
         block_sizes: pattern -> block size, overriding `block_size`; the first match counts.
-        start: "magnitude", for a trained model, keeps the blocks with the largest sum of magnitudes
-            and their values. "random", for a model just initialised, draws the patterns and scales
-            the model's values there by sqrt(in / connections of the row), so that outputs have the
-            variance of the dense layer's (Evci et al. 2022, "Gradient Flow in Sparse Neural
-            Networks and How Lottery Tickets Win", section 3.1).
+        start: how the patterns and values begin:
+            "random": for a model just initialised. Draws the patterns and scales the model's values
+            there by sqrt(in / connections of the row), so that outputs have the variance of the
+            dense layer's (Evci et al. 2022, "Gradient Flow in Sparse Neural Networks and How
+            Lottery Tickets Win", section 3.1).
+            "magnitude": for a trained model. Keeps the blocks with the largest sum of magnitudes.
+            "wanda": likewise, of magnitudes times norms of inputs (Sun et al. 2023).
+            "sparsegpt": chooses by the error that outputs would get, and makes up for it with the
+            weights that stay (Frantar and Alistarh 2023, with a damping of 1 %).
+            "nonzero": for a model that was pruned. Keeps what is not zero; `density`, `densities`
+            and `allocation` do not apply. Layers with less than 1 % zeros count as dense. With a
+            `block_size`, zeros inside of present blocks become values that training changes.
+        calibration: batches for "wanda" and "sparsegpt", such as a few dozen sequences of tokens:
+            an iterable of tensors, or of tuples or dictionaries of arguments. The model computes
+            them in evaluation mode, one of its blocks after another, so that each block is pruned
+            with the inputs that the pruned blocks before it give; layers outside of the chain of
+            blocks come last. Linear layers only.
+        per_row: whether all rows of blocks of a layer keep equally many, but for one; for
+            "magnitude", "wanda" and "sparsegpt". Defaults to True for "wanda", whose paper compares
+            scores within a row, and to False for the others.
         generator: random generator of the patterns.
         keep_sparse: whether layers of density 1 become sparse layers with every weight present.
             With density=1 this is the start of gradual pruning (`GMP`, `GraNet`), in which every
             layer then counts towards the final density.
         target, target_options: see `SparseLinear`; for linear layers only.
-        verbose: whether to print the table of `dynsparse.nn.describe`.
+        verbose: whether to print the table of `dynsparse.nn.describe`; for 512 samples unless the
+            start is "random".
 
     Returns:
         The model.
@@ -92,14 +129,22 @@ def sparsify(
     Raises:
         TypeError, ValueError: a density outside (0, 1] or one that cannot be reached, a block size
             that does not divide a layer, a pattern that matches nothing, an included module that
-            cannot be converted, nothing to convert, a weight shared with a layer that is treated
-            differently, a target that does not support a layer. The model is then unchanged.
+            cannot be converted, nothing to convert, an option that `start` does not use, a weight
+            shared with a layer that is treated differently, a target that does not support a layer,
+            a layer that no calibration batch reaches. The model is then unchanged, as it is after
+            an error of its own on a calibration batch.
     """
     _check_model(model)
     check_generator(generator)
     check_flag("keep_sparse", keep_sparse)
-    if not isinstance(start, str) or start not in ("random", "magnitude"):
-        raise ValueError(f"start must be 'random' or 'magnitude', got {shortened(start)}")
+    _check_start(start, density=density, densities=densities, allocation=allocation,
+                 calibration=calibration, per_row=per_row)  # fmt: skip
+    batches = None if calibration is None else batches_of(calibration)
+    if block_size is None and start != "nonzero":
+        block_size = 1
+    if allocation is None:
+        allocation = "erk" if batches is None else "uniform"
+    per_row = start == "wanda" if per_row is None else per_row
     candidates = find_candidates(model)
     excluded = default_exclusions(model, candidates)
     selected = select(model, candidates, excluded, include, exclude)
@@ -112,32 +157,62 @@ def sparsify(
     for group in groups.values():
         for candidate in group:
             _check_candidate(candidate)
-    blocks = {name: settings[name][1] for name in groups}
-    counts = allocate(
-        {name: group[0].shape for name, group in groups.items()},
-        density,
-        method=allocation,
-        block_size=blocks,
-        densities={name: densities[name] for name in groups if name in densities},
-    )
-    layers: dict[str, SparseLinear] = {}
-    for name, group in groups.items():
-        candidate = group[0]
-        if counts[name] * blocks[name] ** 2 == candidate.weight.numel() and not keep_sparse:
-            continue
-        layer = _initial_layer(candidate, counts[name], blocks[name], start, generator)
-        layers |= {other.name: layer for other in group}
-    if target is not None or target_options is not None:
-        _put_on_target(layers, target, target_options)
-    replace_layers(model, candidates, layers)
+            is_linear = candidate.kind not in ("conv", "attention", "embedding")
+            is_tied = candidate.kind == "embedding" and any(c.kind == "Linear" for c in group)
+            if batches is not None and not (is_linear or is_tied):
+                raise ValueError(
+                    f"start={start!r} is for linear layers, and {candidate.name!r} belongs to a "
+                    f"{type(candidate.module).__name__}: exclude it, or use start='magnitude'"
+                )
+    blocks: dict[str, Any] = {name: settings[name][1] for name in groups}
+    if start == "nonzero":
+        patterns = {n: nonzero_pattern(group[0], blocks[n]) for n, group in groups.items()}
+        blocks = {name: pattern.block_size for name, pattern in patterns.items()}
+        counts = {name: pattern.nnz for name, pattern in patterns.items()}
+        is_dense = {name: p.density > 1 - LEAST_SPARSITY for name, p in patterns.items()}
+        if all(is_dense.values()) and not keep_sparse:
+            raise ValueError(
+                "none of the selected layers has 1 % zeros or more: prune the model first, or take "
+                "another start than 'nonzero'"
+            )
+    else:
+        if density is None and len(densities) < len(selected):
+            density = 0.1
+        counts = _allocate(model, groups, density, allocation, blocks, densities, batches)
+        is_dense = {
+            name: counts[name] * blocks[name] ** 2 == group[0].weight.numel()
+            for name, group in groups.items()
+        }
+    converted = {n: group for n, group in groups.items() if keep_sparse or not is_dense[n]}
+    steps: Iterable[Mapping[str, Tensor | None]] = [dict.fromkeys(converted)]
+    if batches is not None:
+        steps = input_sums(model, converted, batches, products=start == "sparsegpt")
+    replaced: dict[str, nn.Module] = {}
+    try:
+        for step in steps:
+            layers: dict[str, nn.Module] = {}
+            for name, sums in step.items():
+                group, plan = converted[name], (counts[name], blocks[name], per_row)
+                pattern, matrix = _initial_weight(group[0], start, plan, sums, generator)
+                values = pattern.values_of(matrix)
+                layers |= make_sparse_layers(group, pattern, values)
+            if target is not None or target_options is not None:
+                _put_on_target(layers, target, target_options)
+            replaced |= replace_layers(model, candidates, layers)
+    except BaseException:
+        for name, module in replaced.items():
+            model.set_submodule(name, module)
+        raise
     disable_fast_paths(model)
+    set_quantizers(model)
     if verbose:
         elements = sum(group[0].weight.numel() for group in groups.values())
         nnz = sum(counts[name] * blocks[name] ** 2 for name in groups)
-        requested = "by layer" if density is None else f"{density:g}"
-        print(describe(model))
-        achieved = f"{nnz / elements:.6g} (requested: {requested})"
-        print(f"density of the {len(groups)} selected layers: {achieved}")
+        requested = "as found" if density is None else f"requested: {density:g}"
+        if density is None and start != "nonzero":
+            requested = "requested: by layer"
+        print(describe(model, batch=None if start == "random" else _BATCH))
+        print(f"density of the {len(groups)} selected layers: {nnz / elements:.6g} ({requested})")
     return model
 
 
@@ -146,8 +221,35 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
+_UNUSED = {
+    "random": ("calibration", "per_row"),
+    "magnitude": ("calibration",),
+    "wanda": (),
+    "sparsegpt": (),
+    "nonzero": ("density", "densities", "allocation", "calibration", "per_row"),
+}
+"""start -> the arguments that it does not use."""
+
+
+def _check_start(start: Any, **arguments: Any) -> None:
+    check_choice("start", start, _UNUSED)
+    for name in _UNUSED[start]:
+        if arguments[name] is not None:
+            raise ValueError(f"{name} does not apply to start={start!r}: leave it out")
+    if start in ("wanda", "sparsegpt") and arguments["calibration"] is None:
+        raise ValueError(f"start={start!r} needs calibration=, batches for the model")
+    if arguments["allocation"] == "global" and start not in ("magnitude", "wanda"):
+        raise ValueError(
+            f"allocation='global' is for start='magnitude' and 'wanda', not for {start!r}"
+        )
+
+
 def _check_candidate(candidate: Candidate) -> None:
     check_replaceable(candidate)
+    if candidate.weight.is_meta:
+        raise ValueError(
+            f"the layer {candidate.name!r} is on the meta device: give the model its weights first"
+        )
     if not candidate.weight.is_floating_point():
         raise TypeError(
             f"the weight of {candidate.name!r} must be floating point, got {candidate.weight.dtype}"
@@ -157,10 +259,12 @@ def _check_candidate(candidate: Candidate) -> None:
 
 
 def _put_on_target(
-    layers: Mapping[str, SparseLinear], target: Any, options: Mapping[str, Any] | None
+    layers: Mapping[str, nn.Module], target: Any, options: Mapping[str, Any] | None
 ) -> None:
     """Give each layer its own executor on the target."""
     for name, layer in layers.items():
+        if not isinstance(layer, SparseLinear):
+            continue  # the head of a table
         if isinstance(layer, (SparseConv1d, SparseConv2d)):
             raise ValueError(
                 f"the convolution {name!r} cannot run on a target, only linear layers can: exclude "
@@ -169,21 +273,68 @@ def _put_on_target(
         layer.executor = executor_for(target, layer.values.dtype, options)
 
 
-def _initial_layer(
-    candidate: Candidate, nnz: int, block_size: int, start: str, generator: torch.Generator | None
-) -> SparseLinear:
-    """The sparse layer for a candidate, with its initial pattern and values."""
+def _allocate(
+    model: nn.Module,
+    groups: Groups,
+    density: float | None,
+    allocation: str,
+    blocks: Mapping[str, int],
+    densities: Mapping[str, float],
+    batches: Sequence[Any] | None,
+) -> dict[str, int]:
+    """The number of blocks of each layer."""
+    counts = allocate(
+        {name: group[0].shape for name, group in groups.items()},
+        density,
+        method="uniform" if allocation == "global" else allocation,
+        block_size=blocks,
+        densities={name: densities[name] for name in groups if name in densities},
+    )
+    if allocation != "global":
+        return counts
+    if density is None or densities or len(set(blocks.values())) > 1:
+        raise ValueError(
+            "allocation='global' compares the blocks of all layers: leave densities and "
+            "block_sizes out"
+        )
+    squares: dict[str, Tensor] = {}
+    if batches is not None:
+        for sums in input_sums(model, groups, batches, products=False):
+            squares |= sums
+    scores = {
+        name: block_scores(group[0].matrix, squares.get(name), blocks[name])
+        for name, group in groups.items()
+    }
+    return global_counts(scores, density)
+
+
+def _initial_weight(
+    candidate: Candidate,
+    start: str,
+    plan: tuple[int, int, bool],
+    sums: Tensor | None,
+    generator: torch.Generator | None,
+) -> tuple[SparsePattern, Tensor]:
+    """The initial pattern of a layer, and a matrix [out, in] that has its values.
+
+    Args:
+        plan: number of blocks, block size, and whether rows keep equally many.
+        sums: over the inputs of the layer, see `input_sums`.
+    """
     matrix, shape = candidate.matrix, candidate.matrix_shape
-    if start == "magnitude":
-        pattern = largest_blocks(matrix, nnz, block_size)
-        return make_sparse_layer(candidate, pattern, pattern.values_of(matrix), generator)
-    pattern = SparsePattern.random(shape, nnz=nnz, block_size=block_size, generator=generator)
-    values = pattern.values_of(matrix)
+    nnz, b, per_row = plan
+    if start == "nonzero":
+        return nonzero_pattern(candidate, b), matrix
+    if start == "sparsegpt":
+        assert sums is not None
+        return sparsegpt(matrix, sums, nnz, b, per_row)
+    if start != "random":
+        flat = best_blocks(block_scores(matrix, sums, b), nnz, per_row).cpu()
+        return SparsePattern.from_flat(flat, shape=shape, block_size=b), matrix
+    pattern = SparsePattern.random(shape, nnz=nnz, block_size=b, generator=generator)
     fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)
-    scale = (shape[1] / (fan_in * block_size)).sqrt()[pattern.rows.long()]
-    scale = scale.to(values.device, values.dtype)
-    values = values * scale.view(-1, *[1] * (values.dim() - 1))
-    return make_sparse_layer(candidate, pattern, values, generator)
+    scale = (shape[1] / (fan_in * b)).sqrt().repeat_interleave(b)
+    return pattern, matrix * scale.to(matrix.device, matrix.dtype)[:, None]
 
 
 @torch.no_grad()
@@ -193,8 +344,9 @@ def densify(model: nn.Module) -> nn.Module:
     The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear`, or the class of linear layer it
     replaced; `SparseConv2d` and `SparseConv1d` become `nn.Conv2d` and `nn.Conv1d`;
     `SparseMultiheadAttention` becomes `nn.MultiheadAttention`; `SparseEmbedding` becomes
-    `nn.Embedding`. dtype, device, `requires_grad`, the training flag and the biases stay the same;
-    the Parameters of the weights are new, so create the optimizer afterwards.
+    `nn.Embedding`, and a `TiedHead` an `nn.Linear` with its weight. dtype, device, `requires_grad`,
+    the training flag and the biases stay the same; the Parameters of the weights are new, so create
+    the optimizer afterwards.
 
     Returns:
         The model.
@@ -215,7 +367,7 @@ def densify(model: nn.Module) -> nn.Module:
                 "dynsparse.distributed.gather(model), the state of the full model"
             )
         inside = any(name.startswith(f"{other}.") for other in names)
-        if not inside and isinstance(module, (SparseLinear, SparseMultiheadAttention)):
+        if not inside and isinstance(module, (SparseLinear, SparseMultiheadAttention, TiedHead)):
             names[name] = module
     if not names:
         raise ValueError("the model has no sparse layers")
@@ -225,6 +377,8 @@ def densify(model: nn.Module) -> nn.Module:
             "put it into a torch.nn.Sequential"
         )
     for name, module in names.items():
+        if isinstance(module, TiedHead) and module.table not in names.values():
+            raise ValueError(f"the table of the head {name!r} is not in this model")
         if isinstance(module, SparseMultiheadAttention):
             if module.attention_pattern is not None:
                 raise ValueError(
@@ -238,16 +392,20 @@ def densify(model: nn.Module) -> nn.Module:
                     f"{module.embed_dim} features, which nn.MultiheadAttention cannot have: make "
                     "its head_dim embed_dim / num_heads, or densify the model without it"
                 )
-    for name, module in names.items():
+    # Heads come last: their weights are those of the dense tables.
+    for name, module in sorted(names.items(), key=lambda item: isinstance(item[1], TiedHead)):
         if id(module) not in made:
-            dense = (
-                _dense_attention(module)
-                if isinstance(module, SparseMultiheadAttention)
-                else _dense_layer(module)
-            )
+            if isinstance(module, TiedHead):
+                weight: Any = made[id(module.table)].weight
+                dense: nn.Module = make_linear(weight, module.bias, module.training)
+            elif isinstance(module, SparseMultiheadAttention):
+                dense = _dense_attention(module)
+            else:
+                dense = _dense_layer(module)
             made[id(module)] = dense.train(module.training)
         model.set_submodule(name, made[id(module)])
     restore_fast_paths(model)
+    set_quantizers(model)
     return model
 
 
@@ -327,36 +485,58 @@ def check_replaceable(candidate: Candidate) -> None:
             f"the model is a single {type(candidate.module).__name__}, which cannot be replaced in "
             "place: put it into a torch.nn.Sequential"
         )
-    if candidate.weight.is_meta:
-        raise ValueError(
-            f"the layer {candidate.name!r} is on the meta device: give the model its weights first"
-        )
+
+
+def make_sparse_layers(
+    group: Sequence[Candidate], pattern: SparsePattern, values: Tensor
+) -> dict[str, nn.Module]:
+    """Name -> the sparse layer for each candidate of one weight.
+
+    All share one layer, except for linear layers tied to an embedding: each becomes the head of the
+    sparse table.
+    """
+    table = next((candidate for candidate in group if candidate.kind == "embedding"), group[0])
+    layer: Any = _make_sparse_layer(table, pattern, values)
+    heads: dict[int, nn.Module] = {}
+    for candidate in group:
+        is_head = isinstance(layer, SparseEmbedding) and candidate.kind == "Linear"
+        if is_head and id(candidate.module) not in heads:
+            head = TiedHead(layer, _as_parameter(candidate.bias, candidate.bias_parameter))
+            heads[id(candidate.module)] = head.train(candidate.module.training)
+    return {candidate.name: heads.get(id(candidate.module), layer) for candidate in group}
 
 
 @torch.no_grad()
-def make_sparse_layer(
-    candidate: Candidate, pattern: SparsePattern, values: Tensor, generator: torch.Generator | None
+def _make_sparse_layer(
+    candidate: Candidate, pattern: SparsePattern, values: Tensor
 ) -> SparseLinear:
-    """A sparse layer with these values, and the bias, dtype, device and flags of the candidate.
-
-    `generator` keeps the layer's own initialisation, which `values` overwrite, from drawing from
-    torch's global generator.
-    """
+    """A sparse layer with these values, and the bias, dtype, device and flags of the candidate; on
+    the device of the values if the candidate is on the meta device."""
     weight = candidate.weight
+    device = values.device if weight.is_meta else weight.device
+    module: Any = candidate.module
     layer: SparseLinear
     if candidate.kind == "conv":
-        layer = from_dense_conv(candidate.module, pattern, generator)
+        layer = from_dense_conv(candidate.module, pattern, values, device)
+    elif candidate.kind == "embedding":
+        layer = SparseEmbedding(
+            *candidate.shape,
+            pattern=pattern,
+            padding_idx=module.padding_idx,
+            values=values,
+            device=device,
+            dtype=weight.dtype,
+        )
     else:
         layer = _CLASSES.get(candidate.kind, SparseLinear)(
             candidate.shape[1],
             candidate.shape[0],
             bias=False,
             pattern=pattern,
-            generator=generator,
-            device=weight.device,
+            values=values,
+            device=device,
             dtype=weight.dtype,
         )
-    layer.values.copy_(values)
     layer._module_name = candidate.name
     layer.register_parameter("bias", _as_parameter(candidate.bias, candidate.bias_parameter))
     layer.values.requires_grad_(candidate.parameter.requires_grad)
@@ -393,7 +573,7 @@ def _dense_projection(candidate: Candidate) -> nn.Module:
 
 
 def replace_layers(
-    model: nn.Module, candidates: Mapping[str, Candidate], layers: Mapping[str, SparseLinear]
+    model: nn.Module, candidates: Mapping[str, Candidate], layers: Mapping[str, nn.Module]
 ) -> dict[str, nn.Module]:
     """Replace the candidates by the `layers` of their names.
 

@@ -27,8 +27,8 @@ class SparseEmbedding(SparseLinear):
         num_embeddings, embedding_dim: as in `nn.Embedding`.
         padding_idx: a token whose vector gets no gradient from look-ups, as in `nn.Embedding`. Its
             vector is initialised like the others.
-        density, block_size, pattern, generator, target, target_options, device, dtype: as in
-            `SparseLinear`. A token whose row has no entries has the zero vector.
+        density, block_size, pattern, generator, values, target, target_options, device, dtype: as
+            in `SparseLinear`. A token whose row has no entries has the zero vector.
 
     Raises:
         ValueError, TypeError: as `SparseLinear`. When called, TypeError for ids that are not
@@ -79,16 +79,15 @@ class SparseEmbedding(SparseLinear):
         linear.out_features, linear.in_features = table.weight.shape
         linear.weight = nn.Parameter(table.weight.detach())
         sparse = SparseLinear.from_dense(linear, density, block_size)
-        embedding = cls(
+        return cls(
             table.num_embeddings,
             table.embedding_dim,
             pattern=sparse.pattern,
+            values=sparse.values,
             padding_idx=table.padding_idx,
             device=table.weight.device,
             dtype=table.weight.dtype,
         )
-        embedding.values.copy_(sparse.values)
-        return embedding
 
     @property
     def num_embeddings(self) -> int:
@@ -115,6 +114,57 @@ class SparseEmbedding(SparseLinear):
     def logits(self, x: Tensor) -> Tensor:
         """x [..., embedding_dim] -> x W^T [..., num_embeddings]: the table as an output layer."""
         return super().forward(x)
+
+
+class TiedHead(nn.Module):
+    """The output layer of a language model whose weight is the table of its `SparseEmbedding`.
+
+    `sparsify` puts it in the place of an `nn.Linear` that is tied to an embedding. It has no values
+    or pattern of its own: in `state_dict()` and to trainers there is only the table, whose gradient
+    is the sum of both uses. The table is no submodule; copies of a model keep the two together.
+
+    Args:
+        table: the embedding W [out, in].
+        bias: [out] or None.
+    """
+
+    bias: nn.Parameter | None
+
+    @typed
+    def __init__(self, table: SparseEmbedding, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self._tables = (table,)  # a tuple, so that it is not registered as a submodule
+        self.register_parameter("bias", bias)
+
+    @property
+    def table(self) -> SparseEmbedding:
+        return self._tables[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.table.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.table.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], read-only; see `SparseLinear.weight`."""
+        return self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> x W^T + bias [..., out]."""
+        if isinstance(x, Proxy):
+            return trace_call(self, x)
+        logits = self.table.logits(x)
+        return logits if self.bias is None else logits + self.bias
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
 
 
 class TiedEmbedding(nn.Module):

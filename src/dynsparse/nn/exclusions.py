@@ -10,9 +10,10 @@ from dynsparse.nn.candidates import Candidate
 
 ADAPTER = "is the adapter of another layer"
 DEPTHWISE = "is a depthwise convolution, whose outputs see one channel each"
+EMBEDDING = "is an embedding or shares its weight with one: include all of them by their names"
 
-OVERRIDABLE = frozenset({ADAPTER, DEPTHWISE})
-"""Reasons that `include` overrides: such layers can be sparse but are small on purpose."""
+OVERRIDABLE = frozenset({ADAPTER, DEPTHWISE, EMBEDDING})
+"""Reasons that `include` overrides: such layers can be sparse but seldom should."""
 
 _HOOKS = "has hooks, which its conversion would lose"
 
@@ -42,6 +43,8 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
             n in adapters for candidate in group for n in _with_parents(candidate.name)
         ):
             reason = ADAPTER
+        if reason is None and any(candidate.kind == "embedding" for candidate in group):
+            reason = EMBEDDING
         if reason is None and any(_is_depthwise(candidate) for candidate in group):
             reason = DEPTHWISE
         if reason is not None:
@@ -51,18 +54,23 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
 
 def _untieable_reason(group: list[Candidate], owners: list[tuple[str, nn.Module]]) -> str | None:
     """Why a weight that several modules share cannot stay tied, or None."""
-    first = group[0]
-    for other in group[1:]:
-        same = other.module is first.module
-        if not same and (other.kind, other.kind) != (first.kind, "Linear"):
+    first = next((other for other in group if other.kind == "embedding"), group[0])
+    for other in group:
+        if other.module is first.module or (first.kind, other.kind) == ("embedding", "Linear"):
+            continue
+        if other.kind != first.kind or other.kind not in ("Linear", "embedding"):
             return (
                 f"shares its weight but not its layer: {first.name!r} "
                 f"({type(first.module).__name__}) and {other.name!r} "
                 f"({type(other.module).__name__}); use one module in both places"
             )
-        if not same and other.bias_parameter is not first.bias_parameter:
+        if first.kind == "Linear":
+            part, same = "bias", other.bias_parameter is first.bias_parameter
+        else:
+            part, same = "padding_idx", other.module.padding_idx == first.module.padding_idx
+        if not same:
             return (
-                f"shares its weight but not its bias: {first.name!r} and {other.name!r}; "
+                f"shares its weight but not its {part}: {first.name!r} and {other.name!r}; "
                 "use one module in both places"
             )
     inside = {id(candidate.owner) for candidate in group}

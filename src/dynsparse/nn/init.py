@@ -1,11 +1,14 @@
-"""Initial patterns and values of sparse layers."""
+"""Initial patterns and values of sparse layers, and memory for weights that are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import lcm
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynsparse._core.checks import check_within
 from dynsparse.ops.grow import select
@@ -103,3 +106,32 @@ def _permute_by_count(groups: Tensor, reference: Tensor, count: int) -> Tensor:
 
 def _replace(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePattern:
     return SparsePattern(rows, cols, shape=pattern.shape, block_size=pattern.block_size)
+
+
+@contextmanager
+def memory_for_meta_tensors(model: nn.Module) -> Iterator[None]:
+    """Give tensors on the meta device memory on the CPU, which is taken away after an error."""
+    allocated: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for holder in holders:
+            for name, tensor in holder.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in allocated:
+                    # `empty_like` of a meta tensor imports sympy.
+                    memory = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+                    if isinstance(tensor, nn.Parameter):
+                        memory = nn.Parameter(memory, tensor.requires_grad)
+                    allocated[id(tensor)] = memory
+                before.append((holder, name, tensor))
+                holder[name] = allocated[id(tensor)]
+    try:
+        yield
+    except BaseException:
+        for holder, name, tensor in before:
+            holder[name] = tensor
+        raise

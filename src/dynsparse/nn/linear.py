@@ -21,6 +21,7 @@ from dynsparse.nn.sharded import require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.products import route
+from dynsparse.ops.linear.sparse_input import sparse_input_linear
 from dynsparse.ops.torch_internals import is_wrapped
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import ShardSpec
@@ -169,6 +170,7 @@ class SparseLinear(SparseModule):
         pattern: the initial pattern, instead of a random one of `density`. It determines the block
             size.
         generator: random generator for the pattern and the initial values.
+        values: the initial values, of the shape of the attribute, instead of random ones; copied.
         target: a `popsparse.Target`: the products run on that simulated tile machine, in float32 or
             float16; `popsparse.machine_profiles(layer)` returns their profiles. By default they
             run on the device of the values.
@@ -208,6 +210,7 @@ class SparseLinear(SparseModule):
         *,
         pattern: SparsePattern | None = None,
         generator: torch.Generator | None = None,
+        values: Tensor | None = None,
         target: Any = None,
         target_options: Mapping[str, Any] | None = None,
         device: Any = None,
@@ -251,21 +254,34 @@ class SparseLinear(SparseModule):
         else:
             self.register_parameter("bias", None)
         self._install(pattern)
-        self.reset_parameters(generator)
+        if values is None:
+            self.reset_parameters(generator)
+            return
+        pattern._check_values(values)
+        with torch.no_grad():
+            self.values.copy_(values)
+            if self.bias is not None:
+                self._reset_bias(self._initial_bounds(), generator)
 
     @torch.no_grad()
     @typed
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Redraw values and bias, uniform in +-1/sqrt(fan-in of the output)."""
-        b = self.block_size
-        fan_in = self.index.row_ptr.diff() * b
-        # An output without connections has no fan-in; its bias is scaled as in a dense layer.
-        bound = torch.where(fan_in > 0, fan_in, self.in_features).double().rsqrt()
-        bound = bound.to(self.values.dtype)
+        bound = self._initial_bounds()
         values = uniform(self.values, generator)
         self.values.copy_(values * bound[self.rows.long()].view(-1, *[1] * (values.dim() - 1)))
         if self.bias is not None:
-            self.bias.copy_(uniform(self.bias, generator) * bound.repeat_interleave(b))
+            self._reset_bias(bound, generator)
+
+    def _reset_bias(self, bound: Tensor, generator: torch.Generator | None) -> None:
+        self.bias.copy_(uniform(self.bias, generator) * bound.repeat_interleave(self.block_size))
+
+    def _initial_bounds(self) -> Tensor:
+        """1/sqrt(fan-in) of each block row: [out/b], the dtype of the values."""
+        fan_in = self.index.row_ptr.diff() * self.block_size
+        # An output without connections has no fan-in; its bias is scaled as in a dense layer.
+        bound = torch.where(fan_in > 0, fan_in, self.in_features).double().rsqrt()
+        return bound.to(self.values.dtype)
 
     @property
     def target(self) -> Any:
@@ -326,6 +342,9 @@ class SparseLinear(SparseModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out].
 
+        x may be sparse, [batch, in] in CSR or COO. On the CPU in float32 the work is then in
+        proportion to its non-zeros, if these are at most a fortieth; otherwise x is made dense.
+
         Threads may call it while another thread changes the pattern: each call computes with the
         weights before or after the change.
         """
@@ -354,6 +373,8 @@ class SparseLinear(SparseModule):
             bias = parameters["bias"]
         except KeyError:
             bias = self.bias
+        if type(x) is Tensor and x.layout is not torch.strided:
+            return sparse_input_linear(x, values, bias, state.read)
         try:
             return layer_linear(x, values, bias, state.read)
         except TypeError:
@@ -434,10 +455,10 @@ class SparseLinear(SparseModule):
             linear.out_features,
             bias=linear.bias is not None,
             pattern=pattern,
+            values=pattern.values_of(weight),
             device=weight.device,
             dtype=weight.dtype,
         )
-        layer.values.copy_(pattern.values_of(weight))
         if linear.bias is not None:
             layer.bias.copy_(linear.bias)
         return layer

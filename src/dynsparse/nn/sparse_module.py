@@ -24,7 +24,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.layer_index import Read, register_index
 from dynsparse.ops.linear.panels import discard_panels
-from dynsparse.ops.torch_internals import unwrapped
+from dynsparse.ops.torch_internals import distributed_caller, unwrapped
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import DimShard, ShardSpec, check_consistent, digest, ranks_of
 
@@ -81,17 +81,13 @@ class LayerState:
         with torch.inference_mode(False):
             device, sharded = device_of(values), is_sharded(values)
             if index is None or index.cols.device != device or values.shape != index.values_shape:
-                # Every rank holds the full index, so keep it small: no order by columns.
-                thin = sharded and device.type == "cpu"
-                tensors = pattern._thin_index() if thin else pattern._index_on(device)
+                tensors = pattern._index_on(device)
                 if row_ptr is None or row_ptr.device != device:
                     row_ptr = tensors.row_ptr.clone()
                 tensors = tensors._replace(row_ptr=row_ptr)
                 index = self._make_index(tensors, values, sharded, device)
-            if sharded and index.on_cpu and index.order is not None:
-                pattern.forget_index()
-                tensors = pattern._thin_index()._replace(row_ptr=index.index.row_ptr)
-                index = self._make_index(tensors, values, sharded, device)
+            if sharded and index.on_cpu and index.keep:
+                index = self._make_index(index.index, values, sharded, device)
             if not index.on_cpu:
                 cuda.derive(index)
             self.index = index
@@ -110,8 +106,11 @@ class LayerState:
     ) -> LayerIndex:
         # The number of values may be about to change.
         shape = len(tensors.cols), *values.shape[1:]
+        # Every rank holds the full index, so it keeps nothing that can be made again.
         index = LayerIndex(
-            tensors, torch.empty(1, device=device).expand(shape) if sharded else values
+            tensors,
+            torch.empty(1, device=device).expand(shape) if sharded else values,
+            keep=not sharded,
         )
         register_index(index)
         return index
@@ -160,6 +159,8 @@ class SparseModule(nn.Module):
     _has_warned: bool = False
     # The other sharded tensors of a tensor-parallel layer: name -> their shard and its dimension.
     dim_shards: dict[str, tuple[DimShard, int]]
+    # Whether `state_dict` omits rows and cols, while the layer is loaded from a file.
+    _omits_pattern: bool = False
     # Whether another pattern was loaded, which a trainer checks before its next step.
     _was_replaced: bool = False
     # Averages of this layer, which follow its pattern.
@@ -211,15 +212,17 @@ class SparseModule(nn.Module):
 
     def _index_tensor(self, name: str) -> Tensor:
         substitute = None if self._substitutes is None else self._substitutes.get(name)
-        own: Tensor = getattr(self._pattern, name)
-        return own.to(self.values.device) if substitute is None else substitute
+        tensor: Tensor = getattr(self._pattern, name)
+        return tensor.to(self.values.device) if substitute is None else substitute
 
     def _substitute(self, name: str, tensor: Tensor) -> None:
         # torch's functional calls substitute the tensors of a state dict for one call, and restore
         # the originals. All other changes of the pattern go through `set_pattern`.
         tensors = {**(self._substitutes or {}), name: tensor}
-        own = {n: t for n, t in tensors.items() if torch.equal(t.cpu(), getattr(self._pattern, n))}
-        self._substitutes = None if len(own) == len(tensors) else tensors
+        unchanged = {
+            n: t for n, t in tensors.items() if torch.equal(t.cpu(), getattr(self._pattern, n))
+        }
+        self._substitutes = None if len(unchanged) == len(tensors) else tensors
         if self._state is not None:
             self._own_index, self._state = self._state.index, None
 
@@ -291,17 +294,17 @@ class SparseModule(nn.Module):
         if stacked.dim() <= len(shape) or not stacked.numel() or stacked.is_meta:
             return
         rows = stacked.detach().reshape(-1, shape.numel())
-        for own, reference in list(_owners.items()):
+        for owner, reference in list(_owners.items()):
             layer = reference()
             if (
                 layer is None
-                or own.shape != shape
-                or own.device != rows.device
-                or is_sharded(own)
+                or owner.shape != shape
+                or owner.device != rows.device
+                or is_sharded(owner)
                 or layer._pattern._has_slots_of(self._pattern)
             ):
                 continue
-            flat = own.detach().flatten()
+            flat = owner.detach().flatten()
             first = (rows[:, :1] == flat[:1]).any()
             if bool(first) and bool((rows == flat).all(1).any()) and bool((flat != flat[0]).any()):
                 raise RuntimeError(
@@ -310,11 +313,13 @@ class SparseModule(nn.Module):
                     "give them one pattern before stack_module_state"
                 )
 
-    def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
-        """Switch to a pattern, and to its `values` if given."""
+    def _install(
+        self, pattern: SparsePattern, values: Tensor | None = None, keep_size: bool = True
+    ) -> None:
+        """Switch to a pattern, and to its `values` if given; see `_prepare_change`."""
         self._was_replaced = True
         self._release_index()
-        self._prepare_change(pattern, values)()
+        self._prepare_change(pattern, values, keep_size)()
 
     def _release_index(self) -> None:
         """Free the index, the largest array of an update, on the CPU; it is rebuilt on demand. On
@@ -322,15 +327,18 @@ class SparseModule(nn.Module):
         if self._state is not None and self._state.index.on_cpu:
             self._state = None
 
-    def _prepare_change(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
-        """Allocate what a switch to a pattern and its values needs, and return the switch."""
-        own: SparsePattern | None = vars(self).get("_pattern")  # None in the constructor
-        if own is not None and self.keeps_slots and own.nnz == pattern.nnz:
+    def _prepare_change(
+        self, pattern: SparsePattern, values: Tensor | None, keep_size: bool = True
+    ) -> Callable[[], None]:
+        """Allocate what a switch to a pattern and its values needs, and return the switch. With
+        `keep_size` a layer with explicit slots gets some even for row-major order."""
+        current: SparsePattern | None = vars(self).get("_pattern")  # None in the constructor
+        if keep_size and current is not None and self.keeps_slots and current.nnz == pattern.nnz:
             # No tensor changes its size, so nothing is recompiled or recaptured.
-            pattern = pattern if own._is_row_major else pattern._with_slots()
+            pattern = pattern if current._is_row_major else pattern._with_slots()
         before = self._state
         row_ptr = None
-        if before is None and own is not None and own._has_slots_of(pattern):
+        if before is None and current is not None and current._has_slots_of(pattern):
             row_ptr = self._row_ptr
         # Made now because the next call may be compiled.
         state = LayerState(pattern, self.values if values is None else values, None, row_ptr)
@@ -393,7 +401,7 @@ class SparseModule(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; to the functions of torch.distributed.checkpoint that rename the
         entries of a state dict, rows and cols are buffers, too."""
-        caller = _distributed_caller()
+        caller = distributed_caller()
         if caller is not None and caller.f_code.co_name == "_get_managed_states":
             self._check_before_sharding(caller)
         elif caller is not None:
@@ -412,7 +420,7 @@ class SparseModule(nn.Module):
         if mesh is None:
             return
         pattern = self._pattern
-        found: dict[str, str | int] = {
+        digests: dict[str, str | int] = {
             "the pattern of a sparse layer": digest(pattern.rows, pattern.cols, repr(pattern))
         }
         advice = (
@@ -420,7 +428,7 @@ class SparseModule(nn.Module):
             "dynsparse.distributed.replicate(model) before fully_shard"
         )
         for dimension in range(mesh.ndim):
-            check_consistent(ranks_of(mesh.get_group(dimension)), found, advice, shown=False)
+            check_consistent(ranks_of(mesh.get_group(dimension)), digests, advice, shown=False)
 
     def __getstate__(self) -> dict[str, Any]:
         with changing:
@@ -535,17 +543,17 @@ class SparseModule(nn.Module):
 
     def _store(self, values: Tensor) -> None:
         """Replace the memory of the Parameter by that of values [any] or [any, b, b]."""
-        own = self.values
-        if values.shape != own.shape:
-            own.grad = None  # it belongs to the old length
+        current = self.values
+        if values.shape != current.shape:
+            current.grad = None  # it belongs to the old length
             # A graph that is still alive, such as that of the last loss, keeps the node that
             # accumulates the gradient, with the old length. Autograd creates a new one when the
             # dtype changes.
-            other = torch.float32 if own.dtype == torch.float64 else torch.float64
-            own.data = own.data.new_empty(0, dtype=other)
+            other = torch.float32 if current.dtype == torch.float64 else torch.float64
+            current.data = current.data.new_empty(0, dtype=other)
         else:
-            own[:0].zero_()  # autograd detects the change if a backward pass is pending
-        own.data = values
+            current[:0].zero_()  # autograd detects the change if a backward pass is pending
+        current.data = values
 
     @property
     def may_resize(self) -> bool:
@@ -555,8 +563,7 @@ class SparseModule(nn.Module):
 
     @property
     def _is_shard(self) -> bool:
-        # Whether an object follows a protocol takes long to tell.
-        return self.executor is not None and isinstance(self.executor, ShardSpec)
+        return isinstance(self.executor, ShardSpec)
 
     @property
     def keeps_slots(self) -> bool:
@@ -565,15 +572,15 @@ class SparseModule(nn.Module):
         return self.executor is (None if self.executor is None else getattr(self, "active", None))
 
     def _check_capacity(self, pattern: SparsePattern) -> None:
-        own = self._pattern
-        alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
+        current = self._pattern
+        alike = (pattern.shape, pattern.block_size) == (current.shape, current.block_size)
         resizable = self.may_resize
         if is_sharded(self.values):
             resizable = self._is_shard
-        if not alike or (pattern.nnz != own.nnz and not resizable):
+        if not alike or (pattern.nnz != current.nnz and not resizable):
             raise ValueError(
-                f"the layer holds {own}; the new pattern must have the same shape, block size and "
-                f"number of blocks, got {pattern}"
+                f"the layer holds {current}; the new pattern must have the same shape, block size "
+                f"and number of blocks, got {pattern}"
             )
         if not (self.keeps_slots or pattern._is_row_major):
             raise ValueError(
@@ -642,7 +649,9 @@ class SparseModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for name in ("rows", "cols"):
+        weight = state_dict.get(prefix + "weight")
+        marked = weight is not None and not weight.numel()  # by save_pretrained of transformers
+        for name in ("rows", "cols", "weight") if marked else ("rows", "cols"):
             if prefix + name in unexpected_keys:
                 unexpected_keys.remove(prefix + name)
             if strict and prefix + name not in state_dict:
@@ -656,34 +665,20 @@ class SparseModule(nn.Module):
         return all(
             isinstance(tensor, Tensor)
             and tensor.is_cpu
-            and tensor.dtype is own.dtype
-            and torch.equal(tensor, own)
-            for tensor, own in given
+            and tensor.dtype is current.dtype
+            and torch.equal(tensor, current)
+            for tensor, current in given
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with changing:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             pattern = self._pattern
+        if self._omits_pattern:
+            return
         # Copies, so that in-place changes of a state dict do not write to the pattern.
         for name in ("rows", "cols"):
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
-
-
-def _distributed_caller() -> FrameType | None:
-    """The function of torch that shards modules or renames entries of their state dicts, if it asks
-    a module for its buffers."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(2):  # `Module.buffers` may be in between
-        if frame is None:
-            return None
-        file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-        if file.endswith("torch/distributed/checkpoint/state_dict.py") or (
-            name == "_get_managed_states" and "torch/distributed/fsdp/" in file
-        ):
-            return frame
-        frame = frame.f_back
-    return None
 
 
 # Files of torch and timm that copy a model to average its weights.

@@ -5,30 +5,32 @@ builds it, and also from files of other libraries that store a `state_dict()` un
 `save_pretrained` of Hugging Face does: one file, or shards with an index.
 
 In the files of `save_safetensors`, which any safetensors reader understands, the keys are those of
-`model.state_dict()`. A sparse layer `name` has
+`model.state_dict()`, but for the patterns. A sparse layer `name` has
 
-    name.values  [nnz] or [nnz, b, b], the blocks in any order
-    name.rows    int32 [nnz], block row of each
-    name.cols    int32 [nnz], block column of each
+    name.values  [nnz] or [nnz, b, b], the blocks in row-major order, in the dtype of the layer
+    name.gaps    uint8 [n], which blocks these are, or
+    name.mask    uint8 [ceil(blocks / 8)], the same; see `dynsparse.pattern.packed`
     name.bias    [out], if it has one
+    name.scale   float32 [out], if values are int8: W[r, c] = scale[r] * value
 
-so that W[rows[i] b : (rows[i] + 1) b, cols[i] b : (cols[i] + 1) b] = values[i]. The metadata are
-strings, as the format requires:
+Other files may have `rows` and `cols` instead, int32 [nnz], with the blocks in any order, so that
+W[rows[i] b : (rows[i] + 1) b, cols[i] b : (cols[i] + 1) b] = values[i]. The metadata are strings,
+as the format requires:
 
     format       "dynsparse"
-    version      "1"
-    layers       JSON: sparse layer -> {"shape": [out, in], "block_size": b, "blocks": nnz}
+    version      "2"; files of version "1" have rows and cols
+    layers       JSON: sparse layer -> {"shape": [out, in], "block_size": b, "blocks": nnz}, with
+                 int8 values also {"activations": "float32" or "int8"}
     aliases      JSON: key -> the key that holds the same tensor, for tied weights
     user         JSON: the argument `metadata` of `save_safetensors`
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import sys
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,14 +45,19 @@ from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.convert import (
     check_replaceable,
     disable_fast_paths,
-    make_sparse_layer,
+    make_sparse_layers,
     replace_layers,
 )
+from dynsparse.nn.embedding import TiedHead
 from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
+from dynsparse.nn.init import memory_for_meta_tensors
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.quantized import ACTIVATIONS, QuantizedSparseLinear, replace_by_quantized
+from dynsparse.nn.transformers_import import convert_names, set_quantizers
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.packed import PACKED, pack, unpack
 
-_FORMAT, _VERSION = "dynsparse", "1"
+_FORMAT, _VERSIONS = "dynsparse", ("1", "2")
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PARTS = ("rows", "cols", "values")
 
@@ -77,6 +84,10 @@ def save_safetensors(
 ) -> None:
     """Write the weights and patterns of `model` to a file, atomically.
 
+    A pattern takes at most one bit per block of the matrix. Values are in row-major order, which
+    may differ from that of the slots after pattern updates, and so from the state of an optimizer:
+    to resume a training, use `dynsparse.training.save_checkpoint`.
+
     Args:
         model: the model; parameters and buffers are written, tied ones once.
         path: the file; its folder must exist.
@@ -88,7 +99,7 @@ def save_safetensors(
     """
     from safetensors.torch import save_file  # here: `import dynsparse` loads only torch
 
-    tensors, aliases = _distinct(_state_of(model))
+    tensors, aliases = _distinct(pack_layers(model, _state_of(model)))
     check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
     for key, value in user.items():
@@ -96,7 +107,7 @@ def save_safetensors(
             raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
     header = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": _VERSIONS[-1],
         "layers": json.dumps(_describe_layers(model)),
         "aliases": json.dumps(aliases),
         "user": json.dumps(user),
@@ -129,6 +140,13 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
             f"{path} was not written by save_safetensors; dynsparse.load_pretrained reads other "
             "files"
         )
+    for name in file.layers:
+        values = file.tensors.get(_key(name, "values"))
+        if values is not None and values.dtype is torch.int8:
+            raise ValueError(
+                f"the values of {name!r} in {path} are int8, which no layer that trains holds: use "
+                "dynsparse.load_pretrained, with the model as its code builds it"
+            )
     try:
         with uninterrupted():
             _load(model, file.tensors, file.layers, {})
@@ -141,9 +159,11 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
 def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) -> nn.Module:
     """Load a saved sparse model into `model`; layers that are sparse in the file become sparse.
 
-    Build the model as it was before `sparsify`: dense and of the same dtype. Layers that are
-    already sparse must have the shape and the number of blocks of the file. The Parameters of the
-    weights are new, so create the optimizer afterwards.
+    Build the model as it was before `sparsify`: dense and of the same dtype; `with
+    torch.device("meta")` saves the time and the memory of its weights. Layers that are already
+    sparse must have the shape and the number of blocks of the file. The Parameters of the weights
+    are new, so create the optimizer afterwards. Layers whose values are int8 in the file become
+    those of `quantize`, and the model is for inference then.
 
     Args:
         model: the model, changed in place.
@@ -156,17 +176,19 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: a truncated or damaged file, or one of another model; the message is one line
-            on the first difference. The model is then unchanged.
+            on the first difference. A buffer on the meta device that is not part of the state. The
+            model is then unchanged.
     """
     path = Path(folder_or_file)
     tensors, layers, _ = _read_folder(path)
     try:
         if layers is None:
-            tensors = _convert_transformers_names(model, tensors)
+            tensors = convert_names(model, tensors)
         with uninterrupted():
             _load(model, tensors, layers, find_candidates(model))
     except ValueError as error:
         raise ValueError(f"{path} does not fit the model: {error}") from None
+    set_quantizers(model)
     return model
 
 
@@ -180,6 +202,11 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
+        if zipfile.is_zipfile(path):
+            raise ValueError(
+                f"{path} is a file of torch.save, which may hold code: if you trust it, pass what "
+                "torch.load gives to load_state_dict, or save it as safetensors first"
+            ) from None
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None
     return header, tensors
@@ -195,16 +222,18 @@ def read_weights(path: Path) -> WeightsFile:
     header, tensors = read_tensors(path)
     if header.get("format") != _FORMAT:
         return WeightsFile(tensors, None, {})
-    if header.get("version") != _VERSION:
+    if header.get("version") not in _VERSIONS:
         raise ValueError(
             f"{path} has format version {str(header.get('version'))[:20]}, this dynsparse reads "
-            f"version {_VERSION}: load it with the dynsparse that wrote it"
+            f"versions {' and '.join(_VERSIONS)}: load it with the dynsparse that wrote it"
         )
     try:
         aliases = {name: tensors[key] for name, key in parse_json(header["aliases"]).items()}
         layers, user = parse_json(header["layers"]), parse_json(header["user"])
         for layer in layers.values():
             numbers = [*layer["shape"], layer["block_size"], layer["blocks"]]
+            if layer.get("activations", ACTIVATIONS[0]) not in ACTIVATIONS:
+                raise ValueError(f"expected activations of {' or '.join(ACTIVATIONS)}")
             if len(numbers) != 4 or not all(type(number) is int for number in numbers):
                 raise ValueError(f"expected shape, block size and blocks, got {shortened(layer)}")
         if not isinstance(user, dict) or not all(isinstance(text, str) for text in user.values()):
@@ -278,16 +307,48 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, aliases
 
 
+def pack_layers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with packed patterns, and with the values of sparse layers in row-major order.
+
+    Shared layers keep a pattern under each of their names, and share their values.
+    """
+    packed = dict(state)
+    values_of: dict[int, Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedSparseLinear):
+            parts = module.packed()
+            parts["values"] = values_of.setdefault(id(module), parts["values"])
+            del packed[_key(name, "row_ptr")], packed[_key(name, "cols")]
+            packed |= {_key(name, part): tensor for part, tensor in parts.items()}
+            continue
+        keys = [_key(name, part) for part in _PARTS]
+        if not isinstance(module, SparseLinear) or any(key not in packed for key in keys):
+            continue
+        # Those of the state, which are of one moment; another thread may be changing the layer.
+        rows, cols, values = (packed.pop(key) for key in keys)
+        grid = module.pattern.grid
+        flat, order = (given := rows.long() * grid[1] + cols).sort()
+        if not torch.equal(flat, given):
+            values = values[order.to(values.device)]
+        form, pattern = pack(flat, grid[0] * grid[1])
+        packed[_key(name, form)] = pattern
+        packed[keys[2]] = values_of.setdefault(id(module), values)
+    return packed
+
+
 def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            "shape": list(module.pattern.shape),
-            "block_size": module.block_size,
-            "blocks": module.pattern.nnz,
-        }
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SparseLinear)
-    }
+    layers: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (SparseLinear, QuantizedSparseLinear)):
+            pattern = module.pattern
+            layers[name] = {
+                "shape": list(pattern.shape),
+                "block_size": pattern.block_size,
+                "blocks": pattern.nnz,
+            }
+        if isinstance(module, QuantizedSparseLinear):
+            layers[name]["activations"] = module.activations
+    return layers
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -319,30 +380,130 @@ def _load(
         candidates: the dense layers that may become sparse.
     """
     names = _sparse_names(candidates, tensors)
+    for key in [_key(name, "weight") for name in names]:
+        if key in tensors and not tensors[key].numel():
+            del tensors[key]  # see `hf_quantizer`
     _share_values(candidates, names, tensors)
     for name, module in model.named_modules():
         if isinstance(module, SparseLinear) and name not in names:
             raise ValueError(f"the layer {name!r} is not sparse in the file")
+    quantized = _take_quantized(names, tensors)
     layers = _sparse_layers(model, candidates, names, tensors, described)
+    loaded = {n: layer for n, layer in layers.items() if isinstance(layer, SparseLinear)}
     replaced = replace_layers(model, candidates, layers)
     try:
-        _check_state(model, tensors, names)
-        model.load_state_dict(tensors, strict=False)
+        for name, layer in loaded.items():
+            layer._omits_pattern = True
+            for part in (*_PARTS, *PACKED):  # which the layer has already
+                tensors.pop(_key(name, part), None)
+        _check_state(model, tensors, names, {_key(name, "values") for name in loaded})
+        with memory_for_meta_tensors(model):
+            model.load_state_dict(tensors, strict=False)
+            if quantized:
+                _quantize_layers(model, quantized, described)
     except BaseException:
         for name, module in replaced.items():
             model.set_submodule(name, module)
         raise
+    for layer in loaded.values():
+        layer._omits_pattern = False
+    disable_fast_paths(model)
+
+
+def _take_quantized(
+    names: list[str], tensors: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> the int8 values of a layer and their scale.
+
+    In `tensors` float32 values stand in their place, for layers that are loaded as others are.
+    """
+    quantized: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in names:
+        values = tensors.get(_key(name, "values"))
+        if values is None or values.dtype is not torch.int8:
+            continue
+        scale = tensors.pop(_key(name, "scale"), None)
+        if scale is None or scale.dtype is not torch.float32 or not bool(scale.isfinite().all()):
+            raise ValueError(f"the int8 values of {name!r} need a finite float32 scale in the file")
+        quantized[name] = values, scale
+        tensors[_key(name, "values")] = values.float()
+    return quantized
+
+
+def _quantize_layers(
+    model: nn.Module,
+    quantized: Mapping[str, tuple[Tensor, Tensor]],
+    described: Layers | None,
+) -> None:
+    """Replace layers, whose patterns and biases are loaded, by those with int8 values."""
+    layers: dict[str, QuantizedSparseLinear] = {}
+    shared: dict[int, QuantizedSparseLinear] = {}
+    for name, (values, scale) in quantized.items():
+        layer: Any = model.get_submodule(name)
+        if scale.shape != (layer.out_features,) or type(layer).forward is not SparseLinear.forward:
+            raise ValueError(
+                f"the int8 values of {name!r} need a linear layer and a scale [out_features], got "
+                f"a {type(layer).__name__} and {list(scale.shape)}"
+            )
+        description = {} if described is None else described.get(name, {})
+        activations = description.get("activations", ACTIVATIONS[0])
+        if id(layer) not in shared:
+            shared[id(layer)] = QuantizedSparseLinear(
+                layer.pattern, values, scale, layer.bias, activations
+            )
+        layers[name] = shared[id(layer)]
+    replace_by_quantized(model, layers)
+
+
+def load_sparse_layers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Replace the layers that `tensors` has values and patterns for, whatever holds the others.
+
+    Args:
+        model: the model, whose weights of these layers may be on the meta device.
+        tensors: the values and patterns by name, on the device and of the dtype they shall have.
+
+    Raises:
+        ValueError: tensors that do not fit the model.
+    """
+    names = list(dict.fromkeys(key.rpartition(".")[0] for key in tensors))
+    weights: dict[str, Any] = {name: model.get_submodule(name).weight for name in names}
+    stand_ins: dict[int, nn.Parameter] = {}
+    for name, weight in weights.items():
+        if not has_pattern(name, tensors):
+            raise ValueError(f"the sparse layer {name!r} has no pattern in the file")
+        values = tensors.get(_key(name, "values"))
+        if values is not None:
+            # Of the device and the dtype of the values, and of one element.
+            full = values.new_zeros(()).expand(weight.shape)
+            stand_ins[id(weight)] = nn.Parameter(full, requires_grad=weight.requires_grad)
+    for name, weight in weights.items():
+        if id(weight) not in stand_ins:
+            raise ValueError(f"the sparse layer {name!r} has no values in the file")
+    for module in model.modules():
+        for part, parameter in module._parameters.items():
+            module._parameters[part] = stand_ins.get(id(parameter), parameter)
+    candidates = find_candidates(model)
+    _share_values(candidates, names, tensors)
+    layers = _sparse_layers(model, candidates, names, tensors, None)
+    replace_layers(model, candidates, layers)
     disable_fast_paths(model)
 
 
 def _sparse_names(candidates: Mapping[str, Candidate], tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the sparse layers in the file. Tied layers may have their values under one name."""
-    keys = [name for name in tensors if name == "rows" or name.endswith(".rows")]
+    names = dict.fromkeys(key.rpartition(".")[0] for key in tensors)
     return [
         name
-        for name in (key.rpartition(".")[0] for key in keys)
-        if _key(name, "cols") in tensors and (name in candidates or _key(name, "values") in tensors)
+        for name in names
+        if has_pattern(name, tensors) and (name in candidates or _key(name, "values") in tensors)
     ]
+
+
+def has_pattern(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the file has a pattern for the layer `name`."""
+    if any(_key(name, form) in tensors for form in PACKED):
+        return True
+    return _key(name, "rows") in tensors and _key(name, "cols") in tensors
 
 
 def _key(name: str, part: str) -> str:
@@ -367,18 +528,22 @@ def _sparse_layers(
     model: nn.Module,
     candidates: Mapping[str, Candidate],
     names: list[str],
-    tensors: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
     described: Layers | None,
-) -> dict[str, SparseLinear]:
-    """Name -> the sparse layer to put there; tied weights share one layer."""
+) -> dict[str, nn.Module]:
+    """Name -> the sparse layer to put there; tied weights share one layer.
+
+    Packed patterns of layers that are sparse already are replaced by rows and columns in `tensors`,
+    as a state dict has them.
+    """
     excluded = {
         n: reason
         for n, reason in default_exclusions(model, candidates).items()
         if reason not in OVERRIDABLE
     }
     modules = dict(model.named_modules(remove_duplicate=False))
-    shared: dict[tuple[int, str | None], SparseLinear] = {}
-    layers: dict[str, SparseLinear] = {}
+    shared: dict[tuple[int, str | None], dict[str, nn.Module]] = {}
+    layers: dict[str, nn.Module] = {}
     for name in names:
         candidate = candidates.get(name)
         if candidate is None:
@@ -394,6 +559,8 @@ def _sparse_layers(
                     module._check_capacity(pattern)
                 except ValueError as error:
                     raise ValueError(f"{name!r}: {error}") from None
+                if any(tensors.pop(_key(name, form), None) is not None for form in PACKED):
+                    tensors |= {_key(name, "rows"): pattern.rows, _key(name, "cols"): pattern.cols}
                 continue
             kind = "no such layer" if module is None else f"a {type(module).__name__} there"
             raise ValueError(f"{name!r} is a sparse layer in the file, the model has {kind}")
@@ -411,8 +578,14 @@ def _sparse_layers(
                     f"{candidate.weight.dtype} in the model: convert the model first, with "
                     "model.to(dtype)"
                 )
-            shared[candidate.key] = make_sparse_layer(candidate, pattern, values, torch.Generator())
-        layers[name] = shared[candidate.key]
+            group = [other for other in candidates.values() if other.key == candidate.key]
+            made = make_sparse_layers(group, pattern, values)
+            shared[candidate.key] = made
+            layers |= {n: layer for n, layer in made.items() if isinstance(layer, TiedHead)}
+        layer = layers[name] = shared[candidate.key][name]
+        if not isinstance(layer, SparseLinear):
+            raise ValueError(f"{name!r} is sparse in the file, but in the model it shares its "
+                             "weight with an embedding")  # fmt: skip
     for name, candidate in candidates.items():
         if candidate.key in shared and name not in layers:
             raise ValueError(f"the tied layer {name!r} is dense in the file, others of it sparse")
@@ -430,7 +603,7 @@ def read_pattern(
         )
     if _key(name, "values") not in tensors:
         raise ValueError(f"the sparse layer {name!r} has no values in the file")
-    rows, cols, values = (tensors[_key(name, part)] for part in _PARTS)
+    values = tensors[_key(name, "values")]
     square = values.dim() == 3 and values.shape[1] == values.shape[2] >= 1
     if values.dim() != 1 and not square:
         raise ValueError(
@@ -438,27 +611,35 @@ def read_pattern(
         )
     b = 1 if values.dim() == 1 else values.shape[1]
     try:
-        pattern = SparsePattern._in_order(rows, cols, shape=shape, block_size=b)
+        packed = unpack(tensors, _key(name, ""), shape, values)
+        if packed is not None:
+            pattern = packed
+        else:
+            rows, cols = (tensors[_key(name, part)] for part in _PARTS[:2])
+            pattern = SparsePattern._in_order(rows, cols, shape=shape, block_size=b)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the pattern of {name!r} does not fit: {error}") from None
     if values.shape != pattern.values_shape:
         raise ValueError(
             f"the pattern of {name!r} is damaged: expected as many values as blocks, "
-            f"got {len(rows)} blocks and values of the shape {list(values.shape)}"
+            f"got {pattern.nnz} blocks and values of the shape {list(values.shape)}"
         )
-    if layer is not None and (layer["block_size"], layer["blocks"]) != (b, len(rows)):
+    if layer is not None and (layer["block_size"], layer["blocks"]) != (b, pattern.nnz):
         raise ValueError(
             f"the pattern of {name!r} is damaged: expected {layer['blocks']} blocks of "
-            f"{layer['block_size']}, got {len(rows)} of {b}"
+            f"{layer['block_size']}, got {pattern.nnz} of {b}"
         )
     return pattern
 
 
-def _check_state(model: nn.Module, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+def _check_state(
+    model: nn.Module, tensors: Mapping[str, Tensor], names: list[str], loaded: Set[str]
+) -> None:
     """Check that the tensors fit the model, key by key; tied tensors may be given once.
 
     Args:
         names: the sparse layers, whose patterns are checked already.
+        loaded: keys of the state that the model has from the file already.
     """
     state: dict[str, Any] = _state_of(model)
     parts = {_key(name, part) for name in names for part in _PARTS}
@@ -467,6 +648,8 @@ def _check_state(model: nn.Module, tensors: Mapping[str, Tensor], names: list[st
         raise ValueError(f"{name!r} is only in the file")
     for name, tensor in state.items():
         other = tensors.get(name)
+        if name in loaded:
+            continue
         if other is None:
             if _memory(tensor) not in given or not tensor.numel():
                 raise ValueError(f"{name!r} is only in the model")
@@ -475,52 +658,14 @@ def _check_state(model: nn.Module, tensors: Mapping[str, Tensor], names: list[st
                 f"{name!r} is {other.dtype} {list(other.shape)} in the file, "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
             )
-        elif tensor.is_meta:
-            raise ValueError(f"{name!r} is on the meta device: give the model its weights first")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in state:
+            raise ValueError(
+                f"the buffer {name!r} is on the meta device and not in the file: build the model "
+                "outside of torch.device('meta')"
+            )
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _convert_transformers_names(
-    model: nn.Module, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The tensors of a file of `save_pretrained`, by the names of `model.state_dict()`.
-
-    `save_pretrained` of transformers 5 writes weights under the names, and experts in the shapes,
-    of earlier versions, and `from_pretrained` converts them back. This does the same, with the
-    conversions that transformers lists.
-
-    Raises:
-        ValueError: transformers cannot make one of the model's tensors of those of the file.
-    """
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
-        return dict(tensors)
-    try:
-        from transformers import conversion_mapping, core_model_loading
-    except ImportError:  # before version 5 there are no conversions
-        return dict(tensors)
-    changes: list[Any] = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
-    changes = [c for c in changes if not isinstance(c, core_model_loading.PrefixChange)]
-    converters = [c for c in changes if isinstance(c, core_model_loading.WeightConverter)]
-    renamings = [c for c in changes if not isinstance(c, core_model_loading.WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    converted: dict[str, Tensor] = {}
-    pending: dict[str, Any] = {}
-    for name in sorted(tensors, key=core_model_loading.dot_natural_key):
-        new, pattern = core_model_loading.rename_source_key(name, renamings, converters)
-        if pattern is None:
-            converted[new] = tensors[name]
-            continue
-        converter = pending.setdefault(new, copy.deepcopy(by_pattern[pattern]))
-        converter.add_tensor(new, name, pattern, tensors[name])
-    for new, converter in pending.items():
-        try:
-            parts = converter.convert(new, model=model, config=model.config)
-        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"transformers cannot make {new!r} of the file: {reason}") from None
-        converted |= {key: t[0] if isinstance(t, list) else t for key, t in parts.items()}
-    return converted
+    address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    return address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

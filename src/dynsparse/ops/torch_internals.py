@@ -9,9 +9,11 @@ every call goes through the dispatcher, which is correct and slower.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -167,3 +169,23 @@ def backward_pass() -> int:
     """The number of the backward pass in progress; -1 in a torch that does not number them."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if current is None else current()
+
+
+def distributed_caller() -> FrameType | None:
+    """The function of torch that asks a module for its buffers, called in that module's
+    `named_buffers`: None unless it shards modules or renames entries of their state dicts.
+
+    torch offers modules no hook there: `fully_shard` and the state dicts of
+    torch.distributed.checkpoint take what `named_buffers` gives.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(2):  # `Module.buffers` may be in between
+        if frame is None:
+            return None
+        file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        if file.endswith("torch/distributed/checkpoint/state_dict.py") or (
+            name == "_get_managed_states" and "torch/distributed/fsdp/" in file
+        ):
+            return frame
+        frame = frame.f_back
+    return None

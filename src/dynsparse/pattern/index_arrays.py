@@ -81,6 +81,25 @@ def by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tens
     return col_ptr, csc_rows, csc_slots
 
 
+def unpacked(
+    packed: Tensor, gaps: bool, grid: tuple[int, int], nnz: int
+) -> tuple[SortedEntries, Tensor] | None:
+    """The entries of a pattern in a file, see `pattern.packed`, and col_ptr [width + 1].
+
+    None if the compiled kernels are not loaded, or the pattern is not one of `nnz` blocks.
+    """
+    if native.load() is None:
+        return None
+    height, width = grid
+    row_ptr, col_ptr = (torch.empty(n + 1, dtype=torch.int32, device="cpu") for n in grid)
+    cols = empty(nnz, dtype=torch.int32)
+    invalid = native.call(
+        "dynsparse_pattern_unpack",
+        *(packed, len(packed), gaps, height, width, nnz, row_ptr, cols, col_ptr),
+    )
+    return None if invalid else (SortedEntries(row_ptr, cols, cols.new_empty(0)), col_ptr)
+
+
 def merge(
     pattern: SortedEntries, width: int, leaves: Tensor, grow: Tensor, reused: Tensor | None = None
 ) -> SortedEntries:

@@ -98,23 +98,23 @@ class Rewiring:
         """
         with torch.inference_mode(False):
             before, slots = pattern._sorted_flat_on(drop.device), pattern._slots_on(drop.device)
-            own = torch.arange(len(before), dtype=torch.int32, device=before.device)
-            leaving = by_slots(own.long(), slots).index_select(0, drop) if len(slots) else drop
+            same = torch.arange(len(before), dtype=torch.int32, device=before.device)
+            leaving = by_slots(same.long(), slots).index_select(0, drop) if len(slots) else drop
             flat, source = merge_on_device(before, leaving, grow)
             source = _slots_of_sources(source, slots)
             slots_after = None
             if len(drop) == len(grow) and not row_major:
                 # Dropped slots go to grown blocks in order, as in `make`.
                 slots_after, free = assign_slots(source)
-                source = torch.where(free, -1, own)
+                source = torch.where(free, -1, same)
                 if unless is not None:
                     flat = torch.where(unless, before, flat)
-                    source = torch.where(unless, own, source)
-                    slots_before = slots if len(slots) else own
+                    source = torch.where(unless, same, source)
+                    slots_before = slots if len(slots) else same
                     slots_after = torch.where(unless, slots_before, slots_after)
             elif unless is not None:
                 flat = torch.where(unless, before, flat)
-                source = torch.where(unless, own, source)
+                source = torch.where(unless, same, source)
         after = SparsePattern._on_device(flat, pattern, slots_after)
         rewiring = cls._made(pattern, after, _device_source=source)
         if slots_after is not None:
@@ -145,9 +145,9 @@ class Rewiring:
         only."""
         self.before._start_host_copy()
         self.after._start_host_copy()
-        own = vars(self)
-        if "source" not in own and "_device_source" in own and own.get("_host_copy") is None:
-            own["_host_copy"] = HostCopy(own["_device_source"])
+        cache = vars(self)
+        if "source" not in cache and "_device_source" in cache and cache.get("_host_copy") is None:
+            cache["_host_copy"] = HostCopy(cache["_device_source"])
 
     @property
     def _is_on_host(self) -> bool:

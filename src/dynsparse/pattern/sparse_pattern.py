@@ -102,16 +102,18 @@ class SparsePattern:
         col = check_coordinates(cols, "cols", grid[1])
         if len(row) != len(col):
             raise ValueError(f"rows and cols differ in length: {len(row)} and {len(col)}")
-        unsorted = row * grid[1] + col
-        flat = np.sort(unsorted)
+        given = row * grid[1] + col
+        # One sort, of positions alone where their order does not matter.
+        order = given.argsort() if in_order else None
+        flat = np.sort(given) if order is None else given[order]
         if len(flat) > 1 and (repeats := flat[1:] == flat[:-1]).any():
             r, c = divmod(int(flat[1:][repeats][0]), grid[1])
             raise ValueError(
                 f"{int(repeats.sum())} duplicate coordinates, the first is (row {r}, col {c})"
             )
         self._set(torch.from_numpy(flat), shape, block_size)
-        if in_order and not np.array_equal(flat, unsorted):
-            self.slots = torch.from_numpy(unsorted.argsort()).int()
+        if order is not None and not np.array_equal(flat, given):
+            self.slots = torch.from_numpy(order).int()
 
     def _set(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
         if len(flat) > INT32_MAX:
@@ -124,8 +126,13 @@ class SparsePattern:
     def _by_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
         """Distinct flat positions in the order of slots, int64 [nnz]; the shape and block size of
         `like`."""
-        rows, cols = flat // like.grid[1], flat % like.grid[1]
-        return cls._in_order(rows, cols, shape=like.shape, block_size=like.block_size)
+        pattern = cls.__new__(cls)
+        pattern.shape, pattern.block_size = like.shape, like.block_size
+        ordered, slots = flat.sort()
+        pattern._split(ordered)
+        if not torch.equal(ordered, flat):
+            pattern.slots = slots.int()
+        return pattern
 
     @classmethod
     def _in_order(
@@ -134,6 +141,17 @@ class SparsePattern:
         """The constructor, with slots in the order of `rows` and `cols`."""
         pattern = cls.__new__(cls)
         pattern._take(rows, cols, shape, block_size, in_order=True)
+        return pattern
+
+    @classmethod
+    def _from_entries(
+        cls, entries: SortedEntries, col_ptr: Tensor, *, shape: tuple[int, int], block_size: int
+    ) -> SparsePattern:
+        """From entries that were checked, and their `column_pointers`."""
+        pattern = cls.__new__(cls)
+        pattern.shape, pattern.block_size = shape, block_size
+        pattern._set_index(*entries)
+        pattern._col_ptr = col_ptr
         return pattern
 
     def _with_slots(self) -> SparsePattern:
@@ -156,6 +174,15 @@ class SparsePattern:
                 )
             )  # fmt: skip
         return pattern
+
+    def _without_slots(self) -> SparsePattern:
+        """The same pattern with slots in row-major order."""
+        if self._is_row_major:
+            return self
+        entries = SortedEntries(self.row_ptr, self.sorted_cols, self.slots.new_empty(0))
+        return SparsePattern._from_entries(
+            entries, self._col_ptr, shape=self.shape, block_size=self.block_size
+        )
 
     def _has_slots_of(self, other: SparsePattern) -> bool:
         """Whether the same blocks are in the same slots."""
@@ -400,18 +427,20 @@ class SparsePattern:
         return self._read(lambda row_ptr, cols, slots: slots)
 
     def _index_on(self, device: torch.device) -> PatternIndex:
-        """The tensors of `index` on a device, where they share no memory with the pattern and have
-        no order by columns."""
+        """The tensors of `index` without the order by columns on a device; on others than the CPU
+        they share no memory with the pattern."""
         if self._is_on(device):
             return self._thin(*self._read(lambda *index: [tensor.clone() for tensor in index]))
         if device.type == "cpu":
-            return self.index
+            return self._thin_index()
         tensors = self.row_ptr, self.sorted_cols, self.slots
         return self._thin(*(tensor.to(device) for tensor in tensors))
 
     def _shared_on(self, device: torch.device) -> PatternIndex:
         """`_index_on`, copied to a device once, for readers that do not write to it."""
-        if device.type == "cpu" or is_compiling():
+        if device.type == "cpu":
+            return self.index
+        if is_compiling():
             return self._index_on(device)
         index = self._shared.get(device)
         if index is None:
@@ -425,7 +454,15 @@ class SparsePattern:
 
     def _thin_index(self) -> PatternIndex:
         """`index` without the order by columns."""
-        return self._thin(self.row_ptr, self.sorted_cols, self.slots)
+        nothing = self.sorted_cols.new_empty(0)
+        return PatternIndex(
+            self.row_ptr, self.sorted_cols, self._col_ptr, nothing, nothing, self.slots
+        )
+
+    @cached_property
+    def _col_ptr(self) -> Tensor:
+        with _plain_tensors():
+            return column_pointers(self.sorted_cols, self.grid[1])
 
     def _thin(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> PatternIndex:
         nothing = cols.new_empty(0)
@@ -538,9 +575,9 @@ class SparsePattern:
             raise TypeError(f"flat must be int64 [n], got {flat.dtype} on {flat.device}")
         if self.nnz == 0:
             return torch.zeros(len(flat), dtype=torch.bool, device="cpu")
-        own = self.sorted_flat
-        slot = torch.searchsorted(own, flat).clamp_(max=self.nnz - 1)
-        return own[slot] == flat
+        present = self.sorted_flat
+        slot = torch.searchsorted(present, flat).clamp_(max=self.nnz - 1)
+        return present[slot] == flat
 
     def _check_values(self, values: Tensor) -> None:
         check_tensor("values", values)

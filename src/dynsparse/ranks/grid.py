@@ -192,8 +192,8 @@ class ShardSpec:
         first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
         first += beside[: cols.ranks.rank].sum(0)
         at = pattern.rows.long()
-        own = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[at]
-        return first[at] + own, int(above.sum())
+        offset = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[at]
+        return first[at] + offset, int(above.sum())
 
     def to_full(self, flat: Tensor, block_size: int) -> Tensor:
         """Flat block positions in the shard as positions in the full layer; the order stays."""

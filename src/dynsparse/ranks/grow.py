@@ -339,11 +339,13 @@ def _exchange_round(
             by_owner = [of_part[owner] for owner in range(ranks.size) for of_part in pieces]
             torch.cat(by_owner, out=sent)
     received = sizes[ranks.rank]
-    got = ranks.all_to_all(sent, sizes, [received] * ranks.size).view(ranks.size, received)
+    received_rows = ranks.all_to_all(sent, sizes, [received] * ranks.size).view(
+        ranks.size, received
+    )
     with failed:
         at = 0
         for (job, _, _), of_owner, of_part in zip(parts, ranges, numels, strict=True):
-            part = got[:, at : at + of_part[ranks.rank]]
+            part = received_rows[:, at : at + of_part[ranks.rank]]
             at += of_part[ranks.rank]
             if part.numel():
                 job.add(part, of_owner[ranks.rank][0], pooling)
@@ -363,10 +365,10 @@ def _exchange_samples(
         _search(ranks, job, held[i], pooling, failed, guess=i in long)
     if not long:
         return
-    found = torch.tensor(
+    sample = torch.tensor(
         [[jobs[i].candidates.count, jobs[i].candidates.above] for i in long], device=ranks.device
     )
-    for i, (count, above) in zip(long, ranks.sum(found).tolist(), strict=True):
+    for i, (count, above) in zip(long, ranks.sum(sample).tolist(), strict=True):
         if not above <= jobs[i].count <= count:  # the guess was wrong: search again without one
             _search(ranks, jobs[i], held[i], pooling, failed, guess=False)
 

@@ -114,9 +114,9 @@ def footnotes(results: Figures, names: list[str], cells: list[Figures]) -> str:
     if any(cell.get("disturbed") for cell in cells):
         lines.append("\\* others took part of the machine in every attempt.")
     refused = [
-        f"{one['cell']}: {one['why']}."
+        f"{refusal['cell']}: {refusal['why']}."
         for n in names
-        for one in results["benchmarks"][n]["refused"]
+        for refusal in results["benchmarks"][n]["refused"]
     ]
     if refused:
         lines.append(f"Not measured: {' '.join(refused)}")

@@ -56,9 +56,9 @@ def figure(width: float, height: float) -> Iterator[Figure]:
 
     with mpl.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
-        made = Figure(figsize=(width, height), layout=layout)
-        FigureCanvasAgg(made)
-        yield made
+        drawing = Figure(figsize=(width, height), layout=layout)
+        FigureCanvasAgg(drawing)
+        yield drawing
 
 
 def save(page: Figure, path: Path) -> None:

@@ -37,7 +37,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
     """Write the spans and counters inside the block to `file`, in the Chrome trace format.
 
     Open the file at https://ui.perfetto.dev or chrome://tracing. A training has the spans
-    "forward", "backward", "optimizer", "update" with "drop", "grow", "rewire" and "encode" inside,
+    "forward", "backward", "optimizer", "update" with "drop", "grow" and "rewire" inside, "encode",
     "checkpoint" and more (see the guide), and the counters "density" and "churn"; `span` and
     `counter` add others. Times are the host's, without the work of devices.
 

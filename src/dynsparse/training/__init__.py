@@ -11,6 +11,7 @@ from dynsparse.training.algorithms import (
     Static,
     TopKAST,
 )
+from dynsparse.training.block_repair import RepairedBlock, repair
 from dynsparse.training.budgets import (
     Budget,
     Counts,
@@ -31,6 +32,7 @@ from dynsparse.training.grow import (
 )
 from dynsparse.training.history import DenseMomentum, History, LastStep, WindowMomentum
 from dynsparse.training.memory import keep_memory
+from dynsparse.training.muon import MuonAdamW
 from dynsparse.training.optimizer_state import rewire_state
 from dynsparse.training.schedule import (
     ConstantSchedule,
@@ -68,8 +70,10 @@ __all__ = [
     "LayerBudget",
     "MagnitudeGradient",
     "MomentumBudget",
+    "MuonAdamW",
     "NoGrowth",
     "RandomGrowth",
+    "RepairedBlock",
     "RigL",
     "Schedule",
     "SoftBudget",
@@ -82,6 +86,7 @@ __all__ = [
     "load_checkpoint",
     "lowest",
     "magnitude",
+    "repair",
     "rewire_state",
     "save_checkpoint",
     "scaled_step",

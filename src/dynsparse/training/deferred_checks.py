@@ -42,8 +42,8 @@ def layer_errors(name: str) -> Iterator[None]:
 def check_one_per_block(scores: Tensor, nnz: int) -> None:
     """Raise ValueError unless there is one score per block."""
     if not isinstance(scores, Tensor) or list(scores.shape) != [nnz]:
-        got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
-        raise ValueError(f"expected one drop score per block, [{nnz}], got {got}")
+        actual = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
+        raise ValueError(f"expected one drop score per block, [{nnz}], got {actual}")
 
 
 def check_scores(scores: Tensor, nnz: int) -> Tensor:
@@ -70,8 +70,8 @@ def check_gradients(
             ranked, and the errors of the previous update raised here.
     """
     raise_pending_errors(layers)
-    gone = all(layer.values.grad is None for layer in layers.values())
-    if gone and any(map(len, pairs.values())):
+    has_no_gradients = all(layer.values.grad is None for layer in layers.values())
+    if has_no_gradients and any(map(len, pairs.values())):
         raise RuntimeError(
             "the gradients are gone before the step, whose update would look at them: call "
             "zero_grad() after the step or before backward()"
@@ -103,8 +103,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether any of them holds NaN or infinity: bool, on their device."""
-    seen = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
-    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in seen]
+    checked = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
+    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in checked]
     return torch.stack([norm.isfinite() for norm in largest]).all().logical_not()
 
 

@@ -129,21 +129,25 @@ def lowest_over_ranks(
     if ranks.alone:
         scores = [gathered(s) for s in scores]
     scores = [
-        s[order.to(s.device)] if len(order) and not is_sharded(s) else s
+        # index_select takes a third of the time of s[order].
+        s.index_select(0, order.to(s.device)) if len(order) and not is_sharded(s) else s
         for s, order in zip(scores, orders, strict=True)
     ]
     if ranks.alone:
-        found = [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
+        lowest_entries = [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
     else:
-        found = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
-    return [_slots_of_entries(entries, order) for entries, order in zip(found, orders, strict=True)]
+        lowest_entries = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
+    return [
+        _slots_of_entries(entries, order)
+        for entries, order in zip(lowest_entries, orders, strict=True)
+    ]
 
 
 def _slots_of_entries(entries: Tensor, order: Tensor) -> Tensor:
     """Slots, ascending, of entries in row-major order."""
     if not len(order):
         return entries
-    return nonzero_positions(membership_mask(order[entries].long(), len(order)))
+    return nonzero_positions(membership_mask(order.index_select(0, entries).long(), len(order)))
 
 
 def _lowest_over_ranks(
@@ -171,8 +175,8 @@ def _lowest_over_ranks(
     ]
     leave = gather_sorted(ranks.all_ranks, local, limits)
     return [
-        found if shard is None else shard.slots(found)
-        for found, shard in zip(leave, shards, strict=True)
+        entries if shard is None else shard.slots(entries)
+        for entries, shard in zip(leave, shards, strict=True)
     ]
 
 
@@ -279,11 +283,11 @@ def _lowest_of_all_over_ranks(
     # Layers in order, so that among equal scores the first layer comes first.
     ends = torch.tensor([0, *_limits(scores, shards)], device="cpu").cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
-    found = [
+    chosen_counts = [
         masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)
     ]
     joined = torch.cat([c.to(ranks.device) for c in candidates])
-    at = torch.cat([p.to(ranks.device) for p in found])
+    at = torch.cat([p.to(ranks.device) for p in chosen_counts])
     (leaves,) = select_over_ranks(ranks.all_ranks, [joined], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
     return ranks.all_ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

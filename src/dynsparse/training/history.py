@@ -141,8 +141,8 @@ class WindowMomentum(History):
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
         # Copies: a later step may reuse an input buffer, and zero a gradient.
-        kept = [(copied(x), copied(dy)) for x, dy in pairs]
-        self._steps.setdefault(layer, self._deque()).append(kept)
+        copies = [(copied(x), copied(dy)) for x, dy in pairs]
+        self._steps.setdefault(layer, self._deque()).append(copies)
 
     def _deque(self, steps: Any = ()) -> deque[list[Pair]]:
         return deque(steps, maxlen=min(self.window, sys.maxsize))
@@ -171,8 +171,8 @@ class WindowMomentum(History):
         for name, steps in states[0]["steps"].items():
             merged[name] = [[] for _ in steps]
             for state in states[rank::size]:
-                for kept, pairs in zip(merged[name], state["steps"][name], strict=True):
-                    kept += [(x, dy * (size / len(states))) for x, dy in pairs]
+                for merged_pairs, pairs in zip(merged[name], state["steps"][name], strict=True):
+                    merged_pairs += [(x, dy * (size / len(states))) for x, dy in pairs]
         return {"steps": merged}
 
     def with_features(self, state: Any, change: ChangeFeatures) -> Any:
@@ -253,7 +253,7 @@ class DenseMomentum(History):
 
     def at(self, layer: str, pattern: SparsePattern) -> Tensor:
         matrix = self._momentum[layer]
-        index = pattern._thin_index() if matrix.is_cpu else pattern._index_on(matrix.device)
+        index = pattern._index_on(matrix.device)
         lines = lines_of(
             index.row_ptr, index.cols, index.slots, pattern.block_size, pattern.grid[1]
         )

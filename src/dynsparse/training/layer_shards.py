@@ -79,7 +79,7 @@ def find_shards(layers: Mapping[str, SparseLinear]) -> dict[str, LayerShard]:
     return {
         name: LayerShard(executor, layers[name].pattern)
         for name, executor in executors.items()
-        if executor is not None and isinstance(executor, ShardSpec)
+        if isinstance(executor, ShardSpec)
     }
 
 
@@ -254,8 +254,8 @@ def follow_sizes(values: Iterable[Tensor]) -> None:
             ddp.logger._set_static_graph()
         for hook, state in ddp._comm_hooks:
             # What PowerSGD keeps between steps has the sizes of the buckets before.
-            for kept in ("error_dict", "p_memory_dict", "q_memory_dict"):
-                getattr(state, kept, {}).clear()
+            for field in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(state, field, {}).clear()
             torch.distributed._register_comm_hook(ddp.reducer, state, hook)
 
 
@@ -275,8 +275,8 @@ def _find_wrappers() -> None:
     this looks through all objects, which takes a tenth of a second."""
     register_module_module_registration_hook(_note_wrapper)
     # By type: isinstance may run code of the object, as of one that loads lazily.
-    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    _wrappers.update(found)
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    _wrappers.update(wrappers)
 
 
 def _note_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

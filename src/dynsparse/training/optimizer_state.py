@@ -79,11 +79,11 @@ def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callab
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """An optimizer and those that it holds in attributes, as ZeroRedundancyOptimizer, Lookahead and
     SAM do; the outermost first."""
-    found = [optimizer]
-    for candidate in found:
+    optimizers = [optimizer]
+    for candidate in optimizers:
         inner = [o for o in vars(candidate).values() if isinstance(o, torch.optim.Optimizer)]
-        found += [o for o in inner if not any(o is other for other in found)]
-    return found
+        optimizers += [o for o in inner if not any(o is other for other in optimizers)]
+    return optimizers
 
 
 def states_of(

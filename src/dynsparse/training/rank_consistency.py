@@ -56,7 +56,9 @@ def broadcast_initial_state(
     if ranks.alone:
         return
     check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
-    check_consistent(ranks, {f"the {key}": repr(one) for key, one in settings.items()}, _SAME)
+    check_consistent(
+        ranks, {f"the {key}": repr(setting) for key, setting in settings.items()}, _SAME
+    )
     used = {
         name
         for name, layer in layers.items()
@@ -162,7 +164,7 @@ def check_before_update(
         f"step {step} of this rank ends in an update; call trainer.step() as often on every rank",
         ranks.timeout,
     )
-    states = {f"the {key}": _digest(one) for key, one in inputs.items()}
+    states = {f"the {key}": _digest(value) for key, value in inputs.items()}
     norms = _GradientNorms(layers)
     numbers = [*[0] * 2, *norms.numbers]
     with collective_errors(ranks, numbers):  # one all-reduce for all of it
@@ -184,9 +186,9 @@ def _digest(thing: Any) -> int:
     if isinstance(thing, Tensor):
         return digest(str(thing.dtype), thing)
     if isinstance(thing, Mapping):
-        return digest(*(f"{key!r}:{_digest(one)}" for key, one in thing.items()))
+        return digest(*(f"{key!r}:{_digest(value)}" for key, value in thing.items()))
     if isinstance(thing, (list, tuple)):
-        return digest(*(str(_digest(one)) for one in thing))
+        return digest(*(str(_digest(value)) for value in thing))
     return digest(repr(thing))
 
 
@@ -215,7 +217,7 @@ class _GradientNorms:
                 self._local[i] = grad.detach().norm(dtype=dtype)
         # The bits of numbers that are not negative have the order of the numbers.
         bits = self._local.view(torch.int64).tolist()
-        self.numbers = [*bits, *(~one for one in bits)]
+        self.numbers = [*bits, *(~bit for bit in bits)]
 
     def compare(self, ranks: Ranks, numbers: Sequence[int]) -> None:
         """Raise RuntimeError, the same on all ranks, where each has a different gradient.

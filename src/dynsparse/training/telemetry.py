@@ -190,8 +190,8 @@ def _zero_outputs(layer: SparseLinear) -> Tensor:
 
 
 def _figures(counts: dict[str, int]) -> dict[str, int | float]:
-    def share(part: int, whole: int) -> float:
-        return part / whole if whole else 0.0
+    def share(part: int, total: int) -> float:
+        return part / total if total else 0.0
 
     kept = counts["before"] - counts["dropped"]
     union = counts["before"] + counts["grown"]

@@ -565,8 +565,8 @@ class SparseTrainer:
         return {
             "schedule": schedule,
             **{
-                key: None if one is None else {"kind": type(one).__name__} | one.options
-                for key, one in components.items()
+                key: None if part is None else {"kind": type(part).__name__} | part.options
+                for key, part in components.items()
             },
             "layers": {name: describe_layer(layer) for name, layer in self.layers.items()},
             "regrow_dropped": self.regrow_dropped,

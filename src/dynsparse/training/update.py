@@ -105,6 +105,19 @@ def keep_slots(layers: Mapping[str, SparseLinear]) -> None:
             layer._install(layer.pattern._with_slots())
 
 
+def check_trained_by(optimizer: torch.optim.Optimizer, layers: Mapping[str, SparseLinear]) -> None:
+    """Raise RuntimeError, with the layer's name, where the optimizer does not hold the values."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, layer in layers.items():
+        values = layer.values
+        if values not in held and values not in optimizer.state and not is_sharded(values):
+            with layer_errors(name):
+                raise RuntimeError(
+                    "its values are not those that the optimizer holds: where fully_shard leaves "
+                    "them gathered after backward, call reshard() before trainer.step()"
+                )
+
+
 def count_blocks(request: UpdateRequest, *, on_device: bool) -> dict[str, Counts]:
     """How many blocks leave and join each layer that changes, as the first rank's budget says.
 
@@ -112,6 +125,7 @@ def count_blocks(request: UpdateRequest, *, on_device: bool) -> dict[str, Counts
         on_device: whether all layers are updated on devices, where scores are not checked yet.
     """
     layers, ranks = request.layers, request.ranks
+    check_trained_by(request.optimizer, layers)
 
     def scores(name: str) -> Tensor:
         with layer_errors(name):
@@ -381,20 +395,13 @@ class Change:
 
         Raises:
             RuntimeError: values that are sharded in another way than by slots, or whose number
-                would change; values that the optimizer does not hold.
+                would change.
             TypeError, ValueError: initial values of grown weights that do not fit.
             ValueError: optimizer state that does not follow the pattern.
         """
         values = layer.values
         if is_sharded(values):
             _check_shards(layer, rewiring)
-        elif values not in optimizer.state and not any(
-            values is p for group in optimizer.param_groups for p in group["params"]
-        ):
-            raise RuntimeError(
-                "its values are not those that the optimizer holds: where fully_shard leaves them "
-                "gathered after backward, call reshard() before trainer.step()"
-            )
         checked = check_fill(fill, rewiring, values)
         return cls(layer, rewiring, checked, state_entries(optimizer, values, rewiring))
 

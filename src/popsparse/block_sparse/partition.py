@@ -146,9 +146,9 @@ class MatmulParams:
                 below ("zero_lower_triangle") the diagonal of each group. ("none")
         """
         types = dtype, out_dtype, partials_type
-        made = cls._create("dense_dense", dim, block_size, result_sparsity, types, num_groups)
+        params = cls._create("dense_dense", dim, block_size, result_sparsity, types, num_groups)
         check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
-        return replace(made, subblock_mask=subblock_mask)
+        return replace(params, subblock_mask=subblock_mask)
 
     @classmethod
     def _create(
@@ -303,8 +303,8 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
     results = [np.flatnonzero(products.row == row) for row in range(rows)]
     for turn in range(passes):
         for row in range(rows) if by_sum else range(turn * at_once, (turn + 1) * at_once):
-            own = ranges[row % at_once]
-            split = min(max(2 * len(own) // n, 1), len(own))
+            columns = ranges[row % at_once]
+            split = min(max(2 * len(columns) // n, 1), len(columns))
             if options.partition_method == "stripv0":
                 split = 1
             parts = []
@@ -320,9 +320,9 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
             sizes = np.array([len(part) for _, part in parts])
             if options.partition_method == "stripv0":
                 before = np.cumsum(sizes) - sizes
-                tile = own[before * len(own) // sizes.sum()]
+                tile = columns[before * len(columns) // sizes.sum()]
             else:
-                tile = lightest_first(sizes, own)
+                tile = lightest_first(sizes, columns)
             pieces += [(r, int(t), turn, p) for (r, p), t in zip(parts, tile, strict=True)]
     return pieces
 
@@ -344,13 +344,13 @@ def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: f
         if not len(some):
             continue
         need = {*products.a[some].tolist(), *(-1 - products.b[some]).tolist()}
-        holding = np.frombuffer(b"".join([holders[one] for one in need]), np.int64)
+        holding = np.frombuffer(b"".join([holders[block] for block in need]), np.int64)
         more = len(need) - np.bincount(holding, minlength=count)[tiles]
         cost = (1 - ratio) * (loads[tiles] + len(some)) / all_products
         cost = cost + ratio * (memory[tiles] + more) / all_blocks
         best = int(tiles[np.argmin(cost)])
-        for one in need - held[best]:
-            holders[one].append(best)
+        for block in need - held[best]:
+            holders[block].append(best)
         held[best] |= need
         memory[best] = len(held[best])
         loads[best] += len(some)
@@ -377,17 +377,17 @@ def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
     else:
         pieces = []
         rows = params.grid[0]
-        for group, own in enumerate(_shares(tiles, params.groups)):
+        for group, group_tiles in enumerate(_shares(tiles, params.groups)):
             results = np.flatnonzero(products.row // rows == group)
-            pieces += _of_group(method, options, products, results, own)
-    pieces.sort(key=lambda piece: piece[1])
+            pieces += _of_group(method, options, products, results, group_tiles)
+    pieces.sort(key=lambda strip: strip[1])
     chosen = [part for *_, part in pieces]
     lengths = [len(part) for part in chosen]
     return Pieces(
         products,
-        np.array([piece[0] for piece in pieces], np.int64),
-        np.array([piece[1] for piece in pieces], np.int64),
-        np.array([piece[2] for piece in pieces], np.int64),
+        np.array([strip[0] for strip in pieces], np.int64),
+        np.array([strip[1] for strip in pieces], np.int64),
+        np.array([strip[2] for strip in pieces], np.int64),
         np.append(0, np.cumsum(lengths)).astype(np.int64),
         np.concatenate(chosen) if chosen else np.zeros(0, np.int64),
     )
@@ -414,10 +414,10 @@ def _of_group(
     weights = np.array([sizes[products.row[results] == row].sum() for row in rows])
     of_row = lightest_first(weights, np.arange(groups))
     pieces = []
-    for group, own in enumerate(_shares(len(tiles), groups)):
+    for group, group_tiles in enumerate(_shares(len(tiles), groups)):
         inside = np.isin(products.row[results], rows[of_row == group])
         if inside.any():
-            pieces += _blocks(products, tiles[own], results[inside], ratio)
+            pieces += _blocks(products, tiles[group_tiles], results[inside], ratio)
     return pieces
 
 
@@ -475,6 +475,6 @@ def plan(params: MatmulParams, target: Any = None, options: Any = None) -> Block
     """
     check_kind("params", params, MatmulParams, "block_sparse.MatmulParams")
     target = Target.mk2() if target is None else check_kind("target", target, Target, "a Target")
-    made = BlockSparsePlan(params, Options.parse(options, "block-sparse"), target)
-    made.pieces  # noqa: B018  what is wrong shows now
-    return made
+    new = BlockSparsePlan(params, Options.parse(options, "block-sparse"), target)
+    new.pieces  # noqa: B018  what is wrong shows now
+    return new

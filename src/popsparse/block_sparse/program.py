@@ -102,7 +102,7 @@ def reduce(
     area: int,
     partials: DataType,
     result: DataType,
-    kept: np.ndarray | None,
+    mask: np.ndarray | None,
 ) -> Codelet:
     """The blocks of the result of each tile, from their partial sums, one after the other.
 
@@ -115,13 +115,13 @@ def reduce(
     def compute(v: VertexView) -> None:
         total = np.zeros((len(depth), area), np.float32)
         np.add.at(total, of, v.partials.values.reshape(-1, area).astype(np.float32))
-        v.out.values[...] = (total if kept is None else total * kept).reshape(-1)
+        v.out.values[...] = (total if mask is None else total * mask).reshape(-1)
 
     def spent(v: VertexView) -> Any:
         cycles = reduce_cycles(area, np.maximum(depth, 1), partials, result, v.target.workers)
         total_cycles = np.bincount(tile_of, np.broadcast_to(cycles, depth.shape), minlength=v.count)
-        if kept is not None:
-            masked = np.bincount(tile_of, area * ~kept.all(1), minlength=v.count)
+        if mask is not None:
+            masked = np.bincount(tile_of, area * ~mask.all(1), minlength=v.count)
             cleared = elementwise_cycles(masked, result, v.target.workers)
             total_cycles = total_cycles + np.where(masked > 0, cleared, 0)
         return total_cycles
@@ -151,11 +151,11 @@ def add_blocks(
     graph: Graph, dtype: DType, home: np.ndarray, shape: tuple[int, ...], name: str
 ) -> Tensor:
     """A variable [blocks, *shape], each block on its tile; those of tile -1 anywhere."""
-    made = graph.add_variable(dtype, [len(home), *shape], name)
-    if made.numel:
+    variable = graph.add_variable(dtype, [len(home), *shape], name)
+    if variable.numel:
         spread = np.arange(len(home)) * graph.target.tiles // max(len(home), 1)
-        graph.set_tile_mapping(made, np.where(home < 0, spread, home))
-    return made
+        graph.set_tile_mapping(variable, np.where(home < 0, spread, home))
+    return variable
 
 
 def join_blocks(blocks: Tensor, rows: int) -> Tensor:
@@ -174,10 +174,10 @@ class _Product:
     def stretches(self, dtype: DType, what: str, tiles: np.ndarray, each: int) -> Tensor:
         """A variable [.., each] of blocks, each on its tile."""
         shape = [len(tiles), each]
-        made = self.graph.add_variable(dtype, shape, f"{self.name} {what}")
-        if made.numel:
-            self.graph.set_tile_mapping(made, tiles)
-        return made
+        variable = self.graph.add_variable(dtype, shape, f"{self.name} {what}")
+        if variable.numel:
+            self.graph.set_tile_mapping(variable, tiles)
+        return variable
 
     def view(self, dtype: DType, addresses: np.ndarray) -> Tensor:
         return Tensor(self.graph, dtype, addresses.shape, addresses=addresses)
@@ -278,16 +278,16 @@ class _Product:
         _, at, of = np.unique(first, return_index=True, return_inverse=True)
         order = np.argsort(tile[at], kind="stable")
         at, back = at[order], np.argsort(order)
-        made = self.stretches(self.dtype, "transposed blocks", tile[at], bk * bn)
+        transposed = self.stretches(self.dtype, "transposed blocks", tile[at], bk * bn)
         tiles, counts = np.unique(tile[at], return_counts=True)
         offsets = np.append(0, np.cumsum(counts)) * bk * bn
         edges = {
             "src": Ragged(self.view(self.dtype, right[at].reshape(-1)), offsets),
-            "out": Ragged(made.flatten(), offsets),
+            "out": Ragged(transposed.flatten(), offsets),
         }
         codelet = transpose(counts, bk, bn, self.params.dtype)
         steps.add(self.execute("transpose blocks", codelet, tiles, edges))
-        return made.addresses()[back[of]]
+        return transposed.addresses()[back[of]]
 
     def _reduce(self, partials: Tensor, out: Tensor, steps: Sequence) -> None:
         """Partial sums to the tiles of the results, and added there."""
@@ -372,10 +372,10 @@ def create_matmul_lhs(
     Raises:
         ValueError, TypeError: as `plan`.
     """
-    made = _planned(graph, params, options)
+    product = _planned(graph, params, options)
     rows, blocks = params.groups * params.grid[0], params.grid[1]
     shape = params.block_size[:2]
-    return join_blocks(_add_operand(graph, made, "a", shape, rows * blocks, name), rows)
+    return join_blocks(_add_operand(graph, product, "a", shape, rows * blocks, name), rows)
 
 
 def create_matmul_rhs(
@@ -383,12 +383,12 @@ def create_matmul_rhs(
 ) -> Tensor:
     """The right operand: dense [groups * k, n], or of "dense_sparse" the blocks [nnz, area] in the
     order of the mask. Args and errors as above."""
-    made, shape = _planned(graph, params, options), _shape_of_rhs(params)
+    product, shape = _planned(graph, params, options), _shape_of_rhs(params)
     if params.kind == "dense_sparse":
-        blocks = _add_operand(graph, made, "b", shape, params.nnz, name)
+        blocks = _add_operand(graph, product, "b", shape, params.nnz, name)
         return blocks.reshape(params.nnz, shape[0] * shape[1])
     rows = params.groups * params.grid[1]
-    return join_blocks(_add_operand(graph, made, "b", shape, rows * params.grid[2], name), rows)
+    return join_blocks(_add_operand(graph, product, "b", shape, rows * params.grid[2], name), rows)
 
 
 def matmul(
@@ -413,7 +413,7 @@ def matmul(
     Raises:
         ValueError: operands of other shapes (88, 89); as `plan`. TypeError: of other types.
     """
-    made = _planned(graph, params, options)
+    product = _planned(graph, params, options)
     check_kind("program", program, Sequence, "a Sequence")
     groups, (m, k, n), shape = params.groups, params.dim, _shape_of_rhs(params)
     is_sparse = params.kind == "dense_sparse"
@@ -422,7 +422,7 @@ def matmul(
     a = _cut(lhs.addresses(), *params.block_size[:2])
     b = rhs.addresses()
     b = b.reshape(-1, *shape) if is_sparse else _cut(b, *shape)
-    out = _Product(graph, made, name).add(a, b, program)
+    out = _Product(graph, product, name).add(a, b, program)
     if is_sparse:
         return join_blocks(out, groups * params.grid[0])
     return out.reshape(len(out), out.shape[1] * out.shape[2])

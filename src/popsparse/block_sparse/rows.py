@@ -172,12 +172,12 @@ class _Rows:
         places = np.arange(len(row) * height * width).reshape(len(row), height, width)
         of = (row[:, None] * height + np.arange(height)).reshape(-1)
         order = np.argsort(of, kind="stable")
-        own, lengths = np.unique(of, return_counts=True)
+        present, lengths = np.unique(of, return_counts=True)
         tile = lightest_first(lengths * width, np.arange(graph.target.tiles))
         by_tile = np.argsort(tile, kind="stable")
-        rank = np.empty(len(own), np.int64)
-        rank[by_tile] = np.arange(len(own))
-        order = order[np.argsort(rank[np.searchsorted(own, of[order])], kind="stable")]
+        rank = np.empty(len(present), np.int64)
+        rank[by_tile] = np.arange(len(present))
+        order = order[np.argsort(rank[np.searchsorted(present, of[order])], kind="stable")]
         # Rows in the order of their tiles.
         self.lengths, self.tile = lengths[by_tile] * width, tile[by_tile]
         self.elements = places.reshape(-1, width)[order].reshape(-1)
@@ -194,17 +194,17 @@ class _Rows:
     def like_values(self, what: str) -> Tensor:
         """A variable that lies as the values do."""
         values = self.values
-        made = self.graph.add_variable(values.dtype, [*values.shape], f"{self.name} {what}")
-        if made.numel:
-            self.graph.set_tile_mapping(made, self.graph.tiles_of(values))
-        return made
+        variable = self.graph.add_variable(values.dtype, [*values.shape], f"{self.name} {what}")
+        if variable.numel:
+            self.graph.set_tile_mapping(variable, self.graph.tiles_of(values))
+        return variable
 
     def packed(self, what: str) -> Tensor:
         """A variable of all elements, row by row on its tile."""
         dtype = self.values.dtype
-        made = self.graph.add_variable(dtype, [len(self.elements)], f"{self.name} {what}")
-        self.graph.map_stretches(made, self.tile, self.lengths)
-        return made
+        variable = self.graph.add_variable(dtype, [len(self.elements)], f"{self.name} {what}")
+        self.graph.map_stretches(variable, self.tile, self.lengths)
+        return variable
 
     def numbers(self, what: str) -> Tensor:
         """A float for each row, on its tile."""

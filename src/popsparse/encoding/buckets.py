@@ -259,11 +259,11 @@ def assign(rows: np.ndarray, cols: np.ndarray, layout: BucketLayout) -> Assignme
     first[1:] |= rows[1:] != rows[:-1]
     start = np.flatnonzero(first)
     length = np.diff(np.append(start, len(rows)))
-    piece = np.searchsorted(bounds, start, side="right") - 1
-    runs = Runs(piece, rows[start].astype(np.int64) % part_x, start, length)
+    index = np.searchsorted(bounds, start, side="right") - 1
+    runs = Runs(index, rows[start].astype(np.int64) % part_x, start, length)
     if len(runs):
         by_length = stable_order(length.max() - length)
-        runs = runs[by_length[stable_order(piece[by_length])]]
+        runs = runs[by_length[stable_order(index[by_length])]]
     return Assignment(order, col, runs)
 
 

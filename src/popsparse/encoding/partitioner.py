@@ -291,9 +291,15 @@ class Partitioner:
             arrays = [m.nz_values.reshape(-1, *m.block_dimensions) for m in canonical]
             patterns = canonical
         else:
-            for one, given in zip(patterns, self._per_group(values, "values"), strict=True):
+            for group_pattern, given in zip(
+                patterns, self._per_group(values, "values"), strict=True
+            ):
                 array = to_numpy(given)
-                expected = one.values_shape if isinstance(one, SparsePattern) else array.shape
+                expected = (
+                    group_pattern.values_shape
+                    if isinstance(group_pattern, SparsePattern)
+                    else array.shape
+                )
                 if array.shape != expected:
                     raise ValueError(
                         f"values must have the shape {list(expected)}, got {list(array.shape)}"
@@ -356,8 +362,8 @@ class Partitioner:
             items = list(value)
         else:
             raise ValueError(f"{what} must be a sequence of {self.groups}, one for each group")
-        for one in items if what == "pattern" else ():
-            _check_pattern(one)
+        for item in items if what == "pattern" else ():
+            _check_pattern(item)
         return items
 
     def _encode_patterns(self, patterns: list[Any]) -> EncodedPattern:

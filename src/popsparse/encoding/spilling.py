@@ -174,18 +174,18 @@ def spill(
     stays = (words <= layout.meta_info_words - 1) & (nz <= limit[runs.piece]) & (not force)
     if stays.all():
         return SpillResult(runs, runs.piece, np.zeros(len(runs), np.int64))
-    kept = runs[stays]
-    gone = runs[~stays]
+    stay = runs[stays]
+    spilled = runs[~stays]
     last = np.flatnonzero(stays)
-    last = last[np.append(kept.piece[1:] != kept.piece[:-1], True)] if len(last) else last
+    last = last[np.append(stay.piece[1:] != stay.piece[:-1], True)] if len(last) else last
     used_words, used_nz = np.zeros(buckets, np.int64), np.zeros(buckets, np.int64)
     used_words[runs.piece[last]], used_nz[runs.piece[last]] = words[last], nz[last]
     balancer = _Balancer(layout, limit, actual_workers, used_words, used_nz, {})
-    sources, at = np.unique(gone.piece, return_index=True)
-    for source, begin, end in zip(sources, at, [*at[1:], len(gone)], strict=True):
+    sources, at = np.unique(spilled.piece, return_index=True)
+    for source, begin, end in zip(sources, at, [*at[1:], len(spilled)], strict=True):
         part = slice(begin, end)
         balancer.pending[int(source)] = _Overflow(
-            gone.row[part], gone.start[part], gone.length[part]
+            spilled.row[part], spilled.start[part], spilled.length[part]
         )
     parts_z = layout.partition[2]
     spans = [parts_z, parts_z * layout.partition[1], buckets]
@@ -196,7 +196,7 @@ def spill(
             balancer.rebalance(span, cut_rows, optimise_for_speed, force)
     if balancer.pending:
         raise _overflow(balancer, int(runs.length.sum()), force)
-    return _joined(kept, balancer.moves)
+    return _joined(stay, balancer.moves)
 
 
 def _joined(kept: Runs, moves: list[_Move]) -> SpillResult:

@@ -29,11 +29,11 @@ def check_mapping(graph: Graph, target: Target) -> None:
             at = np.flatnonzero(bad)
             if not len(at):
                 continue
-            piece = at[0]
-            variable = filled[int(pieces.run[piece])]
-            first = int(pieces.starts[piece]) - variable.start
-            last = first + int(pieces.lengths[piece]) - 1
-            where = what or f"tile {int(pieces.tiles[piece])}, past the target's {target.tiles}"
+            interval = at[0]
+            variable = filled[int(pieces.run[interval])]
+            first = int(pieces.starts[interval]) - variable.start
+            last = first + int(pieces.lengths[interval]) - 1
+            where = what or f"tile {int(pieces.tiles[interval])}, past the target's {target.tiles}"
             raise MappingError(
                 f"elements {first} to {last} of {variable.name!r} are mapped to {where}: map them "
                 f"with set_tile_mapping"
@@ -49,14 +49,14 @@ def _check_locality(graph: Graph, set_name: str, vertices: VertexSet) -> None:
         vertex_tiles = vertices.tiles[vertex[pieces.run]]
         wrong = np.flatnonzero(pieces.tiles != vertex_tiles)
         if len(wrong):
-            piece = wrong[0]
-            address = int(pieces.starts[piece])
+            index = wrong[0]
+            address = int(pieces.starts[index])
             variable = graph.variable_at(tensor.dtype, address)
             raise LocalityError(
-                f"compute set {set_name!r}: vertex {int(vertex[pieces.run[piece]])} of "
-                f"{vertices.codelet.name!r} on tile {int(vertex_tiles[piece])} is connected by "
+                f"compute set {set_name!r}: vertex {int(vertex[pieces.run[index]])} of "
+                f"{vertices.codelet.name!r} on tile {int(vertex_tiles[index])} is connected by "
                 f"{name!r} to element {address - variable.start} of {variable.name!r} on tile "
-                f"{int(pieces.tiles[piece])}: copy it there first"
+                f"{int(pieces.tiles[index])}: copy it there first"
             )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from dynsparse._core.checks import check_flag, check_integer, check_kind, shortened
 from dynsparse._core.files.atomic_write import atomic_write_text
+from dynsparse._core.files.limits import parse_json
 from dynsparse.tracing import spanned
 from popsparse.machine.checks import check_mapping
 from popsparse.machine.dtypes import ProgramError
@@ -26,6 +29,9 @@ from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 
 _T = TypeVar("_T")
+
+ENVIRONMENT = ("DYNSPARSE_ENGINE_OPTIONS", "POPLAR_ENGINE_OPTIONS")
+_reporting = itertools.count()
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -96,6 +102,36 @@ class EngineOptions:
     reported_runs: int = 2
 
     @classmethod
+    def of_engine(cls, options: Any) -> EngineOptions:
+        """The options given to an engine, over those of the environment.
+
+        The environment's are for all engines of a process: each reports into a folder of its own,
+        `engine-0` on, in the order they are made.
+
+        Raises:
+            ValueError, TypeError: as `parse`; an environment variable that holds something else
+                than a JSON object of options.
+        """
+        parsed = cls.parse(options)
+        for variable in ENVIRONMENT:
+            text = os.environ.get(variable, "")
+            if not text:
+                continue
+            try:
+                shared = parse_json(text)
+                if not isinstance(shared, dict):
+                    raise ValueError(f"expected a JSON object, got {shortened(text)}")
+                parsed = cls.parse({**shared, **(options or {})})
+            except ValueError as error:
+                raise ValueError(f"{variable}: {error}") from error
+            reports = parsed.graph_report or parsed.execution_report
+            if reports and "autoReport.directory" not in (options or {}):
+                folder = parsed.folder / f"engine-{next(_reporting)}"
+                parsed = replace(parsed, folder=folder)
+            break
+        return parsed
+
+    @classmethod
     def parse(cls, options: Any) -> EngineOptions:
         """From a mapping of names to values, as text or as they are.
 
@@ -128,7 +164,8 @@ class Engine:
         check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
             profile.
         max_iterations: after this many turns a while loop is taken for endless.
-        options: by name, as Poplar spells them: see `EngineOptions`.
+        options: by name, as Poplar spells them: see `EngineOptions`. What is left out is taken from
+            a JSON object in DYNSPARSE_ENGINE_OPTIONS or else POPLAR_ENGINE_OPTIONS.
         print_to: where `PrintTensor` writes; standard error.
         numerics: whether half and float data is computed. Without it only integers and bools,
             which steer a program, move and change; the profile is the same at a fraction of the
@@ -156,7 +193,7 @@ class Engine:
         options: Mapping[str, Any] | None = None,
         print_to: TextIO | None = None,
     ) -> None:
-        self.options = EngineOptions.parse(options)
+        self.options = EngineOptions.of_engine(options)
         graph = check_kind("graph", graph, Graph, "a Graph").root
         self.graph = graph
         self.target = graph.target

@@ -419,7 +419,10 @@ class Profile:
             Contents.from_dict(plain["contents"], target.tiles),
             name=plain["program"],
             timeline=[TimelineRow(int(row[0]), *map(float, row[1:])) for row in plain["timeline"]],
-            codelets={name: CodeletProfile(**one) for name, one in plain["codelets"].items()},
+            codelets={
+                name: CodeletProfile(**plain_codelet)
+                for name, plain_codelet in plain["codelets"].items()
+            },
             counts=dict(plain["counts"]),
             cycles=float(plain["cycles"]["total"]),
             timeline_is_whole=plain["timeline_is_whole"],

@@ -142,6 +142,7 @@ RECEIVE_POINTER = Fact(
 
 # Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
+PRESETS = ("mk2", "bow")  # names of functions of `Target`
 _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
 
 # The largest of each: far more than any machine has, and little enough to simulate, or to plan for.
@@ -322,8 +323,8 @@ class Target:
     @typed
     def named(cls, name: str, **changes: Any) -> Target:
         """The preset of this name: "mk2" or "bow"."""
-        presets = {"mk2": cls.mk2, "bow": cls.bow}
-        return presets[check_choice("target", name, presets)](**changes)
+        preset: Target = getattr(cls, check_choice("target", name, PRESETS))(**changes)
+        return preset
 
     def with_(self, **changes: Any) -> Target:
         """A copy with some fields changed."""

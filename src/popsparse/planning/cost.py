@@ -318,8 +318,8 @@ def bucket_arrays(space: SearchSpace) -> Buckets:
     block = space.method is not Method.ELEMENT
     forward = meta_info_words(*common, block=block, grad_weight=options.do_grad_w_pass)
     shared = block or options.shared_buckets
-    own = forward if shared else own_grad_input_words(*common)
-    return Buckets(held, area, forward, own)
+    grad_input_words = forward if shared else own_grad_input_words(*common)
+    return Buckets(held, area, forward, grad_input_words)
 
 
 class _View(NamedTuple):

@@ -425,10 +425,10 @@ def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: boo
     partitions = all_partitions(tiles)
     partitions = partitions[:, _even(fields, tiles)[partitions[0]]]
     for serial_out, serial_in in splits:
-        kept = _even(ceil_div(out_groups, serial_out), tiles)[partitions[1]]
-        kept &= _even(ceil_div(in_groups, serial_in), tiles)[partitions[2]]
+        rows = _even(ceil_div(out_groups, serial_out), tiles)[partitions[1]]
+        rows &= _even(ceil_div(in_groups, serial_in), tiles)[partitions[2]]
         for once in (False, True) if serial_out > 1 else (False,):
-            splits_of = (partitions[:, kept], serial_out, serial_in, once)
+            splits_of = (partitions[:, rows], serial_out, serial_in, once)
             yield Cut(kind, swapped, fields, outs, k, *splits_of)
 
 
@@ -465,12 +465,12 @@ def _search(
             fastest = math.inf if best is None else best[0][0]
             if isinstance(cut.kind, HMAC) and least > fastest:
                 break
-            kept = least_cycles(cut, dtype, target) <= fastest
+            candidates = least_cycles(cut, dtype, target) <= fastest
             if bound is not None:
-                kept &= tile_bytes(cut, dtype, partials) <= bound
-            if not kept.any():
+                candidates &= tile_bytes(cut, dtype, partials) <= bound
+            if not candidates.any():
                 continue
-            cut = replace(cut, partitions=cut.partitions[:, kept])
+            cut = replace(cut, partitions=cut.partitions[:, candidates])
             terms = price(cut, dtype, partials, target)
             fits = terms.allowed if bound is None else terms.allowed & (terms.bytes <= bound)
             indices = np.flatnonzero(fits)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -19,7 +21,44 @@ _STATIC = ("available_memory_proportion", "num_bands", "n_split", "enable_prepro
 _BLOCK_SPARSE = ("partition_method", "number_of_pass", "memory_cycle_ratio")
 
 
+_ELSEWHERE = {
+    "dense_grad": "use Update, or the dense_grad of target_options",
+    "verbose_logging": "set the environment variable DYNSPARSE_LOG_LEVEL=DEBUG",
+    "fully_connected_pass": "use do_grad_a_pass and do_grad_w_pass",
+    "pooling_type": "use the pooling of Update",
+    "oversize": "did you mean 'meta_info_bucket_oversize_proportion'?",
+    "memory": "did you mean 'available_memory_proportion'?",
+}
+"""Of names that are no options, what there is for the same purpose."""
+
+
+def spelled(name: Any) -> Any:
+    """The name here of one in PopSparse's spelling: "partitioner.optimiseForSpeed" is
+    "optimise_for_speed". Names here are their own."""
+    if not isinstance(name, str):
+        return name
+    return re.sub("(?<=.)(?=[A-Z])", "_", name.removeprefix("partitioner.")).lower()
+
+
+def _read(name: str, value: Any, default: Any) -> Any:
+    """The value of an option whose text PopSparse would read: "0.5", "true", JSON."""
+    if not isinstance(value, str):
+        return value
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(value, value)
+    try:
+        if isinstance(default, PlanConstraints):
+            return json.loads(value)
+        if default is None or isinstance(default, (int, float)):
+            return float(value) if default is None else type(default)(value)
+    except (ValueError, RecursionError):
+        pass  # Refused by the option's own check.
+    return value
+
+
 def _unknown(name: Any, known: list[str], what: str) -> ValueError:
+    if name in _ELSEWHERE:
+        return ValueError(f"unknown {what} {name!r}: {_ELSEWHERE[name]}")
     close = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"the {what}s are {', '.join(known)}"
     return ValueError(f"unknown {what} {name!r}: {hint}")
@@ -30,21 +69,26 @@ def parse_options(
 ) -> Parsed:
     """Options of a dataclass from a mapping of some of its fields, or as they are.
 
+    Names and texts may be PopSparse's, such as {"availableMemoryProportion": "0.5"}.
+
     Raises:
-        ValueError: a name that is not among `known`, with the nearest that is. TypeError: not a
-            mapping.
+        ValueError: a name that is not among `known`, with the nearest that is; a name in both
+            spellings. TypeError: not a mapping.
     """
     if isinstance(value, cls):
         return value
-    given = {} if value is None else dict(_items(value, "options"))
-    for name in given:
+    default, given = cls(), {}
+    for original, item in [] if value is None else _items(value, "options"):
+        name = spelled(original)
         if name not in known:
             raise _unknown(name, [*known], "option")
+        if name in given:
+            raise ValueError(f"option {name} is given twice, once as {original!r}: leave one out")
+        given[name] = _read(name, item, getattr(default, name))
     return cls(**given)
 
 
 _SECTIONS = {"partition": ["x", "y", "z"], "exchange": ["grad_w_exchange_buckets"]}
-_SPELLINGS = {"gradWExchangeBuckets": "grad_w_exchange_buckets", "useDense": "use_dense"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +105,7 @@ class PlanConstraints:
     def parse(cls, value: Any) -> PlanConstraints:
         """From {"partition": {"x", ..}, "exchange": {"grad_w_exchange_buckets"}, "use_dense"}.
 
-        The original's spellings "gradWExchangeBuckets" and "useDense" are read too.
+        PopSparse's spellings are read too.
 
         Raises:
             ValueError, TypeError: not a mapping, an unknown key, a value of the wrong kind.
@@ -70,7 +114,7 @@ class PlanConstraints:
             return value
         chosen: dict[str, Any] = {}
         for section, content in [] if value is None else _items(value, "plan_constraints"):
-            section = _SPELLINGS.get(section, section)
+            section = spelled(section)
             what = f"plan_constraints.{section}"
             if section == "use_dense":
                 chosen["use_dense"] = check_flag(what, content)
@@ -78,7 +122,7 @@ class PlanConstraints:
             if section not in _SECTIONS:
                 raise _unknown(section, [*_SECTIONS, "use_dense"], "plan constraint")
             for key, item in _items(content, what):
-                key = _SPELLINGS.get(key, key)
+                key = spelled(key)
                 if key not in _SECTIONS[section]:
                     raise _unknown(key, _SECTIONS[section], f"{section} constraint")
                 name = f"{what}.{key}"

@@ -140,13 +140,13 @@ _MOST_ELEMENTS = 2**40
 
 
 def _check_elements(groups: int, batch: int, in_: int, out: int) -> None:
-    for what, one, other in (
+    for what, value, other in (
         ("weights", out, in_),
         ("an input", in_, batch),
         ("an output", out, batch),
     ):
-        if groups * one * other > _MOST_ELEMENTS:
-            sizes = " x ".join(f"{n:,}" for n in (groups, one, other) if n > 1)
+        if groups * value * other > _MOST_ELEMENTS:
+            sizes = " x ".join(f"{n:,}" for n in (groups, value, other) if n > 1)
             raise ValueError(
                 f"{what} must have at most 2^40 elements, got {sizes}: take smaller sizes"
             )

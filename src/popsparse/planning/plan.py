@@ -133,6 +133,11 @@ class Plan:
     search: Any = field(default=None, compare=False, repr=False)
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """All that the plan depends on: its place in a `PlanningCache`."""
+        return self.target, self.dtype, self.params, self.options
+
+    @property
     def use_dense(self) -> bool:
         """Whether the weights are kept dense."""
         return bool(self.dense)
@@ -254,3 +259,9 @@ class PlanningCache:
         else:
             self._plans[key] = make()
         return self._plans[key]
+
+
+def keep(cache: PlanningCache | None, plan: Any) -> None:
+    """Keep the plan of an operand in the cache given to a function that uses the operand."""
+    if cache is not None:
+        cache.find(plan.key, lambda: plan)

@@ -226,7 +226,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
         at(buckets.groups), buckets.area, options.partials_type, grad_weight=options.do_grad_w_pass
     )
     x, y, z = space.partitions[:, place].tolist()
-    own = space.method is Method.ELEMENT and not options.shared_buckets
+    is_separate = space.method is Method.ELEMENT and not options.shared_buckets
     request = (space.target, space.dtype, space.params, options)
     return Plan(
         params=space.params,
@@ -241,7 +241,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
         buckets=BucketSizes(
             int(values),
             at(buckets.forward_words),
-            at(buckets.grad_input_words) if own and options.do_grad_a_pass else 0,
+            at(buckets.grad_input_words) if is_separate and options.do_grad_a_pass else 0,
             overflow_words(x),
         ),
         costs=costs,

@@ -11,7 +11,6 @@ of them. Arguments may be arrays. Partial sums have the type of the data.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections import Counter
@@ -33,6 +32,7 @@ from popsparse.planning.static_layout import (
     Interval,
     StaticPlan,
     column_bands,
+    plan_key,
     sort_kept_first,
     split_n,
     split_tiles,
@@ -204,7 +204,7 @@ def make_plan(
     """
     kind, requested = data_type(dtype), Options.parse(options, "static")
     pattern, _ = pattern_of(matrix, params)
-    request = (target, kind, params, requested, pattern.block_size, _digest(pattern))
+    request = plan_key(target, kind, params, requested, pattern)
     if cache is None:
         return _plan(request, pattern)
     return cache.find(request, lambda: _plan(request, pattern))
@@ -218,13 +218,6 @@ class _Chosen(NamedTuple):
     terms: dict[str, int]
     temporary_bytes: int
     search: Search
-
-
-def _digest(pattern: SparsePattern) -> str:
-    """Of the positions."""
-    digest = hashlib.sha256(pattern.rows.numpy().tobytes())
-    digest.update(pattern.cols.numpy().tobytes())
-    return digest.hexdigest()
 
 
 class _CutSearch:
@@ -416,8 +409,8 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         np.bincount(at.numpy(), minlength=size)
         for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
     ]
-    kept = [sort_kept_first(count, options.enable_preprocessing) for count in counts]
-    (row_order, rows), (column_order, columns) = kept
+    sorted_counts = [sort_kept_first(count, options.enable_preprocessing) for count in counts]
+    (row_order, rows), (column_order, columns) = sorted_counts
     cuts = _CutSearch(
         target, dtype, params, options, pattern, (rows, columns), counts[1][column_order]
     )

@@ -9,6 +9,7 @@ uneven as chance makes it. See section 6.4 of docs/popsparse-formulas.md.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -359,6 +360,15 @@ class Pieces:
         )
 
 
+def plan_key(
+    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
+) -> tuple[Any, ...]:
+    """All that a static plan depends on; of the pattern its positions."""
+    digest = hashlib.sha256(pattern.rows.numpy().tobytes())
+    digest.update(pattern.cols.numpy().tobytes())
+    return target, dtype, params, options, pattern.block_size, digest.hexdigest()
+
+
 @dataclass(frozen=True, eq=False)
 class StaticPlan:
     """How a product with a known pattern is cut. Made by `static.make_plan`.
@@ -393,6 +403,11 @@ class StaticPlan:
     terms: dict[str, int]
     temporary_bytes: int
     search: Search = field(repr=False)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that the plan depends on: its place in a `PlanningCache`."""
+        return plan_key(self.target, self.dtype, self.params, self.options, self.pattern)
 
     @property
     def n_split(self) -> int:
@@ -457,7 +472,9 @@ class StaticPlan:
     def depths(self) -> np.ndarray:
         """How many tiles have partial sums of a row place in a part of n: int64 [m / b, parts]."""
         height = self.pattern.grid[0]
-        counts = {key: np.bincount(one.row, minlength=height) for key, one in self._pieces.items()}
+        counts = {
+            key: np.bincount(piece.row, minlength=height) for key, piece in self._pieces.items()
+        }
         return np.stack([counts[tiles] for tiles in self.band_tiles], axis=1)
 
     @cached_property

@@ -111,6 +111,20 @@ def _column(column: Sequence[Any]) -> Any:
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
+@contextmanager
+def _cache_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
+    """torch.compile keeps code in this folder; the environment is restored afterwards."""
+    before = os.environ.get(_CACHE)
+    if folder:
+        os.environ[_CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        if folder:
+            os.environ.pop(_CACHE)
+            os.environ |= {} if before is None else {_CACHE: before}
+
+
 class WrappedModel:
     """What `trainingModel` and `inferenceModel` return: called with a combined batch.
 
@@ -224,7 +238,8 @@ class WrappedModel:
                 f"{options.device_iterations}"
             )
         outputs = _Outputs(options, mode, per_step)
-        with self._mode():
+        folder = options.cache_folder or os.environ.get("POPTORCH_CACHE_DIR")
+        with self._mode(), _cache_in(folder):
             for i in range(options.device_iterations):
                 step = parts[i * per_step : (i + 1) * per_step]
                 self._train(step, outputs) if self._training else self._infer(step, outputs)
@@ -261,9 +276,6 @@ class WrappedModel:
         if self._code is None:
             self._code = self.model
             if self._backend is not False:
-                folder = self.options.cache_folder
-                if folder is not None:
-                    os.environ[_CACHE] = str(folder)
                 self._code = torch.compile(self.model, backend=self._backend)
         return self._code
 

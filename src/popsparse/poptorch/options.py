@@ -111,7 +111,7 @@ class Options:
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Options:
         """Keep compiled code in this folder, so that the next process need not compile; None for
-        the compiler's own choice."""
+        that of the environment variable POPTORCH_CACHE_DIR, or else the compiler's own choice."""
         self.cache_folder = None if path is None else Path(path)
         return self
 

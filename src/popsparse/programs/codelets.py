@@ -175,7 +175,7 @@ class BucketReader:
         count, slots = words.shape[:2]
         cycles = np.zeros(count)
         vertices, slots_of = [], []
-        found: list[SubGroup] = []
+        subgroups: list[SubGroup] = []
         for index, groups in enumerate(self.groups(words.reshape(count * slots, -1))):
             vertex, slot = divmod(index, slots)
             for group in groups:
@@ -184,8 +184,8 @@ class BucketReader:
                     continue
                 vertices.append(vertex)
                 slots_of.append(slot)
-                found.append(group)
-        matches = np.array(vertices, np.int64), np.array(slots_of, np.int64), found
+                subgroups.append(group)
+        matches = np.array(vertices, np.int64), np.array(slots_of, np.int64), subgroups
         return cycles, SubGroupMatches(*matches)
 
     def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
@@ -195,10 +195,10 @@ class BucketReader:
             words: uint16 [vertices, buckets each sees, words].
             rectangles: x * Ny + y of each vertex, [vertices].
         """
-        cycles, found = self.find(words, lambda vertex, g: g.rectangle == rectangles[vertex])
-        np.add.at(cycles, found.vertex, [group.cycles for group in found.groups])
-        owners = (np.repeat(at, found.sizes) for at in (found.vertex, found.slot))
-        parts = (found.joined(part) for part in ("row", "col", "place"))
+        cycles, subgroups = self.find(words, lambda vertex, g: g.rectangle == rectangles[vertex])
+        np.add.at(cycles, subgroups.vertex, [group.cycles for group in subgroups.groups])
+        owners = (np.repeat(at, subgroups.sizes) for at in (subgroups.vertex, subgroups.slot))
+        parts = (subgroups.joined(part) for part in ("row", "col", "place"))
         return cycles, BucketMatches(*owners, *parts)
 
     def _read(self, keys: Sequence[bytes]) -> None:
@@ -273,18 +273,18 @@ class ProductCodelets(BucketCodelets):
         self.transposed = name == "grad_input"
         self.transposed_blocks = transposed_blocks
         operand = {"operand": In(), "partials": InOut()}
-        own = {"words": In(UNSIGNED_SHORT), "values": In()}
+        inputs = {"words": In(UNSIGNED_SHORT), "values": In()}
         others = {"other_words": In(UNSIGNED_SHORT), "other_values": In()}
         self.distribution = self._codelet(
             f"{name} distribution",
-            {**own, **others, **operand},
+            {**inputs, **others, **operand},
             self._compute,
             ("rectangle",),
             self._flops,
         )
         self.propagation = self._codelet(
             f"{name} propagation",
-            {**own, **operand},
+            {**inputs, **operand},
             self._compute,
             ("rectangle",),
             self._flops,
@@ -293,11 +293,11 @@ class ProductCodelets(BucketCodelets):
     @staticmethod
     def _buckets(v: VertexView, what: str) -> np.ndarray:
         """[vertices, buckets, words or values]."""
-        own = getattr(v, what).reshape(v.count, 1, -1)
+        bucket = getattr(v, what).reshape(v.count, 1, -1)
         other = v.__dict__.get(f"other_{what}")
         if other is None or other.shape[v.rank] == 0:
-            return own
-        return np.concatenate([own, other.reshape(v.count, other.shape[v.rank], -1)], axis=1)
+            return bucket
+        return np.concatenate([bucket, other.reshape(v.count, other.shape[v.rank], -1)], axis=1)
 
     def _match(self, v: VertexView) -> tuple[np.ndarray, BucketMatches]:
         return self.reader.match(self._buckets(v, "words"), v.rectangle.reshape(-1))
@@ -496,12 +496,12 @@ class EmbeddingCodelets(BucketCodelets):
         columns = v.column.reshape(-1)
         indices = v.indices.reshape(v.count, -1).astype(np.int64)
         words = v.words.reshape(v.count, 1, -1)
-        cycles, found = self.reader.find(
+        cycles, subgroups = self.reader.find(
             words, lambda vertex, g: g.rectangle % parts_y == columns[vertex]
         )
-        owner = np.repeat(found.vertex, found.sizes)
-        first = [group.rectangle // parts_y * rows for group in found.groups]
-        row = found.joined("row") + np.repeat(first, found.sizes).astype(np.int64)
+        owner = np.repeat(subgroups.vertex, subgroups.sizes)
+        first = [group.rectangle // parts_y * rows for group in subgroups.groups]
+        row = subgroups.joined("row") + np.repeat(first, subgroups.sizes).astype(np.int64)
         # Indices of all vertices, sorted by (vertex, block row); padding sorts past every row.
         total = plan.partition.x * rows + 1
         requested = np.minimum(indices // bx, total - 1) + np.arange(v.count)[:, None] * total
@@ -516,16 +516,16 @@ class EmbeddingCodelets(BucketCodelets):
             owner[block],
             index,
             indices[owner[block], index] % bx,
-            found.joined("col")[block],
-            found.joined("place")[block],
+            subgroups.joined("col")[block],
+            subgroups.joined("place")[block],
         )
         workers = int(plan.target.workers)
         vectors = -(-by // plan.dtype.vector_width)
         moves = np.bincount(hits.vertex, minlength=v.count) * (_MOVE * vectors + _HIT)
         cycles += -(-moves // workers) * workers
-        counts = np.array([len(np.unique(group.row)) for group in found.groups])
+        counts = np.array([len(np.unique(group.row)) for group in subgroups.groups])
         look = _LAUNCH + workers * -(-counts // workers) * (_ROW + _COMPARE * indices.shape[1])
-        np.add.at(cycles, found.vertex, look)
+        np.add.at(cycles, subgroups.vertex, look)
         return cycles, hits
 
     def _gather(self, v: VertexView) -> None:

@@ -111,11 +111,11 @@ class Layout:
         """Of "m", "k" and "n"."""
         plan, (field, in_groups, out_groups) = self.plan, self.sizes
         streamed, outs = ("n", "m") if plan.swapped else ("m", "n")
-        made = out_groups * plan.vertex.out_channels
+        outputs = out_groups * plan.vertex.out_channels
         summed = in_groups * plan.vertex.in_channels
         return {
             streamed: Extent(getattr(plan, streamed), 1, plan.field, field),
-            outs: Extent(getattr(plan, outs), plan.serial_out, plan.out, made),
+            outs: Extent(getattr(plan, outs), plan.serial_out, plan.out, outputs),
             "k": Extent(plan.k, plan.serial_in, plan.in_, summed),
         }
 
@@ -204,9 +204,9 @@ def create_operand(
 def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
     """A new tensor of the product's type, its elements in order over the tiles."""
     dtype = layout.plan.dtype
-    made = graph.add_variable(as_dtype(dtype.name), shape, name)
-    graph.map_linearly(made, grain=dtype.vector_width)
-    return made
+    variable = graph.add_variable(as_dtype(dtype.name), shape, name)
+    graph.map_linearly(variable, grain=dtype.vector_width)
+    return variable
 
 
 def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codelet:
@@ -414,10 +414,10 @@ def _join(
                 to = others[..., j, at, low - begin : high - begin]
                 pairs.append((copy.view(source, low, high), to))
         if all(stays):
-            own = mine.view(place, begin, end).expand_dims(len(parts))
+            part = mine.view(place, begin, end).expand_dims(len(parts))
         else:
-            own = others[..., j, :0, :size]
-        edges = {"own": own, "others": others[..., j, :, :size], "out": out[..., j, :size]}
+            part = others[..., j, :0, :size]
+        edges = {"own": part, "others": others[..., j, :, :size], "out": out[..., j, :size]}
         graph.add_vertices(compute, codelet, tiles[..., j], edges)  # type: ignore[arg-type]
     return _Partials(out, tiles, outputs)
 

@@ -51,8 +51,8 @@ def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tenso
     """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
     forward or grad_input want them."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
-    made = product.create_operand(graph, layout, "b", name, transposed=True)
-    return keep_layout(made, made.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape))
+    operand = product.create_operand(graph, layout, "b", name, transposed=True)
+    return keep_layout(operand, operand.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape))
 
 
 def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
@@ -169,14 +169,14 @@ class DensePartitioner:
             raise ValueError(f"pattern must be a sequence of {self.groups}, one for each group")
         given = [values] if self.groups == 1 or values is None else list(values)
         parts, kept = [], []
-        for group, one in enumerate(patterns):
-            if isinstance(one, SparseMatrix):
-                one, tensor = one.to_pattern()
+        for group, group_pattern in enumerate(patterns):
+            if isinstance(group_pattern, SparseMatrix):
+                group_pattern, tensor = group_pattern.to_pattern()
             else:
                 tensor = torch.from_numpy(to_numpy(given[group]))
-            self._check(one)
-            kept.append(one)
-            parts.append(one.to_dense(tensor).T.reshape(-1).numpy())
+            self._check(group_pattern)
+            kept.append(group_pattern)
+            parts.append(group_pattern.to_dense(tensor).T.reshape(-1).numpy())
         none = np.zeros(0, np.uint16)
         return DenseWeights(none, np.concatenate(parts), DensePatterns(self, kept))
 
@@ -185,8 +185,8 @@ class DensePartitioner:
         if isinstance(weights, DenseWeights):
             nz_values = weights.nz_values
         dense = self._dense(nz_values)
-        patterns = [SparsePattern.from_mask(one != 0, self.block_size) for one in dense]
-        pairs = [(p, p.values_of(one)) for p, one in zip(patterns, dense, strict=True)]
+        patterns = [SparsePattern.from_mask(weight != 0, self.block_size) for weight in dense]
+        pairs = [(p, p.values_of(weight)) for p, weight in zip(patterns, dense, strict=True)]
         return pairs[0] if self.groups == 1 else pairs
 
     def gather(self, pattern: SparsePattern, nz_values: Any, group: int = 0) -> torch.Tensor:
@@ -203,7 +203,7 @@ class DensePartitioner:
             )
         rows, cols = self.shape
         weights = torch.from_numpy(np.ascontiguousarray(array)).reshape(self.groups, cols, rows)
-        return [one.T.contiguous() for one in weights]
+        return [weight.T.contiguous() for weight in weights]
 
 
 class Operations(NamedTuple):

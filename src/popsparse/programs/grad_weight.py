@@ -249,9 +249,9 @@ class _GradWeight:
                 if getattr(parts, dim) > 1:
                     passing = [
                         pair
-                        for one in what
-                        for rotating in (moving[one], ids[one])
-                        for pair in rotating.move(held[one], dim, 1)
+                        for name in what
+                        for rotating in (moving[name], ids[name])
+                        for pair in rotating.move(held[name], dim, 1)
                     ]
                     moves[dim, buffers] = Copy(passing, name=f"{dim} {buffers}")
         self.steps.add(loop.build(Copy(pairs, name="first offset"), compute, moves))

@@ -7,6 +7,7 @@ same part of it. At home that part is spread over those tiles, so none holds mor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -27,7 +28,7 @@ from popsparse.machine import (
 )
 from popsparse.planning.options import Options
 from popsparse.planning.params import ceil_div
-from popsparse.planning.plan import Plan
+from popsparse.planning.plan import Plan, PlanningCache, keep
 from popsparse.planning.static_layout import StaticPlan
 
 # Exchanges of less than this a tile are not worth spreading: section 5.1 of
@@ -209,6 +210,17 @@ class PlannedTensor(Tensor):
         self.home = home
         self.layout = layout
 
+    def renewed(self, graph: Graph, dtype: DType, name: str) -> PlannedTensor:
+        """Another of its shape, of this type, that lies the same way."""
+        home = graph.add_variable(dtype, list(self.home.shape), name)
+        graph.set_tile_mapping(home, graph.tiles_of(self.home))
+        held = self.home.addresses().reshape(-1)
+        if len(held) > self.numel:
+            graph.set_initial_value(home, 0)  # the padding
+        order = np.argsort(held)
+        place = order[np.searchsorted(held, self.addresses(), sorter=order)]
+        return PlannedTensor(home, home.addresses().reshape(-1)[place], self.layout)
+
 
 def keep_layout(tensor: Tensor, view: Tensor) -> Tensor:
     """`view`, of all elements of `tensor`, with the layout that `tensor` has, if any."""
@@ -281,11 +293,33 @@ class SparseTensor:
         none = graph.add_variable(UNSIGNED_SHORT, [0], f"{name} meta-info", tiles=0)
         return cls(plan, none, values.flatten(), none, none, values)
 
+    @classmethod
+    def of_meta_info(cls, plan: Plan, meta_info: Tensor) -> SparseTensor:
+        """A pattern alone, as `meta_info` of weights of this plan has it: no values.
+
+        Raises:
+            ValueError: a tensor of another size or type.
+        """
+        sizes = plan.buckets
+        grid = tile_grid(plan, _HOST_ORDER).shape
+        words = 0 if plan.use_dense else sizes.overflow_words + math.prod(grid) * sizes.words
+        if meta_info.dtype != UNSIGNED_SHORT or meta_info.shape != (words,):
+            raise ValueError(
+                f"expected meta-info of unsigned short [{words}] for these parameters and options, "
+                f"got {meta_info.dtype.name} {list(meta_info.shape)}"
+            )
+        none = meta_info[:0]
+        if plan.use_dense:
+            return cls(plan, meta_info, none, none, none, none)
+        overflow = meta_info[: sizes.overflow_words]
+        buckets = meta_info[sizes.overflow_words :].reshape(*grid, sizes.words)
+        return cls(plan, meta_info, none, overflow, buckets, none)
+
     def pass_words(self, name: str, order: str) -> Tensor:
         """The words that a pass reads, [*grid in this order, words]."""
         sizes = self.plan.buckets
-        own = name == "grad_input" and sizes.grad_input_words > 0
-        part = slice(sizes.forward_words, None) if own else slice(0, sizes.forward_words)
+        is_grad_input = name == "grad_input" and sizes.grad_input_words > 0
+        part = slice(sizes.forward_words, None) if is_grad_input else slice(0, sizes.forward_words)
         return reorder(self.words[..., part], _HOST_ORDER, order)
 
     def pass_values(self, order: str) -> Tensor:
@@ -293,8 +327,10 @@ class SparseTensor:
         return reorder(self.values, _HOST_ORDER, order)
 
 
-def check_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
-    """The weights, if they were made for these parameters and options."""
+def check_weights(
+    weights: Any, params: Any, options: Any, cache: PlanningCache | None = None
+) -> SparseTensor:
+    """The weights, if they were made for these parameters and options; `cache` keeps their plan."""
     if not isinstance(weights, SparseTensor):
         raise TypeError(
             f"weights must be a SparseTensor as create_fully_connected_weights makes it, got "
@@ -312,4 +348,5 @@ def check_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
             if getattr(requested, field.name) != getattr(plan.options, field.name)
         ]
         raise ValueError(f"options: the weights were made with {'; '.join(changed)}")
+    keep(cache, plan)
     return weights

@@ -446,8 +446,8 @@ class _Product:
             to = others[:, at]
             for sources, first in ((before, 0), (after, at)):
                 if sources.shape[1]:
-                    there = to[..., first : first + sources.shape[1], :]
-                    pairs.append((sources.transpose(0, 2, 3, 1, 4), there))
+                    target = to[..., first : first + sources.shape[1], :]
+                    pairs.append((sources.transpose(0, 2, 3, 1, 4), target))
             self.graph.add_vertices(
                 compute,
                 codelet,

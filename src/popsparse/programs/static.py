@@ -107,11 +107,11 @@ class _Product:
 
     def stretches(self, what: str, tiles: np.ndarray, lengths: np.ndarray) -> Tensor:
         """A variable of stretches, one after the other, each on its tile."""
-        made = self.graph.add_variable(
+        variable = self.graph.add_variable(
             machine_type(self.plan), [int(lengths.sum())], f"{self.name} {what}"
         )
-        self.graph.map_stretches(made, tiles, lengths)
-        return made
+        self.graph.map_stretches(variable, tiles, lengths)
+        return variable
 
     def add(self, values: Tensor, dense: Tensor, program: Sequence, transposed: bool) -> Tensor:
         plan, steps = self.plan, Sequence(name=self.name)
@@ -220,7 +220,7 @@ class _Product:
             start = self._sources(partials, rows, parts, outputs.begin[ones], np.zeros_like(ones))
             pairs.append((self._runs(out, start, outputs.length[ones]), self._outputs(out, ones)))
         compute = self.graph.add_compute_set("reduce")
-        made: Tensor | None = None
+        total: Tensor | None = None
         for at_home in (True, False):
             chosen = np.flatnonzero(sums.at_home == at_home)
             if not len(chosen):
@@ -229,7 +229,7 @@ class _Product:
             result = out.flatten()
             if not at_home:
                 what = "sums made elsewhere"
-                result = made = self.stretches(what, sums.tile[chosen], sums.length[chosen])
+                result = total = self.stretches(what, sums.tile[chosen], sums.length[chosen])
                 place = np.cumsum(sums.length[chosen]) - sums.length[chosen]
             pairs += self._add_up(partials, chosen, place, result, compute, at_home=at_home)
         if pairs:
@@ -243,12 +243,12 @@ class _Product:
             )
             self.graph.map_stretches(vertices, np.flatnonzero(state), words)
             steps.add(Execute(compute))
-        if made is not None:
+        if total is not None:
             # Device order of the outputs, whatever piece each is from.
             away = ~sums.at_home
             begin, length = sums.begin[away], sums.length[away]
             order = np.argsort(begin)
-            first = int(made[:1].addresses().item())
+            first = int(total[:1].addresses().item())
             place = first + (np.cumsum(length) - length)[order]
             moved = self._runs(out, place, length[order])
             steps.add(Copy(moved, self._outputs(out, spread), name="move sums"))
@@ -299,9 +299,9 @@ class _Product:
         their partial sums."""
         plan, sums = self.plan, self.plan.sums
         depth = sums.depth[chosen]
-        piece = np.repeat(np.arange(len(chosen)), depth)
-        turn = np.arange(len(piece)) - np.repeat(np.cumsum(depth) - depth, depth)
-        of, size = chosen[piece], sums.length[chosen]
+        part = np.repeat(np.arange(len(chosen)), depth)
+        turn = np.arange(len(part)) - np.repeat(np.cumsum(depth) - depth, depth)
+        of, size = chosen[part], sums.length[chosen]
         start = self._sources(partials, sums.row[of], sums.part[of], sums.begin[of], turn)
         length, where = sums.length[of], "outputs" if at_home else "sums"
         local = self.stretches(f"partials of {where}", sums.tile[of], length)
@@ -312,7 +312,7 @@ class _Product:
         written = Runs(place, size).addresses()
 
         def add(v: VertexView) -> None:
-            total = add_partials(v.partials.values, place[piece], length, turn, result.numel)
+            total = add_partials(v.partials.values, place[part], length, turn, result.numel)
             v.out.values[written] = total[written]
 
         codelet = Codelet(

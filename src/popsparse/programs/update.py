@@ -12,6 +12,7 @@ vector at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -79,10 +80,10 @@ def _in_order(values: np.ndarray) -> np.ndarray:
 
 
 class _Part(NamedTuple):
-    """What one piece sends: its stream, and its scores (or the gradient) [groups, *shape]."""
+    """What one piece sends under a name: its scores (or the gradient) [groups, *shape]."""
 
     piece: GradientPiece
-    stream: Stream
+    name: str
     is_pooled: bool
 
 
@@ -92,8 +93,11 @@ class UpdatePrograms:
     Args:
         graph: of the layer.
         weights: what they update.
-        gradient, inputs: dY [batch, groups * out] and X [batch, groups * in].
+        gradient, inputs: dY [batch, groups * out] and X [batch, groups * in]; no gradient where
+            growth looks at none, and then there are no scores.
         update: how.
+        slots: the optimizer state, each like the values; by default it is made here.
+        name: of the layer, before the names of streams.
 
     Attributes:
         programs: by name.
@@ -103,7 +107,14 @@ class UpdatePrograms:
     """
 
     def __init__(
-        self, graph: Graph, weights: SparseTensor, gradient: Tensor, inputs: Tensor, update: Update
+        self,
+        graph: Graph,
+        weights: SparseTensor,
+        gradient: Tensor | None,
+        inputs: Tensor,
+        update: Update,
+        slots: Iterable[Tensor] = (),
+        name: str = "",
     ) -> None:
         self.graph, self.weights, self.plan, self.update = graph, weights, weights.plan, update
         self.block = self.plan.params.sparsity_params.block_dimensions
@@ -111,27 +122,41 @@ class UpdatePrograms:
         values = weights.nz_values
         home = weights.values
         self._state = [("values", values)]
-        for number in range(update.optimizer_slots):
-            slot = graph.add_variable(self.dtype, home.shape, f"optimizer slot {number}")
-            graph.set_tile_mapping(slot, graph.tiles_of(home))
-            graph.set_initial_value(slot, 0)
-            graph.add_handle(f"optimizer slot {number}", slot)
+        self._prefix = f"{name} " if name else ""
+        held = list(slots) or [self._add_slot(n, home) for n in range(update.optimizer_slots)]
+        for number, slot in enumerate(held):
             self._state.append((f"optimizer slot {number}", slot.flatten()))
         self._parts: list[_Part] = []
+        self._streams: dict[str, Stream] = {}
         self.host: dict[str, np.ndarray] = {}
         self.programs = {
             "scores": self._scores(gradient, inputs),
             "rewire": self._rewire(),
         }
 
-    def _scores(self, gradient: Tensor, inputs: Tensor) -> Sequence:
+    def _add_slot(self, number: int, home: Tensor) -> Tensor:
+        slot = self.graph.add_variable(self.dtype, home.shape, f"optimizer slot {number}")
+        self.graph.set_tile_mapping(slot, self.graph.tiles_of(home))
+        self.graph.set_initial_value(slot, 0)
+        self.graph.add_handle(f"optimizer slot {number}", slot)
+        return slot
+
+    def _scores(self, gradient: Tensor | None, inputs: Tensor) -> Sequence:
+        steps = Sequence()
+        if gradient is not None:
+            self._score(gradient, inputs, steps)
+        for name, tensor in self._state:
+            stream = self._stream(name, tensor, to_device=False)
+            steps.add(Copy(tensor, stream, name=f"{name} to host"))
+        return steps
+
+    def _score(self, gradient: Tensor, inputs: Tensor, steps: Sequence) -> None:
         sizes = self.plan.sizes
         by_group = [
             tensor.reshape(sizes.z, sizes.groups, channels).transpose(1, 0, 2)
             for tensor, channels in ((inputs, sizes.y), (gradient, sizes.x))
         ]
         pieces = plan_gradient(self.plan, self.update)
-        steps = Sequence()
         for number, piece in enumerate(pieces):
             mark = f" {number}" if len(pieces) > 1 else ""
             a, b = (
@@ -150,11 +175,7 @@ class UpdatePrograms:
                 scores = self._pool(scores, mark, steps)
             stream = self._stream(f"scores{mark}", scores, to_device=False)
             steps.add(Copy(scores, stream, name=f"scores to host{mark}"))
-            self._parts.append(_Part(piece, stream, is_pooled))
-        for name, tensor in self._state:
-            stream = self._stream(name, tensor, to_device=False)
-            steps.add(Copy(tensor, stream, name=f"{name} to host"))
-        return steps
+            self._parts.append(_Part(piece, f"scores{mark}", is_pooled))
 
     def _pool(self, gradient: Tensor, mark: str, steps: Sequence) -> Tensor:
         """Scores [groups * block rows * block columns] of a gradient [groups, in, out]."""
@@ -188,17 +209,21 @@ class UpdatePrograms:
         return steps
 
     def _stream(self, name: str, tensor: Tensor, *, to_device: bool) -> Stream:
-        return self.graph.add_stream(name, tensor.dtype, tensor.numel, to_device=to_device)
+        stream = self.graph.add_stream(
+            f"{self._prefix}{name}", tensor.dtype, tensor.numel, to_device=to_device
+        )
+        self._streams[name] = stream
+        return stream
 
     # The host's side.
 
     def connect(self, engine: Engine) -> None:
         """What comes down is kept in `host` by the stream's name; what goes up is taken there."""
-        for name, stream in self.graph.streams.items():
+        for name, stream in self._streams.items():
             if stream.to_device:
-                engine.connect(name, partial(self._up, name))
+                engine.connect(stream.name, partial(self._up, name))
             else:
-                engine.connect(name, partial(self.host.__setitem__, name))
+                engine.connect(stream.name, partial(self.host.__setitem__, name))
 
     def _up(self, name: str) -> np.ndarray:
         if name not in self.host:
@@ -210,13 +235,13 @@ class UpdatePrograms:
         rows, cols = self.block
         sizes = self.plan.sizes
         scores = np.empty((sizes.groups, sizes.x // rows, sizes.y // cols), np.float32)
-        for piece, stream, is_pooled in self._parts:
+        for piece, name, is_pooled in self._parts:
             x, y = piece.x1 - piece.x0, piece.y1 - piece.y0
-            got = self.host[stream.name].astype(np.float32)
+            scores_of_piece = self.host[name].astype(np.float32)
             if is_pooled:
-                part = got.reshape(sizes.groups, x // rows, y // cols)
+                part = scores_of_piece.reshape(sizes.groups, x // rows, y // cols)
             else:
-                blocks = got.reshape(sizes.groups, y // cols, cols, x // rows, rows)
+                blocks = scores_of_piece.reshape(sizes.groups, y // cols, cols, x // rows, rows)
                 part = pool_magnitudes(blocks.transpose(0, 3, 1, 2, 4), "sum")
             at = scores[:, piece.x0 // rows : piece.x1 // rows]
             at[:, :, piece.y0 // cols : piece.y1 // cols] = part

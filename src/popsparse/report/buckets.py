@@ -214,7 +214,7 @@ def render_encoding(encoding: Any) -> tuple[str, str, dict[str, np.ndarray]]:
     """
     data = BucketData.read(encoding)
     maps = build_bucket_maps(data)
-    by_id = {one.identity: one.values for one in maps}
+    by_id = {heat_map.identity: heat_map.values for heat_map in maps}
     return render_buckets(data, maps), render_propagation(data), by_id
 
 

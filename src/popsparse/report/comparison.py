@@ -106,8 +106,8 @@ def _pass(a: Profile, b: Profile) -> ComparedPass:
     cycles = _pairs({"all cycles": a.cycles, **a.parts}, {"all cycles": b.cycles, **b.parts})
     spent_a, spent_b = ({op.name: op.cycles for op in operations(run)} for run in (a, b))
     of_a, of_b = findings(a), findings(b)
-    shares_a, shares_b = ({one.title: one.share for one in several} for several in (of_a, of_b))
-    rules_a, rules_b = ({one.rule for one in several} for several in (of_a, of_b))
+    shares_a, shares_b = ({item.title: item.share for item in several} for several in (of_a, of_b))
+    rules_a, rules_b = ({item.rule for item in several} for several in (of_a, of_b))
     return ComparedPass(
         a.name or b.name,
         [pair for pair in cycles if pair.first or pair.second],

@@ -4,7 +4,7 @@
   const format = (v) => (Number.isInteger(v) ? v : +v.toPrecision(5)).toLocaleString("en-US");
   const style = getComputedStyle(document.documentElement);
   const PARTS = ["compute", "exchange", "sync", "host"];
-  const COLOURS = PARTS.map((part) => style.getPropertyValue("--" + part).trim());
+  const colour = (name) => style.getPropertyValue("--" + name).trim();
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.hidden = true;
@@ -93,12 +93,12 @@
         pen.fillStyle = fill;
         pen.fillRect(a, y, Math.max(b - a - 1, 0.5), 20);
         if (b - a > pen.measureText(text).width + 10) {
-          pen.fillStyle = "#1d2329";
+          pen.fillStyle = colour("ink");
           pen.fillText(text, a + 5, y + 10.5);
         }
       };
-      phases.forEach(([first, end, name], i) => band(first, end, 4, i % 2 ? "#dce8f1" : "#c9dbe9", name));
-      pen.fillStyle = "#5b6670";
+      phases.forEach(([first, end, name], i) => band(first, end, 4, i % 2 ? colour("other-phase") : colour("phase"), name));
+      pen.fillStyle = colour("muted");
       pen.fillText("phase", 4, 14);
 
       const step = 1 / per, first = find(from), last = find(to - 1e-9);
@@ -118,13 +118,13 @@
       }
       lanes.forEach((part, lane) => {
         const base = TOP + LANE * (lane + 1) - 6;
-        pen.fillStyle = "#f2f4f6";
+        pen.fillStyle = colour("faint");
         pen.fillRect(LEFT, base - 26, inner, 26);
-        pen.fillStyle = COLOURS[part];
+        pen.fillStyle = colour(PARTS[part]);
         cover[lane].forEach((share, x) => {
           if (share > 0.001) pen.fillRect(LEFT + x, base - 26 * Math.min(share, 1), 1, 26 * Math.min(share, 1));
         });
-        pen.fillStyle = "#5b6670";
+        pen.fillStyle = colour("muted");
         pen.fillText(PARTS[part], 4, base - 13);
       });
       const bottom = TOP + LANE * lanes.length;
@@ -133,9 +133,9 @@
       pen.textAlign = "center";
       for (let at = Math.ceil(from / tick) * tick; at <= to; at += tick) {
         const x = place(at), text = format(Math.round(at));
-        pen.fillStyle = "#b9c2c9";
+        pen.fillStyle = colour("frame");
         pen.fillRect(x, bottom, 1, 5);
-        pen.fillStyle = "#5b6670";
+        pen.fillStyle = colour("muted");
         const half = pen.measureText(text).width / 2;
         pen.fillText(text, Math.min(Math.max(x, LEFT + half), width - half), bottom + 14);
       }
@@ -191,6 +191,7 @@
     canvas.addEventListener("pointerleave", (event) => show(event, ""));
     canvas.addEventListener("dblclick", moves.all);
     addEventListener("resize", draw);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     draw();
   }
   document.querySelectorAll(".timeline").forEach((frame) =>

@@ -42,6 +42,11 @@ from popsparse.report.steps import (
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
+_ABOUT = (
+    "A simulation: cycles, times and memory come from a model of the machine, not from hardware."
+)
+
+
 class Section(NamedTuple):
     """A part of the page: its id, its heading and its HTML."""
 
@@ -82,7 +87,8 @@ def _render_page(title: str, subtitle: str, sections: list[Section], data: dict[
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{esc(title)}</title><link rel="icon" href="data:,">'
         f"<style>\n{style}</style></head>\n<body>"
-        f"<header><h1>{esc(title)}</h1><nav>{_render_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
+        f'<header><h1>{esc(title)}</h1><p class="about">{_ABOUT}</p>'
+        f"<nav>{_render_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
         f"<footer>{esc(subtitle)}</footer>\n"
         f'<script type="application/json" id="data">{plain}</script>\n'
         + "".join(f"<script>\n{script}</script>\n" for script in scripts)

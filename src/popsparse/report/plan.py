@@ -95,8 +95,8 @@ def _render_plan(report: Mapping[str, Any]) -> str:
         terms = [(t["name"], float(t["cycles"]), t["temporary_bytes"]) for t in cost["terms"]]
         out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_render_terms(terms)}")
     if "terms" in report:
-        one = [(str(name), float(cycles), None) for name, cycles in report["terms"].items()]
-        out.append(f"<h3>Estimated cost</h3>{_render_terms(one)}")
+        rows = [(str(name), float(cycles), None) for name, cycles in report["terms"].items()]
+        out.append(f"<h3>Estimated cost</h3>{_render_terms(rows)}")
     if report.get("memory"):
         out.append(_render_memory(report["memory"]))
     if search := report.get("search"):

@@ -158,7 +158,7 @@ def _exchange(profile: Profile) -> Finding | None:
     step = profile.steps[worst]
     return Finding(
         "exchange",
-        "Data on its way",
+        "Data moves between tiles",
         f"Moving data takes {percent(spent, profile.cycles)} of the cycles, most of it in "
         f"{names[worst]} ({number(step.exchange)} cycles for {number(step.received)} B).",
         "Move less for what is computed: a larger --batch for the same weights; of sparse products "
@@ -176,7 +176,7 @@ def _sync(profile: Profile) -> Finding | None:
         return None
     return Finding(
         "sync",
-        "Steps that wait for each other",
+        "Synchronisation",
         f"Synchronisation takes {percent(spent, profile.cycles)} of the cycles: {runs:,} steps of "
         f"{number(profile.cycles / max(runs, 1))} cycles on average.",
         "Do more in a step: a larger --batch; fewer and larger products; in your own programs "
@@ -191,10 +191,10 @@ def _host(profile: Profile) -> Finding | None:
         return None
     return Finding(
         "host",
-        "Data from and to the outside",
+        "Transfers to and from the host",
         f"Streams to and from the host, and remote buffers, take {percent(spent, profile.cycles)} "
         "of the cycles.",
-        "Send less and more rarely: pool gradients on the tiles (--update sum, avg or max in place "
+        "Send less, and less often: pool gradients on the tiles (--update sum, avg or max in place "
         "of none), update the pattern at a larger interval, keep on the tiles what is needed "
         "again.",
         spent / profile.cycles,
@@ -215,9 +215,9 @@ def _spilled(profile: Profile) -> Finding | None:
         return None
     return Finding(
         "propagation",
-        "Blocks that left their bucket",
-        f"Buckets were too small for the pattern, and passing on what spilled takes "
-        f"{percent(spent, profile.cycles)} of the cycles.",
+        "Spilled blocks",
+        "Some tiles have more blocks than fit in the buckets of the plan; passing the others on to "
+        f"tiles with room (propagation) takes {percent(spent, profile.cycles)} of the cycles.",
         "Raise --oversize (the option meta_info_bucket_oversize_proportion), which costs memory, "
         "or spread the pattern more evenly over the rectangles of the plan.",
         spent / profile.cycles,
@@ -237,16 +237,16 @@ def _below_peak(profile: Profile) -> Finding | None:
     if not profile.cycles or total < 0.3 * profile.cycles:
         return None
     worst = max(steps, key=lost)
-    done = worst.flops / (worst.compute * worst.tiles * worst.peak_flops)
+    rate = worst.flops / (worst.compute * worst.tiles * worst.peak_flops)
     return Finding(
         "below peak",
-        "Matrix units without work",
-        f"While tiles compute, their matrix units could do {percent(total, profile.cycles)} of the "
-        f"run's cycles more; most in {short_names(profile)[profile.steps.index(worst)]}, which "
-        f"does {percent(done)} of what they could.",
-        "Blocks of 16 (--block-size 16), --dtype float16 and --partials-type float16 are what they "
-        "are made for; single elements do without them. A larger --batch spreads what each block "
-        "costs to begin with.",
+        "Matrix units are idle",
+        f"At the peak rate of the matrix units the run would take {percent(total, profile.cycles)} "
+        f"fewer cycles; most in {short_names(profile)[profile.steps.index(worst)]}, which "
+        f"reaches {percent(rate)} of that rate.",
+        "They reach it only with blocks of 16 (--block-size 16), float16 values (--dtype float16) "
+        "and float16 partials (--partials-type float16): change what differs. Blocks of 1 do not "
+        "use them. A larger --batch spreads the fixed cost of each block.",
         total / profile.cycles,
     )
 
@@ -262,7 +262,7 @@ def _rearranging(profile: Profile) -> Finding | None:
     worst = max(moved, key=lambda step: step.compute)
     return Finding(
         "rearranging",
-        "Data is put in order on its tile",
+        "Data is rearranged within tiles",
         f"Copies inside tiles take {percent(spent, profile.cycles)} of the cycles, most of it in "
         f"{short_names(profile)[profile.steps.index(worst)]}.",
         "Make operands with the product's own functions (create_fully_connected_input, "

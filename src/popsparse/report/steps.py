@@ -148,23 +148,23 @@ def render_operations(profile: Profile) -> str:
     entries = operations(profile, _DEEPEST)
     rows = []
     several = {operation.name.rpartition("/")[0] for operation in entries}
-    for one in entries[:_MOST]:
-        rate = one.flops / one.seconds / 1e12 if one.flops and one.seconds else None
-        shares = [None if s is None else percent(s) for s in (one.peak_share, one.balance)]
+    for entry in entries[:_MOST]:
+        rate = entry.flops / entry.seconds / 1e12 if entry.flops and entry.seconds else None
+        shares = [None if s is None else percent(s) for s in (entry.peak_share, entry.balance)]
         cells = [
-            indent(esc(one.name.rpartition("/")[2]), one.depth - 1),
-            one.runs,
-            one.cycles,
-            percent(one.cycles, profile.cycles),
-            bar(one.parts.items(), profile.cycles),
-            *(one.parts[part] or None for part in PARTS[:3]),
-            one.received or None,
-            one.flops or None,
+            indent(esc(entry.name.rpartition("/")[2]), entry.depth - 1),
+            entry.runs,
+            entry.cycles,
+            percent(entry.cycles, profile.cycles),
+            bar(entry.parts.items(), profile.cycles),
+            *(entry.parts[part] or None for part in PARTS[:3]),
+            entry.received or None,
+            entry.flops or None,
             rate,
-            one.tiles or None,
+            entry.tiles or None,
             *shares,
         ]
-        rows.append(("loop" if one.name in several else "", cells))
+        rows.append(("loop" if entry.name in several else "", cells))
     head: list[Any] = [
         ("operation", "w"),
         "#runs",
@@ -178,7 +178,7 @@ def render_operations(profile: Profile) -> str:
     codelets = sorted(profile.codelets.items(), key=lambda item: -item[1].cycles)[:20]
     by_codelet = table(
         ["codelet", "#vertices run", "#cycles, sum over vertices"],
-        ([esc(name), one.vertices, one.cycles] for name, one in codelets),
+        ([esc(name), entry.vertices, entry.cycles] for name, entry in codelets),
     )
     return (
         "<p>Steps by the names they were built with. Cycles are those of synchronisation, exchange "

@@ -18,27 +18,38 @@ _END = b"|next|"
 _META = ("layers", "aliases", "user")
 
 
-def _model() -> torch.nn.Module:
-    return SparseLinear(6, 4, density=0.5, generator=torch.Generator().manual_seed(0))
+_DENSITIES = (0.5, 0.08)  # the pattern as a mask, and as gaps
 
 
-def _saved() -> bytes:
+def _model(density: float) -> torch.nn.Module:
+    return SparseLinear(6, 4, density, generator=torch.Generator().manual_seed(0))
+
+
+def _saved(density: float) -> bytes:
     file = folder() / "seed"
-    save_safetensors(_model(), file, {"step": "3"})
+    save_safetensors(_model(density), file, {"step": "3"})
     return file.read_bytes()
 
 
-_WHOLE = _saved()
-_LENGTH = struct.unpack_from("<Q", _WHOLE)[0]
-_HEADER, _TENSORS = _WHOLE[8 : 8 + _LENGTH], _WHOLE[8 + _LENGTH :]
-_ENTRIES = json.loads(_HEADER)
+def _split(whole: bytes) -> tuple[bytes, bytes]:
+    end = 8 + struct.unpack_from("<Q", whole)[0]
+    return whole[8:end], whole[end:]
 
-SEEDS = [
-    b"\0" + _WHOLE,
-    b"\1" + _HEADER.rstrip(),
-    b"\2" + _END.join(_ENTRIES["__metadata__"][key].encode() for key in _META),
-    b"\3" + _TENSORS,
-]
+
+def _seeds(number: int, whole: bytes) -> list[bytes]:
+    header, tensors = _split(whole)
+    metadata = json.loads(header)["__metadata__"]
+    contents = (
+        whole,
+        header.rstrip(),
+        _END.join(metadata[key].encode() for key in _META),
+        tensors,
+    )
+    return [bytes([_WAYS * number + way]) + content for way, content in enumerate(contents)]
+
+
+_FILES = [_saved(density) for density in _DENSITIES]
+SEEDS = [seed for number, whole in enumerate(_FILES) for seed in _seeds(number, whole)]
 
 
 def _file(header: bytes, tensors: bytes) -> bytes:
@@ -46,23 +57,25 @@ def _file(header: bytes, tensors: bytes) -> bytes:
 
 
 def run(data: bytes) -> None:
-    way, content = data[0] % _WAYS if data else 0, data[1:]
+    number, way = divmod(data[0] if data else 0, _WAYS)
+    number, content = number % len(_FILES), data[1:]
+    header, tensors = _split(_FILES[number])
     if way == 1:
-        content = _file(content, _TENSORS)
+        content = _file(content, tensors)
     elif way == 2:
         texts = (part.decode(errors="replace") for part in content.split(_END))
-        metadata = _ENTRIES["__metadata__"] | dict(zip(_META, texts, strict=False))
-        content = _file(json.dumps({**_ENTRIES, "__metadata__": metadata}).encode(), _TENSORS)
+        entries = json.loads(header)
+        entries["__metadata__"] |= dict(zip(_META, texts, strict=False))
+        content = _file(json.dumps(entries).encode(), tensors)
     elif way == 3:
-        content = _file(_HEADER, content[: len(_TENSORS)].ljust(len(_TENSORS), b"\0"))
+        content = _file(header, content[: len(tensors)].ljust(len(tensors), b"\0"))
     file = folder() / "weights"
     file.write_bytes(content)
-    _load(load_safetensors, file)
-    _load(load_pretrained, file)
+    for load in (load_safetensors, load_pretrained):
+        _load(load, file, _model(_DENSITIES[number]))
 
 
-def _load(load: Callable[..., object], file: Path) -> None:
-    model = _model()
+def _load(load: Callable[..., object], file: Path, model: torch.nn.Module) -> None:
     before = [tensor.clone() for tensor in model.state_dict().values()]
     with refused_as(ValueError):
         try:

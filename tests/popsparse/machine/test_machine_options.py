@@ -81,6 +81,33 @@ def test_reports_are_written(tmp_path):
     assert len(json.loads((tmp_path / "other" / "profile.json").read_text())["runs"]) == 1
 
 
+def test_options_of_the_environment(tmp_path, monkeypatch):
+    folder = tmp_path / "reports"
+    options = {"autoReport.all": "true", "autoReport.directory": str(folder)}
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", json.dumps(options))
+    for _ in range(2):  # Each engine has a folder of its own.
+        Engine(*squares()).run()
+    parts = list(folder.iterdir())
+    assert len(parts) == 2
+    for part in parts:
+        assert {file.name for file in part.iterdir()} == {"memory.json", "profile.json"}
+    # Those given to an engine, and the variable of our own, come first.
+    Engine(*squares(), options={"autoReport.all": "false"})
+    given = tmp_path / "given"
+    Engine(*squares(), options={"autoReport.directory": str(given)})
+    assert [file.name for file in given.iterdir()] == ["memory.json"]
+    monkeypatch.setenv("DYNSPARSE_ENGINE_OPTIONS", "{}")
+    Engine(*squares()).run()
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"autoReport.al": "true"}'])
+def test_bad_options_of_the_environment(text, monkeypatch):
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", text)
+    with pytest.raises(ValueError, match="POPLAR_ENGINE_OPTIONS: "):
+        Engine(*squares())
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -58,6 +58,7 @@ def test_the_numbers_of_the_profile_are_on_the_page():
     for value in (profile.cycles, fill.cycles, rotate.exchange, rotate.sync):
         assert f" {value:,.0f} " in f" {page.words} "
     assert f"{profile.memory.max_tile_bytes:,} of {profile.memory.limit:,} B" in page.words
+    assert "come from a model of the machine, not from hardware" in page.words
     tiles = page.data["tiles"]
     assert tiles["p0-cycles"]["cycles computing"] == profile.tile_cycles.tolist()
     assert tiles["p0-received"]["bytes received"] == profile.received_bytes.tolist()

@@ -90,14 +90,26 @@ def page() -> str:
     )
 
 
-def test_it_looks_like_something_and_says_nothing(tmp_path, page):
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {"paper": (255, 255, 255), "compute": (0, 114, 178), "exchange": (230, 159, 0)}),
+        (
+            ["--blink-settings=preferredColorScheme=0"],
+            {"paper": (28, 33, 38), "compute": (61, 147, 208), "exchange": (230, 159, 0)},
+        ),
+    ],
+    ids=["light", "dark"],
+)
+def test_it_looks_like_something_and_says_nothing(tmp_path, page, flags, expected):
     picture = tmp_path / "page.png"
-    _, console = browse(tmp_path, page, f"--screenshot={picture}")
+    _, console = browse(tmp_path, page, f"--screenshot={picture}", *flags)
     assert console == []
     with Image.open(picture) as image:
-        colours = {c for _, c in image.convert("RGB").getcolors(1 << 24)}
+        colours = image.convert("RGB").getcolors(1 << 24)
     # The script drew compute and exchange.
-    assert {(0, 114, 178), (230, 159, 0)} <= colours
+    assert set(expected.values()) <= {colour for _, colour in colours}
+    assert max(colours)[1] == expected["paper"]
 
 
 ACTS = """<script>

@@ -82,7 +82,7 @@ CASES = {
     "below peak": (
         made(compute(1000, flops=400 * 10 * 32, peak_flops=32)),
         0.6,
-        "work, which does 40.0\u00a0% of what they could",
+        "work, which reaches 40.0\u00a0% of that rate",
     ),
     "rearranging": (
         made(compute(800), compute(150, name="order"),

@@ -104,12 +104,12 @@ def test_two_profiles_side_by_side():
     assert total.change == pytest.approx(total.second / total.first - 1)
     assert one.memory[0].change == 0
     assert [f.rule for f in one.came] == ["sync"]
-    assert ("Steps that wait for each other", None) in [(p.name, p.first) for p in one.findings]
+    assert ("Synchronisation", None) in [(p.name, p.first) for p in one.findings]
     text = comparison_text(found)
-    assert "New in B: steps that wait for each other" in text
+    assert "New in B: synchronisation" in text
     assert f"{total.second:,.0f}" in text
     page = report_html(title="t", summary={}, profile=program().run(), compared=found)
-    assert "<b>New in B:</b> steps that wait for each other." in page
+    assert "<b>New in B:</b> synchronisation." in page
     several = compare({"x": program().run(), "y": program().run()}, {"y": program().run()})
     assert ([p.name for p in several.passes], several.only_first) == (["y"], ["x"])
 

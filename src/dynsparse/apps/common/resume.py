@@ -56,13 +56,13 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
         FileNotFoundError: nothing there.
     """
     if path.is_dir():
-        found = checkpoints_in(kind, path)
-        if not found:
+        checkpoints = checkpoints_in(kind, path)
+        if not checkpoints:
             raise FileNotFoundError(
                 f"--restore: expected a folder with checkpoints named "
                 f"{kind.unit}-{'N' * kind.digits}.ckpt, got {path} without any"
             )
-        return found[-1]
+        return checkpoints[-1]
     if not path.exists():
         raise FileNotFoundError(
             f"--restore: expected a checkpoint or a folder of them, got {path}, which does not "
@@ -74,12 +74,12 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
 def checkpoints_in(kind: type[Training], folder: Path) -> list[Path]:
     """The files in `folder` that are named as the checkpoints of `kind` are, the newest last."""
     pattern = rf"{kind.unit}-(\d{{{kind.digits},}})(?:\+(\d+))?\.ckpt"
-    found = {
+    checkpoints = {
         (int(match[1]), int(match[2] or 0)): file
         for file in folder.iterdir()
         if (match := re.fullmatch(pattern, file.name))
     }
-    return [found[number] for number in sorted(found)]
+    return [checkpoints[number] for number in sorted(checkpoints)]
 
 
 @dataclass(frozen=True)

@@ -59,18 +59,18 @@ def make_optimizer(
             kind = "true or false" if switch else "a number"
             raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
         arguments[name] = value
-    made = adam
+    optimizer_class = adam
     if options.optimizer == "Adam":
         arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
         arguments["eps"] = arguments.pop("epsilon")
     else:
-        made = torch.optim.SGD
+        optimizer_class = torch.optim.SGD
         if not arguments.get("momentum"):
             # Without momentum there is nothing nesterov could look ahead with.
             arguments.pop("nesterov", None)
     # fused: one call per step for all parameters; at small batches that is what a step costs.
     try:
-        return made(groups(arguments["weight_decay"]), rate, fused=True, **arguments)
+        return optimizer_class(groups(arguments["weight_decay"]), rate, fused=True, **arguments)
     except ValueError as error:
         raise ValueError(f"--optimizer-arg: {error}") from None
 

@@ -126,10 +126,10 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
 def _from_token_files(options: Options, source: Path, expected: dict[str, Any] | None) -> Corpus:
     first = open_tokens(source)
     for name, key in (("tokens", "kind"), ("vocabulary_size", "size")):
-        requested, got = getattr(options, name), first.vocabulary[key]
-        if requested not in (None, got):
+        requested, stored = getattr(options, name), first.vocabulary[key]
+        if requested not in (None, stored):
             raise ValueError(
-                f"--{flag(name)}: {source} was encoded with {got}, got {requested}: leave "
+                f"--{flag(name)}: {source} was encoded with {stored}, got {requested}: leave "
                 f"--{flag(name)} out, or encode the text again"
             )
     if expected is not None:
@@ -162,21 +162,21 @@ def _corpus(
 ) -> Corpus:
     if options.bpe_dir is not None and vocabulary["kind"] != "bpe":
         raise ValueError(f"--bpe-dir: expected --tokens bpe with it, got {vocabulary['kind']}")
-    whole = ids["train"]
-    end = len(whole)
+    train = ids["train"]
+    end = len(train)
     # The test part is cut off first, from the very end: it stays what it is when the share to
     # validate on changes.
     for part in reversed(_PARTS[1:]):
         if part in ids:
             continue
         share = getattr(options, f"{part}_share")
-        count = int(share * len(whole))
+        count = int(share * len(train))
         if not count:
             raise ValueError(
-                f"--{flag(part)}-share: {share:g} of the {len(whole):,} tokens of {source} is "
+                f"--{flag(part)}-share: {share:g} of the {len(train):,} tokens of {source} is "
                 f"none: raise it, give more text, or name a file by --{part}-data"
             )
-        ids[part] = whole[end - count : end]
+        ids[part] = train[end - count : end]
         end -= count
     name = source if isinstance(source, str) else source.name
-    return Corpus(str(name), vocabulary, whole[:end], ids["valid"], ids["test"])
+    return Corpus(str(name), vocabulary, train[:end], ids["valid"], ids["test"])

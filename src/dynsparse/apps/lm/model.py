@@ -198,8 +198,8 @@ def match_parameters_of(options: Options, vocabulary: int) -> Options:
         if qkv is not None:
             qkv = max(1, round(qkv * hidden / options.hidden_size))
         sizes: dict[str, Any] = {"hidden_size": hidden, "qkv_size": qkv}
-        one, _ = parameters(dataclasses.replace(options, **sizes, ff_size=1), vocabulary)
-        ff = 1 + round((target - one) / (options.layers * (2 * hidden + 1)))
+        count, _ = parameters(dataclasses.replace(options, **sizes, ff_size=1), vocabulary)
+        ff = 1 + round((target - count) / (options.layers * (2 * hidden + 1)))
         if ff < 1:
             break
         distance = abs(ff / hidden - proportion)
@@ -297,8 +297,8 @@ def choose(
     if temperature == 0:
         return logits.argmax()
     if top_k is not None and top_k < len(logits):
-        kept = logits.topk(top_k)
-        logits = torch.full_like(logits, -torch.inf).scatter(0, kept.indices, kept.values)
+        highest = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(0, highest.indices, highest.values)
     # The largest first comes to 0: a tiny temperature cannot overflow.
     shares = ((logits - logits.max()) / temperature).softmax(0)
     return torch.multinomial(shares, 1, generator=generator)[0]

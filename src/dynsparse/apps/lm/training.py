@@ -206,10 +206,10 @@ class Training(common.Training):
             parts = batch.chunk(count)
             self.optimizer.zero_grad()
         for number, part in enumerate(parts, start=1):
-            own, weight = self.share(part)
+            local, weight = self.share(part)
             with self._gradients_stay(number < len(parts)):
                 with span("forward"):
-                    loss, losses, right = self.losses(own)
+                    loss, losses, right = self.losses(local)
                     loss = loss / count
                     if weight:
                         _add(sums, losses.detach(), right)

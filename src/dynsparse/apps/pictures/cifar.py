@@ -280,9 +280,9 @@ class CifarTraining(pictures.Training):
         mirror = torch.zeros(len(batch), 1, dtype=by.dtype)
         if kind == "move-mirror":
             mirror = torch.randint(0, 2, (len(batch), 1), generator=self.generator)
-        own, _ = self.share(torch.cat([by, mirror], 1))
-        own = own.to(images.device)
-        return shift(images, own[:, :2], own[:, 2] > 0)
+        local, _ = self.share(torch.cat([by, mirror], 1))
+        local = local.to(images.device)
+        return shift(images, local[:, :2], local[:, 2] > 0)
 
 
 def shift(images: Tensor, by: Tensor, mirror: Tensor) -> Tensor:

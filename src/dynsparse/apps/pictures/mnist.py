@@ -268,8 +268,10 @@ class MnistTraining(pictures.Training):
         return {"permutation": self.permutation}
 
     def metadata(self) -> dict[str, Any]:
-        own = {"pixel_permutation": self.permutation.tolist()} if self.options.is_sparse(0) else {}
-        return super().metadata() | own
+        extra = (
+            {"pixel_permutation": self.permutation.tolist()} if self.options.is_sparse(0) else {}
+        )
+        return super().metadata() | extra
 
 
 run = partial(pictures.run, MnistTraining)

@@ -120,7 +120,8 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 dense["optimizer"] += round(size * factor) if per_weight else size
     for layer in sparse:
         # The layer's index and the pattern may share memory: each storage counts once.
-        tensors = [*layer.index, layer.pattern.cols]
+        by_columns = layer._current().index.order or ()
+        tensors = [*layer.index, *by_columns, layer.pattern.cols]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         actual["pattern"] += sum(storages.values())
     return {"sparse": actual, "dense": dense}
@@ -159,10 +160,43 @@ def training_figures(
                 "block_size": layer.block_size if isinstance(layer, SparseLinear) else 1,
                 "density": _weight(layer).numel() / _positions(layer),
                 "weights": _weight(layer).numel(),
+                **_on_target(layer),
             }
             for name, layer in layers.items()
         ],
     }
+
+
+def _on_target(layer: nn.Module) -> dict[str, Any]:
+    """The figures of a layer that computes on a target."""
+    figures = getattr(getattr(layer, "executor", None), "figures", None)
+    return {} if figures is None else {"target": figures()}
+
+
+def target_table(figures: dict[str, Any]) -> Table | None:
+    """What the last run of each pass took on the target, by layer; None without one."""
+    layers = [layer for layer in figures["layers"] if layer.get("target")]
+    if not layers:
+        return None
+    table = Table(title="Last run of each pass on the simulated machine", title_style="bold")
+    table.add_column("layer")
+    table.add_column("pass")
+    for heading in ("cycles", "time", "TFLOP/s", "fullest tile", "to host", "from host"):
+        table.add_column(heading, justify="right")
+    for layer in layers:
+        for name, taken in layer["target"].items():
+            table.add_row(
+                layer["name"],
+                name,
+                f"{taken['cycles']:,.0f}",
+                f"{1e6 * taken['seconds']:.1f} us",
+                f"{taken['tflops']:.3g}" if "tflops" in taken else "",
+                *(
+                    bytes_text(taken[part])
+                    for part in ("max_tile_bytes", "to_host_bytes", "from_host_bytes")
+                ),
+            )
+    return table
 
 
 def summary_table(figures: dict[str, Any]) -> Table:
@@ -172,19 +206,24 @@ def summary_table(figures: dict[str, Any]) -> Table:
     for heading in ("this network", "dense", "share"):
         table.add_column(heading, justify="right")
 
-    def row(name: str, own: str, dense: str = "", share: float | None = None) -> None:
-        table.add_row(name, own, dense, "" if share is None else f"{100 * share:.1f} %")
+    def row(name: str, sparse: str, dense: str = "", share: float | None = None) -> None:
+        table.add_row(name, sparse, dense, "" if share is None else f"{100 * share:.1f} %")
 
     if figures["accuracy"] is not None:
         row("test accuracy", f"{100 * figures['accuracy']:.2f} %")
         row("test loss", f"{figures['loss']:.4f}")
     sparse, dense = figures["parameters"]["sparse"], figures["parameters"]["dense"]
     row("parameters", f"{sparse:,}", f"{dense:,}", sparse / dense)
-    own, whole = figures["memory"]["sparse"], figures["memory"]["dense"]
-    for part in own:
-        share = own[part] / whole[part] if whole[part] else None
-        row(f"memory: {part}", bytes_text(own[part]), bytes_text(whole[part]), share)
-    total, dense_total = sum(own.values()), sum(whole.values())
+    sparse_memory, dense_memory = figures["memory"]["sparse"], figures["memory"]["dense"]
+    for part in sparse_memory:
+        share = sparse_memory[part] / dense_memory[part] if dense_memory[part] else None
+        row(
+            f"memory: {part}",
+            bytes_text(sparse_memory[part]),
+            bytes_text(dense_memory[part]),
+            share,
+        )
+    total, dense_total = sum(sparse_memory.values()), sum(dense_memory.values())
     row("memory: together", bytes_text(total), bytes_text(dense_total), total / dense_total)
     if figures["steps"]:
         row("training", f"{figures['seconds']:.1f} s")
@@ -245,6 +284,8 @@ def _run(
                 outputs.close(figures)
     with span("report"):
         console.print(summary_table(figures), highlight=False)
+        if (table := target_table(figures)) is not None:
+            console.print(table, highlight=False)
     return figures
 
 
@@ -288,12 +329,12 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
     """Train up to the last epoch wanted; the last epoch's scores, None if there was none left."""
     options = training.options
     last_epoch = options.stop_after or options.length
-    whole: Sums | None = None
+    sums: Sums | None = None
     with Display(console, _COLUMNS, training.total_steps, training.step) as display:
         while training.epoch < last_epoch:
-            for window, whole in training.run_epoch():
+            for window, sums in training.run_epoch():
                 with span("report"):
-                    line = None if whole is None else display.row(*_cells(training, whole))
+                    line = None if sums is None else display.row(*_cells(training, sums))
                     display.show(training.step, display.row(*_cells(training, window)), line)
                     outputs.log(training.step, _reported(training, window))
             ended = training.epoch == last_epoch
@@ -301,7 +342,7 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
                 ended or training.epoch % options.checkpoint_freq == 0
             ):
                 save(training, options.checkpoint_path)
-    return None if whole is None else whole.scores()
+    return None if sums is None else sums.scores()
 
 
 def _reported(training: Training, window: Sums) -> dict[str, Any]:

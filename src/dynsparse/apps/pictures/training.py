@@ -303,26 +303,26 @@ class Training(common.Training):
         with span("data"):
             data = self._pictures("train")
             self.model.train()
-            order, completed, window, whole = self._begun()
+            order, completed, window, epoch_sums = self._begun()
             batches = order.to(self.device).split(self.options.batch_size)
         for batch, indices in enumerate(batches[completed:], start=completed + 1):
             if self.stop_asked and batch > completed + 1:
-                sums = {"window": window.state(), "whole": whole.state()}
+                sums = {"window": window.state(), "whole": epoch_sums.state()}
                 self.partial = {"order": order, "batches": batch - 1, **sums}
                 raise Stopped
             begin = time.perf_counter()
             with span("data"):
                 self.set_rate(learning_rate(self.options, self.step, self.total_steps))
-                own, weight = self.share(indices)
+                local, weight = self.share(indices)
                 if self.options.synthetic_data:  # always the same
-                    images, labels = data.images[: len(own)], data.labels[: len(own)]
+                    images, labels = data.images[: len(local)], data.labels[: len(local)]
                 else:
-                    images, labels = data.images.index_select(0, own), data.labels[own]
+                    images, labels = data.images.index_select(0, local), data.labels[local]
                     images = self.vary(images, indices)
             with span("forward"):
                 loss, correct = self._forward(images, labels)
                 if weight:
-                    window.add(loss.detach() * len(own), correct, len(own))
+                    window.add(loss.detach() * len(local), correct, len(local))
             with span("backward"):
                 self.optimizer.zero_grad()
                 (loss if weight == 1 else loss * weight).backward()
@@ -331,9 +331,9 @@ class Training(common.Training):
             ends = batch == self.batches
             if ends or batch % self.report_interval == 0:
                 self.finish_window(window)
-                whole.include(window)
+                epoch_sums.include(window)
                 self.epoch += ends
-                yield window, whole if ends else None
+                yield window, epoch_sums if ends else None
                 window = Sums()
 
     def _begun(self) -> tuple[Tensor, int, Sums, Sums]:

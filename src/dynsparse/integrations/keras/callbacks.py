@@ -96,9 +96,9 @@ class SparseCallback(keras.callbacks.Callback):
             raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        found = self._found()
-        if found is not None:  # another callback has loaded a file
-            self._start(found)
+        state = self._found()
+        if state is not None:  # another callback has loaded a file
+            self._start(state)
 
     def _found(self) -> dict[str, Any] | None:
         """The state in the file that was loaded last, or None."""
@@ -108,17 +108,17 @@ class SparseCallback(keras.callbacks.Callback):
     def _saved_states(self) -> list[SavedState]:
         return [layer.saved_state for layer in self._layers.values()]
 
-    def _start(self, found: dict[str, Any] | None) -> None:
+    def _start(self, state: dict[str, Any] | None) -> None:
         """Create the trainer and restore the state `found`, if any."""
         layers, optimizer = self._layers, self._optimizer
         self._follower.stop()
-        if found is not None:
-            self._follower.load_state_dict(found["trainer"])
+        if state is not None:
+            self._follower.load_state_dict(state["trainer"])
         epochs, steps = self.params["epochs"], self.params["steps"]
         total = None if steps is None else epochs * steps
         trainer = self._follower.start(_to_module(layers), optimizer, total)
-        if found is not None and self._restores:
-            random_state.restore_global_states(found["random"])
+        if state is not None and self._restores:
+            random_state.restore_global_states(state["random"])
 
         def update_shapes(*_: object) -> None:
             for layer in layers.values():
@@ -145,13 +145,13 @@ class SparseCallback(keras.callbacks.Callback):
 
 def sparse_layers(model: Any, prefix: str = "") -> dict[str, SparseLayer]:
     """Index in the model -> sparse layer, each once."""
-    found: dict[str, SparseLayer] = {}
+    layers: dict[str, SparseLayer] = {}
     for index, layer in enumerate(model._layers):
         name = f"{prefix}.{index}" if prefix else str(index)
         inner = {name: layer} if isinstance(layer, SparseLayer) else sparse_layers(layer, name)
-        known = {id(layer) for layer in found.values()}
-        found |= {n: layer for n, layer in inner.items() if id(layer) not in known}
-    return found
+        known = {id(layer) for layer in layers.values()}
+        layers |= {n: layer for n, layer in inner.items() if id(layer) not in known}
+    return layers
 
 
 def _to_module(layers: dict[str, SparseLayer]) -> nn.Module:

@@ -70,7 +70,7 @@ _DENSE_OPTIONS = (
 )  # fmt: skip
 
 
-def sparsify(model: Any, density: float | None = 0.1, **options: Any) -> Any:
+def sparsify(model: Any, density: float | None = None, **options: Any) -> Any:
     """Convert the `Dense` and `Conv2D` layers of a Keras model to sparse ones, in place.
 
     The layer objects, their names and the graph stay the same, so it works for functional,

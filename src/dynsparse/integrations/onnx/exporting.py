@@ -10,22 +10,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dynsparse._core.checks import shortened, typed
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     ignore_warnings,
     import_library,
-    sparsify_initializers,
+    store_weights,
     write_metadata,
     write_model,
 )
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
 from dynsparse.nn.convert import make_linear
+from dynsparse.nn.embedding import TiedHead
+from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.pattern import SparsePattern
 
-FORMS = ("dense", "sparse")
+FORMS = ("dense", "sparse", "operator")
 
 
 @typed
@@ -42,33 +45,40 @@ def export(
 ) -> None:
     """Write `model` in its current state to an ONNX file that any runtime reads.
 
-    A sparse layer becomes a MatMul or Gemm, a convolution a Conv, a sparse embedding a Gather. The
-    graph does not depend on the form of the weights, which keep their names, "layer.weight". In
-    training mode dropout stays in the graph: call `model.eval()` before.
+    A sparse layer becomes a MatMul or Gemm, a convolution a Conv, a sparse embedding a Gather, with
+    whose weight the MatMul of a tied head computes. The graph does not depend on the form of the
+    weights, which keep their names, "layer.weight". In training mode dropout stays in the graph:
+    call `model.eval()` before.
 
     Args:
         model: the model, which is not changed.
         args: the positional arguments of a call, a tuple.
-        file: the file, written atomically.
+        file: the file, written atomically. Dense weights of a model of more than 2 GiB go into a
+            second file beside it, with the suffix ".data".
         weights: "dense" stores matrices with their zeros, which every runtime reads. "sparse"
             stores the non-zeros and their positions (ONNX's `sparse_initializer`): a smaller file,
-            which onnxruntime expands on loading and other runtimes may not read. Weights of
-            convolutions are always dense.
+            which onnxruntime expands on loading and other runtimes may not read. "operator" makes
+            linear layers nodes of the operator SparseLinear, with their bias and ReLU, that
+            onnxruntime computes sparsely where `dynsparse.integrations.onnxruntime.register` made
+            it known; float32, or int8 after `dynsparse.quantize`, whose weights are float32 in the
+            other forms. Weights of convolutions and embeddings are always dense.
         opset_version, input_names, output_names, dynamic_shapes: as in `torch.onnx.export`;
             dynamic_shapes=({0: "batch"},) makes the first dimension of the first argument dynamic.
 
     Raises:
         ImportError: onnx or onnxscript is missing.
-        ValueError: a model without sparse layers, an unknown form of weights, a file over 2 GiB, or
-            a model that torch's exporter cannot export.
+        ValueError: a model without sparse layers, an unknown form of weights, more than 2 GiB of
+            sparse weights, weights of another dtype for the operator, or a model that torch's
+            exporter cannot export.
         TypeError: not a module, `args` not a tuple. OSError: the file cannot be written.
     """
     check_form(weights)
     import_library("onnx")
     import_library("onnxscript")
-    dense_model, patterns = _dense_copy(model)
-    if not any(isinstance(layer, SparseLinear) for layer in model.modules()):
+    kinds = SparseLinear, QuantizedSparseLinear
+    if not any(isinstance(layer, kinds) for layer in model.modules()):
         raise ValueError("the model has no sparse layers: use torch.onnx.export")
+    dense_model, patterns, quantized = _dense_copy(model)
     program = _export(dense_model, args, opset_version, input_names, output_names, dynamic_shapes)
     names = set(dense_model.state_dict())
     _simplify(program, names)
@@ -78,19 +88,22 @@ def export(
         node.ClearField("metadata_props")  # source files and lines of the model
     present = [entry.name for entry in proto.graph.initializer]
     write_metadata(proto, PARAMETERS, [name for name in present if name in names])
-    if weights == "sparse":
-        sparsify_initializers(proto, {name: patterns[name] for name in present if name in patterns})
+    stored = {name: patterns[name] for name in present if name in patterns}
+    store_weights(proto, stored, weights, quantized)
     write_model(proto, file)
 
 
 def check_form(weights: str) -> None:
-    """Raise ValueError if `weights` is neither "dense" nor "sparse"."""
+    """Raise ValueError if `weights` is none of the forms."""
     if weights not in FORMS:
         raise ValueError(f"weights must be one of {list(FORMS)}, got {shortened(weights)}")
 
 
-def _dense_copy(model: nn.Module) -> tuple[nn.Module, dict[str, SparsePattern]]:
-    """A copy with dense layers, and the patterns by all names of their weights.
+def _dense_copy(
+    model: nn.Module,
+) -> tuple[nn.Module, dict[str, SparsePattern], dict[str, QuantizedSparseLinear]]:
+    """A copy with dense layers, and by all names of their weights the patterns, and the layers with
+    int8 weights.
 
     Unlike `densify` it keeps the sparse attention class, with dense projections.
     """
@@ -98,26 +111,40 @@ def _dense_copy(model: nn.Module) -> tuple[nn.Module, dict[str, SparsePattern]]:
     root.add_module("model", copy.deepcopy(model))
     patterns: dict[str, SparsePattern] = {}
     dense: dict[int, nn.Module] = {}
+    heads: dict[str, TiedHead] = {}
+    quantized: dict[str, QuantizedSparseLinear] = {}
     for name, layer in list(root.named_modules(remove_duplicate=False)):
         if isinstance(layer, SparseMultiheadAttention) and layer.attention_pattern is not None:
             layer.exported_mask = layer.attention_pattern.to_mask()
-        if not isinstance(layer, SparseLinear):
+        if isinstance(layer, TiedHead):
+            heads[name] = layer
+        if not isinstance(layer, (SparseLinear, QuantizedSparseLinear)):
             continue
+        weight_name = f"{name}.weight".removeprefix("model.")
+        if isinstance(layer, QuantizedSparseLinear):
+            quantized[weight_name] = layer
         if not isinstance(layer, (SparseConv1d, SparseConv2d)):
-            patterns[f"{name}.weight".removeprefix("model.")] = layer.pattern
+            patterns[weight_name] = layer.pattern
         if id(layer) not in dense:
             dense[id(layer)] = _dense_layer(layer)
         root.set_submodule(name, dense[id(layer)])
-    return root.get_submodule("model"), patterns
+    for name, head in heads.items():
+        weight: Any = dense[id(head.table)].weight
+        root.set_submodule(name, make_linear(weight, head.bias, head.training))
+        patterns[f"{name}.weight".removeprefix("model.")] = head.table.pattern
+    return root.get_submodule("model"), patterns, quantized
 
 
-def _dense_layer(layer: SparseLinear) -> nn.Module:
+def _dense_layer(layer: SparseLinear | QuantizedSparseLinear) -> nn.Module:
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
         return dense_conv(layer)
     weight = layer.to_dense().detach()
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(weight)
-    return make_linear(nn.Parameter(weight), layer.bias, layer.training)
+    bias = layer.bias
+    if bias is not None and not isinstance(bias, nn.Parameter):
+        bias = nn.Parameter(bias)
+    return make_linear(nn.Parameter(weight), bias, layer.training)
 
 
 def _export(
@@ -129,7 +156,8 @@ def _export(
     dynamic_shapes: Any,
 ) -> Any:
     """The `ONNXProgram` of torch, not yet simplified."""
-    with ignore_warnings():
+    # The exporter mistakes the strides of the outputs of the fused attention with a mask.
+    with ignore_warnings(), sdpa_kernel(SDPBackend.MATH):
         try:
             return torch.onnx.export(
                 model,

@@ -18,11 +18,12 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import shortened
-from dynsparse._core.files.atomic_write import atomic_write
+from dynsparse._core.files.atomic_write import atomic_write, replaced
 from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.packed import pack
 
 _MAX_BYTES = (1 << 31) - 1
-"""Bytes of one protocol buffer, which an ONNX file is."""
+"""Bytes of one protocol buffer, which an ONNX file is, at most."""
 
 
 def import_library(name: str) -> Any:
@@ -70,7 +73,7 @@ def read_model(path: str | os.PathLike[str]) -> Any:
     path.open("rb").close()
     try:
         model = onnx.load(str(path))
-        onnx.checker.check_model(model)
+        onnx.checker.check_model(str(path))
     except Exception as error:  # parser and checker have no common class
         raise ValueError(f"{path} is no valid ONNX file: {_first_line(error)}") from None
     return model
@@ -79,18 +82,49 @@ def read_model(path: str | os.PathLike[str]) -> Any:
 def write_model(model: Any, path: str | os.PathLike[str]) -> None:
     """Check the model and write it atomically.
 
+    If it is larger than a protocol buffer can be, its dense weights go into a second file beside
+    `path`, which has the same name and the suffix ".data". The model then has no weights anymore.
+
     Raises:
-        ValueError: larger than a protocol buffer can be. OSError: it cannot be written.
+        ValueError: sparse weights that are too large. OSError: it cannot be written.
     """
     onnx = import_library("onnx")
-    size = model.ByteSize()
-    if size > _MAX_BYTES:
+    path = Path(path)
+    if _size(model) <= _MAX_BYTES:
+        onnx.checker.check_model(model)
+        atomic_write(path, lambda file: file.write(model.SerializeToString()))
+        return
+    sparse = sum(_raw_bytes(entry) for entry in _sparse_parts(model))
+    if sparse > _MAX_BYTES:
         raise ValueError(
-            f"the model takes {size:,} bytes, an ONNX file at most {_MAX_BYTES:,}: "
-            'export it with weights="sparse", or in a 16-bit type'
+            f"the sparse weights take {sparse:,} bytes, an ONNX file at most {_MAX_BYTES:,}: "
+            'write them with weights="dense", which go into a second file'
         )
-    onnx.checker.check_model(model)
-    atomic_write(Path(path), lambda file: file.write(model.SerializeToString()))
+    data = f"{path.name}.data"
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        written = Path(folder) / path.name
+        onnx.save_model(model, str(written), save_as_external_data=True, location=data)
+        onnx.checker.check_model(str(written))
+        for name in (data, path.name):
+            with replaced(path.with_name(name)) as temporary:
+                (Path(folder) / name).replace(temporary)
+
+
+def _size(model: Any) -> int:
+    """Bytes of the model, which a protocol buffer cannot tell beyond its limit."""
+    try:
+        return model.ByteSize()
+    except import_library("google.protobuf.message").EncodeError:
+        return sum(map(_raw_bytes, (*model.graph.initializer, *_sparse_parts(model))))
+
+
+def _raw_bytes(tensor: Any) -> int:
+    return len(tensor.raw_data)
+
+
+def _sparse_parts(model: Any) -> list[Any]:
+    entries = model.graph.sparse_initializer
+    return [part for entry in entries for part in (entry.values, entry.indices)]
 
 
 def _first_line(error: Exception) -> str:
@@ -102,6 +136,29 @@ BLOCK_SIZES, PARAMETERS = "dynsparse.block_sizes", "dynsparse.parameters"
 
 SparseWeights = dict[str, SparsePattern]
 """Weight -> its pattern, in the orientation of the file."""
+
+
+def store_weights(
+    model: Any,
+    patterns: Mapping[str, SparsePattern],
+    form: str,
+    quantized: Mapping[str, QuantizedSparseLinear] | None = None,
+) -> None:
+    """Change the dense weights of `patterns` to the form "dense", "sparse" or "operator", in place.
+
+    Args:
+        model: the `ModelProto`.
+        patterns: weight -> its pattern, in the orientation of the file.
+        form: see `export`.
+        quantized: weight -> the layer with int8 weights that it is from, of some of them.
+
+    Raises:
+        ValueError: as `use_operator`.
+    """
+    if form == "sparse":
+        sparsify_initializers(model, patterns)
+    elif form == "operator":
+        use_operator(model, patterns, quantized or {})
 
 
 def sparsify_initializers(model: Any, patterns: Mapping[str, SparsePattern]) -> None:
@@ -185,7 +242,7 @@ def _check_dense_bytes(model: Any) -> None:
     if any(side < 0 for entry in entries for side in entry.dims):
         raise ValueError("expected sparse initializers with sides of at least 0")
     numbers = sum(math.prod(entry.dims) for entry in entries)
-    if 4 * numbers > (most := read_limit(model.ByteSize())):
+    if 4 * numbers > (most := read_limit(_size(model))):
         raise LimitError(
             f"expected sparse initializers of at most {most:,} bytes when they are dense, got "
             f"{4 * numbers:,}: {HOW_TO_RAISE}"
@@ -278,11 +335,124 @@ def find_linear_weights(graph: Any) -> dict[str, LinearNode]:
     return nodes
 
 
-def fuse_linears(model: Any) -> dict[str, LinearNode]:
+def use_operator(
+    model: Any,
+    patterns: Mapping[str, SparsePattern],
+    quantized: Mapping[str, QuantizedSparseLinear],
+) -> None:
+    """Replace the MatMul or Gemm of the weights in `patterns` by the operator SparseLinear, in
+    place, with the bias and the ReLU after it; by QuantizedSparseLinear if they are in `quantized`.
+
+    The operator's inputs are x, the values, the pattern as `dynsparse.pattern.packed` has it, with
+    int8 values their scale, and the bias; csrc/onnxruntime/operator.cpp has its attributes. Weights
+    that are used in other ways, too, also stay as they are; those that have no such node do.
+
+    Raises:
+        ValueError: a weight that is not float32.
+    """
+    onnx = import_library("onnx")
+    graph = model.graph
+    fused = fuse_linears(model, frozenset(patterns))
+    dense = {entry.name: entry for entry in graph.initializer}
+    stored: dict[str, tuple[SparsePattern, str]] = {}
+    for node in [node for node in graph.node if node.name in fused and _is_plain(node, dense)]:
+        linear = fused[node.name]
+        name = linear.weight
+        if name not in stored:
+            stored[name] = _store_values(
+                graph, dense[name], patterns[name], linear.transposed, quantized.get(name)
+            )
+        pattern, form = stored[name]
+        relu = _fuse_relu(graph, node)
+        inputs = [node.input[0], f"{name}.values", f"{name}.{form}"]
+        layer, more = quantized.get(name), {}
+        if layer is not None:
+            inputs.append(f"{name}.scale")
+            more = {"int8_activations": int(layer.activations == "int8")}
+        replacement = onnx.helper.make_node(
+            "SparseLinear" if layer is None else "QuantizedSparseLinear",
+            [*inputs, *node.input[2:]],
+            [node.output[0]],
+            name=node.name,
+            domain="dynsparse",
+            out_features=pattern.shape[0],
+            in_features=pattern.shape[1],
+            block_size=pattern.block_size,
+            gaps=int(form == "gaps"),
+            relu=int(relu),
+            **more,
+        )
+        node.CopyFrom(replacement)
+    used = {name for node in graph.node for name in node.input}
+    for name in stored:
+        if name not in used:
+            graph.initializer.remove(dense[name])
+    if stored and "dynsparse" not in {opset.domain for opset in model.opset_import}:
+        model.opset_import.extend([onnx.helper.make_opsetid("dynsparse", 1)])
+
+
+def _is_plain(node: Any, constants: Mapping[str, Any]) -> bool:
+    """Whether a Gemm is x W^T + bias, with a vector as its bias."""
+    bias = constants.get(node.input[2]) if len(node.input) > 2 else None
+    return (
+        _attribute(node, "alpha", 1.0) == 1
+        and _attribute(node, "beta", 1.0) == 1
+        and (len(node.input) < 3 or (bias is not None and len(bias.dims) == 1))
+    )
+
+
+def _fuse_relu(graph: Any, node: Any) -> bool:
+    """Let the node write the result of the Relu that is the only use of its own; whether there is
+    one."""
+    value = node.output[0]
+    users = [other for other in graph.node if value in other.input]
+    if len(users) != 1 or users[0].op_type != "Relu" or value in {v.name for v in graph.output}:
+        return False
+    node.output[0] = users[0].output[0]
+    graph.node.remove(users[0])
+    return True
+
+
+def _store_values(
+    graph: Any,
+    entry: Any,
+    pattern: SparsePattern,
+    transposed: bool,
+    quantized: QuantizedSparseLinear | None,
+) -> tuple[SparsePattern, str]:
+    """Add the values, of int8 values the scale, and the packed pattern of a weight; the pattern as
+    [out, in], and its form."""
+    onnx = import_library("onnx")
+    if entry.data_type != onnx.TensorProto.FLOAT:
+        raise ValueError(f"the operator needs float32 weights, got those of {entry.name!r}")
+    weight = to_tensor(entry)
+    if transposed:
+        weight, pattern = weight.T.contiguous(), transpose_pattern(pattern)
+    block, grid = pattern.block_size, pattern.grid
+    pattern = SparsePattern.from_flat(pattern.sorted_flat, shape=pattern.shape, block_size=block)
+    form, packed = pack(pattern.sorted_flat, grid[0] * grid[1])
+    tensors = [(f"{entry.name}.{form}", packed, onnx.TensorProto.UINT8)]
+    if quantized is None:
+        tensors += [(f"{entry.name}.values", pattern.values_of(weight), entry.data_type)]
+    else:  # as the layer's kernels read them
+        tensors += [
+            (f"{entry.name}.values", quantized.values, onnx.TensorProto.INT8),
+            (f"{entry.name}.scale", quantized.scale, entry.data_type),
+        ]
+    for name, tensor, kind in tensors:
+        initializer = graph.initializer.add(name=name, data_type=kind, dims=tensor.shape)
+        initializer.raw_data = _bytes(tensor)
+    return pattern, form
+
+
+def fuse_linears(model: Any, weights: Container[str] | None = None) -> dict[str, LinearNode]:
     """Fuse every linear node with its Transpose and Add into one Gemm, in place.
 
     onnx2torch recognises linear layers by Gemm. The first argument may have more than two
     dimensions here, which ONNX itself does not allow.
+
+    Args:
+        weights: only the nodes of these.
 
     Returns:
         Name of the Gemm -> the linear node before fusion.
@@ -296,6 +466,8 @@ def fuse_linears(model: Any) -> dict[str, LinearNode]:
     removed: list[Any] = []
     counts: Counter[str] = Counter()
     for linear in _linear_nodes(graph):
+        if weights is not None and linear.weight not in weights:
+            continue
         node = linear.node
         if node.op_type == "MatMul":
             node.op_type = "Gemm"

@@ -19,14 +19,14 @@ from dynsparse.integrations.onnx.graph import (
     read_metadata,
     read_model,
     set_values,
-    sparsify_initializers,
+    store_weights,
     to_tensor,
     transpose_pattern,
     write_model,
 )
 from dynsparse.nn import save_safetensors
 from dynsparse.nn.init import largest_blocks
-from dynsparse.nn.weights_file import read_pattern, read_weights
+from dynsparse.nn.weights_file import has_pattern, read_pattern, read_weights
 from dynsparse.pattern import SparsePattern
 
 
@@ -79,8 +79,7 @@ def sparsify_onnx(
         pattern = largest_blocks(matrix, counts[name], block_size)
         patterns[name] = transpose_pattern(pattern) if linear.transposed else pattern
         set_values(tensors[name], weight * patterns[name].to_mask().to(weight.dtype))
-    if weights == "sparse":
-        sparsify_initializers(model, patterns)
+    store_weights(model, patterns, weights)
     write_model(model, file)
     return {name: pattern.density for name, pattern in patterns.items()}
 
@@ -159,7 +158,7 @@ def weights_to_onnx(
     patterns = {}
     for entry in model.graph.initializer:
         path, _, last = entry.name.rpartition(".")
-        if last == "weight" and f"{path}.rows" in tensors:
+        if last == "weight" and has_pattern(path, tensors):
             transposed = entry.name in linear and linear[entry.name].transposed
             try:
                 pattern = read_pattern(path, tensors, _shape(entry, transposed), layers)
@@ -182,8 +181,7 @@ def weights_to_onnx(
                 f"{source}"
             )
         set_values(entry, weight)
-    if weights == "sparse":
-        sparsify_initializers(model, patterns)
+    store_weights(model, patterns, weights)
     write_model(model, file)
     return [name.removesuffix(".weight") for name in patterns]
 

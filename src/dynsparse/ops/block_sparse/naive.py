@@ -16,20 +16,20 @@ def dense_of(values: Tensor, pattern: SparsePattern) -> Tensor:
     return torch.stack(matrices).reshape(*batch, *pattern.shape) if len(batch) else matrices[0]
 
 
-def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
+def _softmax(scores: Tensor, mask: Tensor) -> Tensor:
     """Zeros where nothing is seen, rows without anything included."""
-    some = seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1)
-    return weights * (seen & some)
+    some = mask.any(-1, keepdim=True)
+    weights = scores.masked_fill(~mask & some, -torch.inf).softmax(-1)
+    return weights * (mask & some)
 
 
 def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:
-    seen = pattern.to_mask()
+    mask = pattern.to_mask()
     if subblock_mask == "zero_upper_triangle":
-        seen = seen.tril()
+        mask = mask.tril()
     elif subblock_mask == "zero_lower_triangle":
-        seen = seen.triu()
-    weights = _softmax(dense_of(values, pattern), seen)
+        mask = mask.triu()
+    weights = _softmax(dense_of(values, pattern), mask)
     matrices = weights.reshape(-1, *pattern.shape)
     return torch.stack([pattern.values_of(m) for m in matrices]).reshape(values.shape)
 
@@ -51,11 +51,11 @@ def attention(
         kept: what the weights [N, heads, L, S] are multiplied by, in place of dropout.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    seen = pattern.to_mask()
+    mask = pattern.to_mask()
     if causal:
-        seen = seen.tril()
-    seen = seen.expand(len(query), 1, -1, -1)
+        mask = mask.tril()
+    mask = mask.expand(len(query), 1, -1, -1)
     if away is not None:
-        seen = seen & ~away[:, None, None]
-    weights = _softmax(query @ key.transpose(-2, -1) * scale, seen)
+        mask = mask & ~away[:, None, None]
+    weights = _softmax(query @ key.transpose(-2, -1) * scale, mask)
     return (weights if kept is None else weights * kept) @ value

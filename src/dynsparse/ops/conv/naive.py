@@ -50,8 +50,8 @@ def forward(
     size = g.output_size(*x.shape[2:])
     y = x.new_zeros(x.shape[0], (len(index.row_ptr) - 1) * b, *size)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
-        seen = _window(padded, down, across, size, g)[:, inputs]
-        y[:, outputs] += torch.einsum("oi,nihw->nohw", values[slot].view(b, b), seen)
+        patches = _window(padded, down, across, size, g)[:, inputs]
+        y[:, outputs] += torch.einsum("oi,nihw->nohw", values[slot].view(b, b), patches)
     return y if bias is None else y + bias[:, None, None]
 
 
@@ -74,6 +74,6 @@ def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex, g: G
     b, padded = block_size_of(values), _padded(x, g)
     out = x.new_zeros(len(values), b, b)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
-        seen = _window(padded, down, across, tuple(dy.shape[2:]), g)[:, inputs]
-        out[slot] = torch.einsum("nohw,nihw->oi", dy[:, outputs], seen)
+        patches = _window(padded, down, across, tuple(dy.shape[2:]), g)[:, inputs]
+        out[slot] = torch.einsum("nohw,nihw->oi", dy[:, outputs], patches)
     return out.view(values.shape)

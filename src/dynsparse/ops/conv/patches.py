@@ -34,11 +34,11 @@ def patches_of(x: Tensor, dy: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
     n, c, h, w = padded.stride()
     (sh, sw), (dh, dw) = g.stride, g.dilation
     height, width = dy.shape[2:]
-    seen = padded.as_strided(
+    patches = padded.as_strided(
         (g.groups, batch, height, width, *g.kernel, channels // g.groups),
         (channels // g.groups * c, n, sh * h, sw * w, dh * h, dw * w, c),
     )
-    return seen, dy.unflatten(1, (g.groups, -1)).permute(1, 0, 3, 4, 2)
+    return patches, dy.unflatten(1, (g.groups, -1)).permute(1, 0, 3, 4, 2)
 
 
 def are_patches(x: Tensor, dy: Tensor) -> bool:

@@ -426,21 +426,21 @@ def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> 
 def _autocast(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
     """The operator under autocast, without the dispatcher."""
     with torch.autocast(x.device.type, enabled=False):
-        return _compute(_lower(x), values, bias, read)
+        return _compute(_lower(x, x.device.type), values, bias, read)
 
 
-def _lower(x: Tensor) -> Tensor:
-    """x in the dtype of autocast."""
-    if not x.is_floating_point() or x.dtype is torch.float64:
+def _lower(x: Any, device: str) -> Any:
+    """x, a tensor or None, in the dtype of autocast on this kind of device."""
+    if x is None or not x.is_floating_point() or x.dtype is torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
     if not is_compiling():
         _check_operands(x=x, values=values, bias=bias)
         if is_transformed():  # torch.func calls Functions, and no operators that contain one
-            x = _lower(x) if is_autocast(x) else x
+            x = _lower(x, x.device.type) if is_autocast(x) else x
             return LinearFunction.apply(x, values, *capture.hide(index), bias)
         if has_modes():
             register_flop_formulas()
@@ -481,9 +481,7 @@ def under_autocast(library: torch.library.Library, name: str, cast: Sequence[int
         def forward(*operands: Any) -> Any:
             lowered = list(operands)
             for i in cast:
-                x = operands[i]
-                if x is not None and x.is_floating_point() and x.dtype != torch.float64:
-                    lowered[i] = x.to(torch.get_autocast_dtype(device))
+                lowered[i] = _lower(operands[i], device)
             with torch.autocast(device, enabled=False):
                 return operator(*lowered)
 

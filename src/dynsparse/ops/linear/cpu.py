@@ -147,7 +147,7 @@ def _call_backward_by_slots(
     """`_call_backward` of the kinds over the non-zeros."""
     batch = dy.shape[0]
     rows = None if dvalues is None else row_panels(p, batch)
-    order = p.order or ((p.cols, p.cols) if dx is None else p.by_columns())  # not read without dx
+    order = (p.cols, p.cols) if dx is None else p.by_columns()  # not read without dx
     columns = None if dx is None else column_panels(p, batch, order)
     layout = (
         p.slots.data_ptr(),

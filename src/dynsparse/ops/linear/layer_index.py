@@ -75,10 +75,13 @@ class LayerIndex:
     Args:
         index: the pattern's index tensors, int32, on the device of `values`.
         values: [nnz] or [nnz, b, b]; sets the block size. Not kept.
+        keep: whether an order by columns that the index omits, panels and masks are kept once they
+            are made. False saves memory: products make them at each call.
 
     Attributes:
         row_ptr, cols, col_ptr, slots: the tensors of the index.
-        order: `csc_rows` and `csc_perm`, or None if the index omits them: `by_columns` makes them.
+        keep: as passed in.
+        order: `csc_rows` and `csc_perm`, or None: `by_columns` makes them.
         index: all index tensors, as passed in.
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: the shapes that these tensors must have.
@@ -105,6 +108,7 @@ class LayerIndex:
         "cols",
         "in_features",
         "index",
+        "keep",
         "masks",
         "nnz",
         "on_cpu",
@@ -117,7 +121,7 @@ class LayerIndex:
         "values_shape",
     )
 
-    def __init__(self, index: PatternIndex, values: Tensor) -> None:
+    def __init__(self, index: PatternIndex, values: Tensor, keep: bool = True) -> None:
         if type(index) is not PatternIndex or not all(isinstance(t, Tensor) for t in index):
             check_kind("the index", index, PatternIndex, "the index tensors of a SparsePattern")
             for name, tensor in zip(index._fields, index, strict=True):
@@ -127,7 +131,7 @@ class LayerIndex:
             raise RuntimeError(
                 f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
             )
-        self.index = index
+        self.index, self.keep = index, keep
         self.row_ptr, self.cols, self.col_ptr, *order, self.slots = index
         if any(tensor.dim() != 1 for tensor in index):
             raise RuntimeError(
@@ -180,13 +184,18 @@ class LayerIndex:
         return values.index_select(0, self.slots) if len(self.slots) else values
 
     def by_columns(self) -> tuple[Tensor, Tensor]:
-        """`csc_rows` and `csc_perm`. If the index omits them they are made at each call on the CPU
-        and kept on an accelerator, where CUDA graphs may read them."""
+        """`csc_rows` and `csc_perm`. If the index omits them, as those of layers do, they are made
+        here, which inference never asks for."""
         if self.order is not None:
             return self.order
         if self.on_cpu:
             entries = SortedEntries(self.row_ptr, self.cols, self.slots)
-            return by_columns(entries, len(self.col_ptr) - 1)[1:]
+            with torch.inference_mode(False):  # they outlive the caller's mode
+                order = by_columns(entries, len(self.col_ptr) - 1)[1:]
+            if self.keep:
+                self.order = order
+            return order
+        # Always kept: CUDA graphs may read them.
         rows, slots = self.derived("by columns", _make_order)
         return rows, slots
 

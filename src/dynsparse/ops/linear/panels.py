@@ -47,8 +47,7 @@ def column_panels(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
 
 def _keep_panels(p: LayerIndex, columns: bool, order: Order, batch: int) -> Tensor | None:
     least, panels = _find_panels(p, columns, order, batch)
-    # A layer that keeps no order by columns, to save memory, keeps no panels either.
-    p.panels[columns] = least, None if p.order is None else panels
+    p.panels[columns] = least, panels if p.keep else None
     return panels
 
 
@@ -66,7 +65,7 @@ def _find_panels(
     least = native.call("dynsparse_panels_from", majors, minors, p.nnz, columns)
     if batch < least:
         return least, None
-    if p.order is None:
+    if not p.keep:
         return least, make_panels(columns, majors, minors, *sources)
     cached = _cache.get(sources)
     if cached is None:
@@ -135,6 +134,6 @@ def masks_of(p: LayerIndex) -> Tensor | None:
             *(p.row_ptr, p.cols, masks, p.out_features, p.in_features, torch.get_num_threads()),
         )
         # Other threads may read them only now: they ran while the kernel wrote.
-        if p.order is not None:  # see `_keep_panels`
+        if p.keep:
             p.masks = masks
     return masks

@@ -268,7 +268,7 @@ def backward(
     values: Tensor,
     p: LayerIndex,
     need_input: bool,
-    *kept: Tensor,
+    *saved: Tensor,
     sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX [..., in] if needed, and dW like values if x is given. Checks nothing: the operands of
@@ -304,7 +304,7 @@ def backward(
         dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, dbias)
     else:
         # A weight [out, in] or blocks [nnz, b, b], if forward used the same kernels.
-        reusable = [t for t in kept if (t.dim() == 3) == (kind == "blocks")]
+        reusable = [t for t in saved if (t.dim() == 3) == (kind == "blocks")]
         more = {} if sums is None or kind != "blocks" else {"sums": sums}
         passes = cuda.KERNELS[kind].backward
         dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, *reusable, **more)

@@ -237,7 +237,7 @@ def _nearest(picture: np.ndarray, palette: np.ndarray) -> np.ndarray:
     Pillow's own search is coarser: it turns white into a light grey.
     """
     codes = picture.astype(np.int64) @ (65536, 256, 1)
-    found, where = np.unique(codes, return_inverse=True)
-    colours = np.stack([found >> 16, (found >> 8) & 255, found & 255], 1)
+    unique, where = np.unique(codes, return_inverse=True)
+    colours = np.stack([unique >> 16, (unique >> 8) & 255, unique & 255], 1)
     distance = ((colours[:, None] - palette[None].astype(np.int64)) ** 2).sum(2)
     return distance.argmin(1).astype(np.uint8)[where].reshape(codes.shape)

@@ -36,12 +36,12 @@ def draw_curves(records: Records, path: Path) -> Path:
         steps = np.array(records.steps)
         for name, shade, width in zip(names, shades, widths, strict=True):
             rows, cols = records.layers[name].shape
-            gone = records.dead_units(name)
+            dead_units = records.dead_units(name)
             look = {"color": shade, "lw": width, "marker": "o" if len(steps) <= 2 else None}
             churn.plot(steps[1:], 100 * records.churn(name), label=name, **look)
             exploration.plot(steps, 100 * records.exploration(name), **look)
-            dead.plot(steps, 100 * gone.inputs / cols, **look)
-            dead.plot(steps, 100 * gone.outputs / rows, ls=_DASHED, **look)
+            dead.plot(steps, 100 * dead_units.inputs / cols, **look)
+            dead.plot(steps, 100 * dead_units.outputs / rows, ls=_DASHED, **look)
         titles = {
             churn: "Connections replaced per update",
             exploration: "Positions ever active",

@@ -29,7 +29,7 @@ from dynsparse.training.layer_shards import (
 )
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import SparseTrainer
-from dynsparse.training.update import Change, prepare_changes
+from dynsparse.training.update import Change, check_trained_by, prepare_changes
 from dynsparse.training.update_on_device import can_update_on_device
 
 _NAN = (
@@ -189,9 +189,9 @@ class TopKAST(SparseTrainer):
 
     def _change_own(self, planned: dict[str, list[ActiveSet]]) -> None:
         for name, (active, *before) in planned.items():
-            for one in before:
-                one.take(active)
-                active = one
+            for layer in before:
+                layer.take(active)
+                active = layer
             self.layers[name].active = active
 
     def _undo_own(self, planning: bool) -> Callable[[], None]:
@@ -243,6 +243,7 @@ class TopKAST(SparseTrainer):
     def shrink(self) -> dict[str, Rewiring]:
         """Drop everything outside A after the training: layers become ordinary ones that hold A,
         with values and optimizer state of its size. Returns the rewirings by layer name."""
+        check_trained_by(self.optimizer, self._trained())
         changes = {}
         for name, layer in self._trained().items():
             if layer.active is not None:

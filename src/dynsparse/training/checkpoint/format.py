@@ -453,10 +453,10 @@ class _File:
         header = dict(self.header)
         saved = header.pop("sha256", None)
         try:
-            found = _digest(header, self._file.keys(), self._file.get_tensor)
+            actual = _digest(header, self._file.keys(), self._file.get_tensor)
         except ValueError:  # numbers that JSON does not have
-            found = ""
-        if found != saved:
+            actual = ""
+        if actual != saved:
             raise CheckpointError(f"{self.path} is damaged: its SHA-256 does not match its content")
 
     def describe(self, name: str) -> tuple[torch.dtype, list[int]]:
@@ -533,8 +533,8 @@ def _check_parts(parts: Any) -> None:
     """Raise ValueError unless the parts are there, each of its type."""
     for part, kinds in _PARTS.items():
         if part not in parts or not isinstance(parts[part], kinds):
-            got = type(parts[part]).__name__ if part in parts else "nothing"
-            raise ValueError(f"expected a dict as its {part}, got {got}")
+            kind = type(parts[part]).__name__ if part in parts else "nothing"
+            raise ValueError(f"expected a dict as its {part}, got {kind}")
     for part in ("optimizer", "lr_scheduler"):
         if parts[part] is not None and not _has_kind(parts[part]):
             raise ValueError(

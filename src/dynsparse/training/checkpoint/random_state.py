@@ -29,9 +29,9 @@ def state_of(generator: Generator) -> dict[str, Any]:
 
 def check(generator: Generator, state: dict[str, Any], name: str) -> None:
     """Raise if `state` is not of this kind of generator."""
-    own = state_of(generator)
-    bits = [_bits(one) for one in (own, state)]
-    if own["kind"] != state["kind"] or bits[0] != bits[1]:
+    current = state_of(generator)
+    bits = [_bits(generator_state) for generator_state in (current, state)]
+    if current["kind"] != state["kind"] or bits[0] != bits[1]:
         raise ValueError(f"the generator {name!r} was of another kind when it was saved")
     if isinstance(generator, torch.Generator):
         beside: Generator = torch.Generator(generator.device)

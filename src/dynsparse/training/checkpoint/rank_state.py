@@ -24,8 +24,8 @@ Coordinates = tuple[int, int, int]
 def gather_coordinates(ranks: Ranks) -> list[Coordinates]:
     """The coordinates of every rank along x, y and z. All ranks call this."""
     all_ranks = ranks.all_ranks
-    own = torch.tensor([ranks.coordinates], device=all_ranks.device)
-    rows = torch.cat(all_ranks.all_gather(own, [1] * all_ranks.size)).tolist()
+    local = torch.tensor([ranks.coordinates], device=all_ranks.device)
+    rows = torch.cat(all_ranks.all_gather(local, [1] * all_ranks.size)).tolist()
     return [(x, y, z) for x, y, z in rows]
 
 
@@ -66,10 +66,10 @@ class Sources:
     @property
     def ranks_to_read(self) -> Set[int]:
         """The ranks whose own state must be read."""
-        own = set() if self.random is None else {self.random}
+        local = set() if self.random is None else {self.random}
         if len(self.histories) == self.size:
-            return own | {self.histories[self.z]}
-        return own | {self.histories[0], *self.histories[self.z :: self.size]}
+            return local | {self.histories[self.z]}
+        return local | {self.histories[0], *self.histories[self.z :: self.size]}
 
 
 def _are_coordinates(value: Any) -> bool:
@@ -100,9 +100,9 @@ def add_own_state(
         own_parts: what every rank's `collect_own` was; what is not among `sources.ranks_to_read`
             may be anything.
     """
-    own = None if sources.random is None else own_parts[sources.random]
-    parts["random"] = None if own is None else own["random"]
-    parts["generators"] = None if own is None else own["generators"]
+    local = None if sources.random is None else own_parts[sources.random]
+    parts["random"] = None if local is None else local["random"]
+    parts["generators"] = None if local is None else local["generators"]
     saved = parts["trainer"]
     if trainer is not None and isinstance(saved, dict) and "history_state" in saved:
         histories = [own_parts[i]["history"] for i in sources.histories]

@@ -130,13 +130,13 @@ def save_checkpoint(
     training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})
     training.check(line)
     parts = _sharded_by_rows(training.collect(extra, line))
-    own = training.collect_own(line)
+    local = training.collect_own(line)
     token = _draw_token(everyone)
     header: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     with collective_errors(everyone):
         layout = Layout(line)
-        header = header_of(layout, parts, own, token, everyone)
+        header = header_of(layout, parts, local, token, everyone)
         tensors = layout.tensors
         if not wait:
             tensors = {name: t.clone() if t.is_cpu else t.cpu() for name, t in tensors.items()}

@@ -250,11 +250,11 @@ def _rebalance(
     sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
     if sharded is not None and ranks.is_lead_group(spec.axes):
         begin, end = own_rows(sharded)
-    own = [
+    local = [
         local_part(t)[: end - begin] if is_sharded(t) else t[begin:end]
         for t in tensors
     ]  # fmt: skip
-    chunks = rebalance(ranks.all_ranks, slots[begin:end], total, own)
+    chunks = rebalance(ranks.all_ranks, slots[begin:end], total, local)
     return [Chunk(chunk, torch.Size([total, *chunk.shape[1:]])) for chunk in chunks]
 
 
@@ -287,10 +287,10 @@ def rebalance(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tensor]
     device = tensors[0].device
     lines = [_as_bytes(tensor.contiguous().to(device)) for tensor in (slots, *tensors)]
     widths = [line.shape[1] for line in lines]
-    got = ranks.all_to_all(torch.cat(lines, 1), leaving.tolist(), coming).split(widths, 1)
-    at = got[0].contiguous().view(torch.int64).flatten() - first
+    arrived = ranks.all_to_all(torch.cat(lines, 1), leaving.tolist(), coming).split(widths, 1)
+    at = arrived[0].contiguous().view(torch.int64).flatten() - first
     chunks = [tensor.new_empty((last - first, *tensor.shape[1:])) for tensor in tensors]
-    for tensor, line in zip(chunks, got[1:], strict=True):
+    for tensor, line in zip(chunks, arrived[1:], strict=True):
         _as_bytes(tensor)[at] = line
     return chunks
 

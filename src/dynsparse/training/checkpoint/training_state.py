@@ -98,11 +98,11 @@ class TrainingState:
         }
         for among, names in ((ranks, sharded), (ranks.all_ranks, layers.keys() - sharded)):
             patterns = {n: m.pattern for n, m in layers.items() if n in names}
-            found = {
-                f"the pattern of layer {name!r}": digest(str(own), own.rows, own.cols)
-                for name, own in patterns.items()
+            saved_patterns = {
+                f"the pattern of layer {name!r}": digest(str(pattern), pattern.rows, pattern.cols)
+                for name, pattern in patterns.items()
             }
-            check_consistent(among, found, _OTHERS, shown=False)
+            check_consistent(among, saved_patterns, _OTHERS, shown=False)
 
     def collect_own(self, ranks: Ranks) -> dict[str, Any]:
         """The state that belongs to this rank. All ranks call this: of the ranks that see the same
@@ -140,10 +140,14 @@ class TrainingState:
             if not isinstance(value, (Tensor, StoredTensor)):
                 return value
             # The state of an optimizer has one more key, of which any may be of this shape.
-            own = sharded.get(path if path[0] == "model" else path[:-1])
-            if own is not None and (own.shape == value.shape or path in tensor_parallel.by_slots):
+            local = sharded.get(path if path[0] == "model" else path[:-1])
+            if local is not None and (
+                local.shape == value.shape or path in tensor_parallel.by_slots
+            ):
                 rows = value.rows if isinstance(value, StoredTensor) else partial(_rows, value)
-                return sharded_like(own, value.dtype, rows, value.shape[0] if own.dim() else None)
+                return sharded_like(
+                    local, value.dtype, rows, value.shape[0] if local.dim() else None
+                )
             # A tensor of another shape is compared with the model's, and refused.
             return value.full_tensor() if isinstance(value, StoredTensor) else value
 
@@ -186,7 +190,7 @@ class TrainingState:
         before = None
         if trainer is not None:
             before = copy.deepcopy((self.model.state_dict(), trainer.state_dict()))
-        own = {} if optimizer is None else dict(optimizer.__dict__)
+        original = {} if optimizer is None else dict(optimizer.__dict__)
         sizes = {p: p.shape for p in self.model.parameters()}
         try:
             self._resize_shards(parts["model"])
@@ -201,7 +205,7 @@ class TrainingState:
             self._resize_shards(before[0])
             self.model.load_state_dict(before[0])
             if optimizer is not None:
-                optimizer.__dict__.update(own)
+                optimizer.__dict__.update(original)
             trainer.load_state_dict(before[1])
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"{where} does not fit: its trainer's state: {reason}") from None
@@ -238,10 +242,10 @@ class TrainingState:
         if self.trainer is not None:
             _require(parts, "trainer")
             layers = self.trainer.layers.items()
-            found = {name: patterns.get(id(layer)) for name, layer in layers}
+            by_layer = {name: patterns.get(id(layer)) for name, layer in layers}
             # None for a trainer of another model, or layers without a state.
-            known = {name: pattern for name, pattern in found.items() if pattern is not None}
-            complete = known if len(known) == len(found) else None
+            known = {name: pattern for name, pattern in by_layer.items() if pattern is not None}
+            complete = known if len(known) == len(by_layer) else None
             self.trainer.check_state(parts["trainer"], complete)
         if self.lr_scheduler is not None:
             _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
@@ -271,8 +275,8 @@ def shared_errors(ranks: Ranks) -> Iterator[None]:
         with collective_errors(ranks):
             yield
     except (RuntimeError, ValueError, TypeError) as error:
-        said = str(error).replace(f"{CheckpointError.__name__}: ", "")
-        raise CheckpointError(said) from None
+        message = str(error).replace(f"{CheckpointError.__name__}: ", "")
+        raise CheckpointError(message) from None
 
 
 def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
@@ -296,9 +300,11 @@ def _parameter_names(model: nn.Module) -> dict[int, str]:
 def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     _check_kind(saved, optimizer)
     sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != own:
-        raise ValueError(f"the optimizer was saved with groups of {sizes} tensors, here {own}")
+    group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != group_sizes:
+        raise ValueError(
+            f"the optimizer was saved with groups of {sizes} tensors, here {group_sizes}"
+        )
 
 
 def _check_kind(saved: dict[str, Any], thing: Any) -> None:
@@ -314,12 +320,12 @@ def _require(parts: dict[str, Any], part: str) -> dict[str, Any]:
 
 def _describe_patterns(model: nn.Module) -> dict[str, list[int]]:
     """Shape, block size and number of blocks of every module with a pattern."""
-    found = {}
+    described = {}
     for name, module in model.named_modules():
         pattern = getattr(module, "pattern", None)
         if isinstance(pattern, SparsePattern):
-            found[name] = [*pattern.shape, pattern.block_size, pattern.nnz]
-    return found
+            described[name] = [*pattern.shape, pattern.block_size, pattern.nnz]
+    return described
 
 
 def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePattern]:
@@ -328,8 +334,8 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePat
     Raises:
         ValueError: tensors or patterns of the checkpoint do not fit the model.
     """
-    saved, own = parts["model"], model.state_dict()
-    if odd := sorted(saved.keys() ^ own.keys()):
+    saved, current = parts["model"], model.state_dict()
+    if odd := sorted(saved.keys() ^ current.keys()):
         where = "file" if odd[0] in saved else "model"
         raise ValueError(
             f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
@@ -356,7 +362,7 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePat
         saved_pattern = _check_pattern(name, module, saved)
         if saved_pattern is not None:
             patterns[id(module)] = saved_pattern
-    for name, tensor in own.items():
+    for name, tensor in current.items():
         other = saved[name]
         if not isinstance(tensor, Tensor):
             continue
@@ -378,9 +384,9 @@ def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> SparsePatte
     rows, cols, values = (saved.get(prefix + key) for key in ("rows", "cols", "values"))
     if rows is None or cols is None:
         return None
-    own = module.pattern
+    current = module.pattern
     try:
-        pattern = SparsePattern(rows, cols, shape=own.shape, block_size=own.block_size)
+        pattern = SparsePattern(rows, cols, shape=current.shape, block_size=current.block_size)
         if isinstance(values, Tensor) and values.shape != pattern.values_shape:
             raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -412,9 +418,9 @@ def _load_optimizer_state(
         beside = copy.copy(optimizer)
         # Its own load puts the groups' parameters in place, but not their other entries' types.
         beside.load_state_dict(copy.deepcopy(state))
-        for own, saved in zip(optimizer.param_groups, beside.param_groups, strict=True):
-            _check_same_kind("its group", _options(own), _options(saved))
-            _check_ranges(optimizer, own, saved)
+        for current, saved in zip(optimizer.param_groups, beside.param_groups, strict=True):
+            _check_same_kind("its group", _options(current), _options(saved))
+            _check_ranges(optimizer, current, saved)
         for group in beside.param_groups:
             for parameter in group["params"]:
                 shape = shapes.get(id(parameter), parameter.shape)
@@ -423,7 +429,7 @@ def _load_optimizer_state(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
     # Hooks belong to the optimizer itself.
-    return {name: own for name, own in vars(beside).items() if not name.endswith("_hooks")}
+    return {name: current for name, current in vars(beside).items() if not name.endswith("_hooks")}
 
 
 def _check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:

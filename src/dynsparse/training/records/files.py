@@ -167,12 +167,12 @@ def read_step(file: Path) -> int:
     with opened(file) as archive:
         step = read_array(file, archive, "step")
         if step.shape != () or not np.issubdtype(step.dtype, np.integer):
-            got = f"{step.dtype} {list(step.shape)}"
+            actual = f"{step.dtype} {list(step.shape)}"
         elif step < 0:
-            got = str(step)
+            actual = str(step)
         else:
             return int(step)
-    raise RecordError(f"{file}: 'step' must be one integer of at least 0, got {got}")
+    raise RecordError(f"{file}: 'step' must be one integer of at least 0, got {actual}")
 
 
 def read_telemetry(path: Path) -> list[dict[str, Any]]:

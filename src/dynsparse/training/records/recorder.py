@@ -290,10 +290,10 @@ def _compact(flat: torch.Tensor, pattern: SparsePattern) -> np.ndarray:
     return flat.numpy().astype(np.int32 if small else np.int64)
 
 
-def _check_layers(found: Mapping[Any, Any], kind: type, expected: str) -> None:
-    for name, one in found.items():
+def _check_layers(layers: Mapping[Any, Any], kind: type, expected: str) -> None:
+    for name, value in layers.items():
         check_kind("the name of a layer", name, str, "a text")
-        check_kind(f"what is recorded of {name!r}", one, kind, expected)
+        check_kind(f"what is recorded of {name!r}", value, kind, expected)
 
 
 def _step(step: Any) -> int:

@@ -19,6 +19,7 @@ from popsparse.measure import (
     sparse_figures,
     static_plans,
 )
+from popsparse.planning.options import spelled
 from popsparse.planning.params import data_type
 from popsparse.planning.plan import Plan
 from popsparse.planning.search import plan as make_plan
@@ -139,16 +140,16 @@ def run_dynamic(request: Request) -> None:
 
 def _dynamic_plan(request: Request) -> Plan:
     names = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in request.names else [])]
-    asked = request.options
+    options = {spelled(name): value for name, value in request.options.items()}
     for name in ("do_grad_a_pass", "do_grad_w_pass"):
-        if name in asked:
+        if name in options:
             raise ValueError(f"--options: {name} follows from --passes: leave it out")
     settings = {
         "available_memory_proportion": request.available_memory_proportion,
         **({} if request.partials_type is None else {"partials_type": request.partials_type}),
         "meta_info_bucket_oversize_proportion": request.oversize,
         "plan_constraints": request.plan_constraints,
-        **asked,
+        **options,
     }
     sizes = (*request.shape, request.batch, request.density, request.block_size)
     try:
@@ -170,7 +171,7 @@ def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -
             f"--partials-type: dynamic products of {what} add in {actual}, got {requested}: "
             "leave it out"
         )
-    if settings.get("shared_buckets") is False and request.block_size > 1:
+    if str(settings.get("shared_buckets")).lower() == "false" and request.block_size > 1:
         raise ValueError(
             "--options: shared_buckets is for elements, got blocks, which always share them: leave "
             "it out"
@@ -231,7 +232,7 @@ def run_by_pass(request: Request) -> None:
         estimated = {"estimated_cycles": _estimated(plans)}
         write(request, lambda: _page_by_pass(request, plans, estimated, {}))
         return
-    made: list[tuple[dict[str, Any], dict[str, Run]]] = []
+    results: list[tuple[dict[str, Any], dict[str, Run]]] = []
     figures: list[dict[str, Any]] = []
     for seed in range(request.seed, request.seed + request.seeds):
         if seed > request.seed:
@@ -240,10 +241,10 @@ def run_by_pass(request: Request) -> None:
             runs = run_plans(plans, seed=seed, ignore_data=request.ignore_data)
         except OutOfMemoryError as error:
             raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
-        made.append((plans, runs))
+        results.append((plans, runs))
         figures.append({"seed": seed, **run_figures(plans, runs)})
     middle = median(figures)
-    plans, runs = made[middle]
+    plans, runs = results[middle]
     show(summarise(request, plan_figures(next(iter(plans.values()))), figures), request)
     write(request, lambda: _page_by_pass(request, plans, figures[middle], runs))
 
@@ -262,7 +263,8 @@ def _plans_by_pass(request: Request, seed: int) -> dict[str, Any]:
             f"--partials-type: static products add in the type of the data, {request.dtype}, "
             f"got {partials}"
         )
-    settings = {"available_memory_proportion": memory} | request.options
+    given = {spelled(name): value for name, value in request.options.items()}
+    settings = {"available_memory_proportion": memory} | given
     try:
         return static_plans(request.draw(seed), *where, settings)
     except TypeError as error:  # A value of --options of the wrong kind.

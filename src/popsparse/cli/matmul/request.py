@@ -171,8 +171,8 @@ class Request:
         """The passes, in the order they run."""
         from popsparse.planning.search import parse_passes
 
-        asked = [name.strip() for name in self.passes.split(",")]
-        return tuple(name for name in parse_passes(asked) if name in asked)
+        selected = [name.strip() for name in self.passes.split(",")]
+        return tuple(name for name in parse_passes(selected) if name in selected)
 
     @cached_property
     def machine(self) -> Target:

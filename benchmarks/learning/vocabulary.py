@@ -1,0 +1,72 @@
+"""What a sparse vocabulary costs a small GPT in perplexity.
+
+    python benchmarks/learning/vocabulary.py --data novels.txt --bpe gpt2-bpe \
+        --seeds 0 1 --output results.jsonl
+
+Trains the model of pruned.py on byte pairs, prunes the blocks by Wanda with and without the
+embedding tied to the head, fine-tunes the whole with the pattern that results, and prints a line of
+JSON for each: the test perplexity after pruning and after fine-tuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from pruned import CALIBRATION, GPT, Text, fine_tune, perplexity, report, train
+
+import dynsparse as ds
+from dynsparse.data.text import load_gpt2
+
+VOCABULARY = ["tokens", "head"]
+BLOCKS = 0.2  # density
+TABLES = (1.0, 0.5, 0.2, 0.1)  # densities
+
+
+class BytePairs(Text):
+    """The first merges of GPT-2 as tokens; the last tenth is for tests."""
+
+    def __init__(self, path: Path, bpe: Path, vocabulary: int) -> None:
+        ids = torch.from_numpy(load_gpt2(bpe, vocabulary).encode(path.read_text()).astype("int64"))
+        self.vocabulary, cut = vocabulary, len(ids) * 9 // 10
+        self.train, self.test = ids[:cut], ids[cut:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="a text file")
+    parser.add_argument("--bpe", type=Path, required=True, help="a folder with GPT-2's vocab.bpe")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--dense-steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=200, help="of fine-tuning")
+    parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
+    options = parser.parse_args()
+    text = BytePairs(options.data, options.bpe, options.vocabulary)
+    for seed in options.seeds:
+        torch.manual_seed(seed)
+        dense = GPT(text.vocabulary)
+        train(dense, text.batches(options.dense_steps, seed), 3e-3)
+        calibration = [batch[:, :-1] for batch in text.batches(CALIBRATION, 1000 + seed)]
+        batches = text.batches(options.steps, 2000 + seed)
+        rows = [{"table": "dense model", "pruned": perplexity(dense, text)}]
+        tuned = copy.deepcopy(dense)
+        train(tuned, batches, 1e-3)
+        rows[0]["tuned"] = perplexity(tuned, text)
+        for density in TABLES:
+            model = copy.deepcopy(dense)
+            pruning = {"start": "wanda", "calibration": calibration, "verbose": False}
+            ds.sparsify(model, BLOCKS, **pruning)
+            if density < 1:
+                ds.sparsify(model, density, include=VOCABULARY, **pruning)
+            row = {"table": density, "pruned": perplexity(model, text)}
+            fine_tune(model, batches, "static")
+            rows.append(row | {"tuned": perplexity(model, text)})
+        for row in rows:
+            report({"seed": seed, **row}, options.output)
+
+
+if __name__ == "__main__":
+    main()

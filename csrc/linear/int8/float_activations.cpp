@@ -1,0 +1,278 @@
+// Weights in int8, activations in float32.
+
+#include "base/scratch.h"
+#include "linear/block/block.h"
+#include "linear/int8/int8.h"
+#include "linear/linear.h"
+
+namespace dynsparse {
+namespace {
+
+// x to [quad of features][sample][QUAD]: samples side by side instead of a power of two apart,
+// where they would compete for the same cache lines.
+void pack_quads(const Matrix& from, i64 batch, i64 features, float* out) {
+  for (i64 f = 0; f < features; f += QUAD)
+    for (i64 s = 0; s < batch; s++, out += QUAD) {
+      const float* x = from.data.f32 + from.at(s, f);
+      for (int c = 0; c < QUAD; c++) out[c] = x[c * from.feature_stride];
+    }
+}
+
+void finish(const Int8Pass& pass, i64 sample, i64 row, F sum, float unit) {
+  F y = sum * (load_lanes(pass.scale + row) * unit);
+  if (pass.bias) y += load_lanes(pass.bias + row);
+  store_lanes(pass.y + sample * pass.out + row, y);
+}
+
+// ---- blocks of multiples of 8 ----
+
+// VECTORS vectors of rows of a block row, from `first` on, by SAMPLES samples. Columns add to
+// different sums where these are few, so that additions need not wait for each other.
+template <int VECTORS, int SAMPLES>
+void quad_rows(const Int8Pass& pass, const float* x, i64 row, i64 first, i64 sample) {
+  constexpr int SETS = SAMPLES > 2 ? 1 : SAMPLES > 1 ? 2 : 4;
+  const i64 block = pass.block, stride = pass.batch * QUAD;
+  F sum[SETS][SAMPLES][VECTORS] = {};
+  for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++) {
+    const int8_t* values = pass.values + p * block * block + first * QUAD;
+    const float* quad = x + pass.cols[p] * (block / QUAD) * stride + sample * QUAD;
+    for (i64 g = 0; g < block; g += QUAD, values += block * QUAD, quad += stride) {
+      Q quads[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) quads[v] = load_quads(values + v * LANES * QUAD);
+#pragma GCC unroll 4
+      for (int c = 0; c < QUAD; c++) {
+        F w[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) w[v] = column_of(quads[v], c);
+#pragma GCC unroll 4
+        for (int s = 0; s < SAMPLES; s++) {
+          const F activation = quad[s * QUAD + c] - F{};
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++) sum[c % SETS][s][v] += w[v] * activation;
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int s = 0; s < SAMPLES; s++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+      F total = sum[0][s][v];
+#pragma GCC unroll 4
+      for (int k = 1; k < SETS; k++) total += sum[k][s][v];
+      finish(pass, sample + s, row * block + first + v * LANES, total, QUAD_SCALE);
+    }
+}
+
+template <int SAMPLES>
+void quad_samples(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
+  i64 first = 0;
+  for (; first + 2 * LANES <= pass.block; first += 2 * LANES)
+    quad_rows<2, SAMPLES>(pass, x, row, first, sample);
+  if (first < pass.block) quad_rows<1, SAMPLES>(pass, x, row, first, sample);
+}
+
+// ---- blocks of 4 ----
+
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Blocks that fill a vector, each with its four rows.
+constexpr int BESIDE = LANES / QUAD;
+
+// A quad of activations for each block of a vector.
+template <int... I>
+DYNSPARSE_INLINE F beside(const float* first, const float* second,
+                          std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(*reinterpret_cast<const Four*>(first),
+                                 *reinterpret_cast<const Four*>(second), I...);
+}
+// In all lanes of a block, the activation of one of its columns.
+template <int COLUMN, int... I>
+DYNSPARSE_INLINE F spread(F quads, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(quads, quads, (I / QUAD * QUAD + COLUMN)...);
+}
+
+template <int SAMPLES>
+DYNSPARSE_INLINE void add_blocks(Q quads, const float* first, const float* second,
+                                 F (&sum)[SAMPLES][2]) {
+  constexpr std::make_integer_sequence<int, LANES> lanes;
+  F w[QUAD];
+#pragma GCC unroll 4
+  for (int c = 0; c < QUAD; c++) w[c] = column_of(quads, c);
+#pragma GCC unroll 4
+  for (int s = 0; s < SAMPLES; s++) {
+    const F x = beside(first + s * QUAD, second + s * QUAD, lanes);
+    sum[s][0] += w[0] * spread<0>(x, lanes) + w[1] * spread<1>(x, lanes);
+    sum[s][1] += w[2] * spread<2>(x, lanes) + w[3] * spread<3>(x, lanes);
+  }
+}
+
+template <int SAMPLES>
+void rows_of_4(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
+  constexpr i64 SIZE = QUAD * QUAD;
+  const i64 stride = pass.batch * QUAD, end = pass.row_ptr[row + 1];
+  const auto quad = [&](i64 p) { return x + pass.cols[p] * stride + sample * QUAD; };
+  F sum[SAMPLES][2] = {};
+  i64 p = pass.row_ptr[row];
+  for (; p + BESIDE <= end; p += BESIDE)
+    add_blocks<SAMPLES>(load_quads(pass.values + p * SIZE), quad(p), quad(p + BESIDE - 1), sum);
+  if (p < end) {  // the last of an odd number
+    alignas(64) int8_t values[4 * LANES] = {};
+    std::memcpy(values, pass.values + p * SIZE, SIZE);
+    add_blocks<SAMPLES>(load_quads(values), quad(p), quad(p), sum);
+  }
+#pragma GCC unroll 4
+  for (int s = 0; s < SAMPLES; s++) {
+    alignas(64) float lanes[LANES];
+    store_lanes(lanes, sum[s][0] + sum[s][1]);
+    for (int r = 0; r < QUAD; r++) {
+      float y = lanes[r];
+      for (int k = 1; k < BESIDE; k++) y += lanes[k * QUAD + r];
+      const i64 at = row * QUAD + r;
+      pass.y[(sample + s) * pass.out + at] =
+          y * (pass.scale[at] * QUAD_SCALE) + (pass.bias ? pass.bias[at] : 0.0f);
+    }
+  }
+}
+
+template <int SAMPLES>
+void some_samples(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
+  if (pass.block == QUAD)
+    rows_of_4<SAMPLES>(pass, x, row, sample);
+  else
+    quad_samples<SAMPLES>(pass, x, row, sample);
+}
+
+// ---- weights in float32 ----
+
+// Loops of their own, for their pointers alone.
+void widen(const int8_t* __restrict values, i64 count, float scale, float* __restrict out) {
+  for (i64 i = 0; i < count; i++) out[i] = static_cast<float>(values[i]) * scale;
+}
+DYNSPARSE_INLINE void widen(const int8_t* __restrict values, i64 count,
+                            const float* __restrict scales, float* __restrict out) {
+#pragma GCC unroll 1
+  for (i64 i = 0; i < count; i++) out[i] = static_cast<float>(values[i]) * scales[i];
+}
+
+void dequantize_elements(const Int8Pass& pass, i64 row, float* out) {
+  const i64 begin = pass.row_ptr[row], end = pass.row_ptr[row + 1];
+  widen(pass.values + begin, end - begin, pass.scale[row], out + begin);
+}
+
+void dequantize_blocks(const Int8Pass& pass, i64 row, float* out) {
+  constexpr i64 LARGEST = 15;
+  const i64 block = pass.block, size = block * block;
+  const float* scale = pass.scale + row * block;
+  float scales[LARGEST * LARGEST];
+  const bool fits = block <= LARGEST;
+  for (i64 i = 0; fits && i < size; i++) scales[i] = scale[i / block];
+  for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++) {
+    if (block == QUAD)  // a constant count needs no loop
+      widen(pass.values + p * QUAD * QUAD, QUAD * QUAD, scales, out + p * QUAD * QUAD);
+    else if (fits)
+      widen(pass.values + p * size, size, scales, out + p * size);
+    else
+      for (i64 r = 0; r < block; r++)
+        widen(pass.values + p * size + r * block, block, scale[r], out + p * size + r * block);
+  }
+}
+
+// Columns become rows: the kernels of blocks want them so.
+void dequantize_quads(const Int8Pass& pass, i64 row, float* out) {
+  const i64 block = pass.block, size = block * block;
+  const float* scale = pass.scale + row * block;
+  for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++)
+    for (i64 c = 0; c < block; c += QUAD)
+      for (i64 r = 0; r < block; r += LANES) {
+        const Q quads = load_quads(pass.values + p * size + c * block + r * QUAD);
+        const F unit = load_lanes(scale + r) * QUAD_SCALE;
+#pragma GCC unroll 4
+        for (int k = 0; k < QUAD; k++)
+          store_lanes(out + p * size + (c + k) * block + r, column_of(quads, k) * unit);
+      }
+}
+
+}  // namespace
+
+bool int8_forward_few(const Int8Pass& pass) {
+  const bool is_packed = pass.batch == 1 && pass.x.feature_stride == 1;
+  const i64 size = is_packed ? 0 : pass.batch * pass.in;
+  Scratch scratch(Scratch::size_of<float>(size));
+  if (scratch.failed()) return false;
+  float* packed = scratch.take<float>(size);
+  if (!is_packed) pack_quads(pass.x, pass.batch, pass.in, packed);
+  const float* x = is_packed ? pass.x.data.f32 : packed;
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
+  for (i64 row = 0; row < pass.out / pass.block; row++) {
+    i64 sample = 0;
+    for (; sample + 4 <= pass.batch; sample += 4) some_samples<4>(pass, x, row, sample);
+    if (sample + 2 <= pass.batch) {
+      some_samples<2>(pass, x, row, sample);
+      sample += 2;
+    }
+    if (sample < pass.batch) some_samples<1>(pass, x, row, sample);
+  }
+  return true;
+}
+
+bool int8_forward_sample(const Int8Pass& pass) {
+  constexpr i64 CHUNK = 256;
+  const float* x = pass.x.data.f32;
+  const i64 stride = pass.x.feature_stride;
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
+  for (i64 row = 0; row < pass.out; row++) {
+    V sums = {};
+    float sum = 0.0f;
+    for (i64 p = pass.row_ptr[row], end = pass.row_ptr[row + 1]; p < end; p += CHUNK) {
+      const i64 count = least(CHUNK, end - p);
+      alignas(64) float weights[CHUNK];
+      widen(pass.values + p, count, 1.0f, weights);
+      const i32* cols = pass.cols + p;
+      i64 i = 0;
+      for (; i + VL <= count; i += VL) {
+        V lanes;
+#pragma GCC unroll 16
+        for (int k = 0; k < VL; k++) lanes[k] = x[cols[i + k] * stride];
+        sums += load(weights + i) * lanes;
+      }
+      for (; i < count; i++) sum += weights[i] * x[cols[i] * stride];
+    }
+    for (int k = 0; k < VL; k++) sum += sums[k];
+    pass.y[row] = sum * pass.scale[row] + (pass.bias ? pass.bias[row] : 0.0f);
+  }
+  return true;
+}
+
+bool int8_forward_many(const Int8Pass& pass) {
+  const i64 block = pass.block, rows = pass.out / block;
+  const i64 size = pass.row_ptr[rows] * block * block;
+  Scratch scratch(Scratch::size_of<float>(size));
+  if (scratch.failed()) return false;
+  float* values = scratch.take<float>(size);
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
+  for (i64 row = 0; row < rows; row++) {
+    if (block == 1)
+      dequantize_elements(pass, row, values);
+    else if (pass.has_quads())
+      dequantize_quads(pass, row, values);
+    else
+      dequantize_blocks(pass, row, values);
+  }
+  if (!pass.has_quads()) {
+    const Index index = {pass.row_ptr, pass.cols, nullptr, nullptr, nullptr, nullptr,
+                         pass.out,     pass.in,   block,   nullptr, nullptr};
+    return !linear_forward(pass.x, values, index, pass.bias, {pass.y}, pass.batch, pass.threads);
+  }
+  BlockPass blocks = {rows, pass.in / block, block, pass.batch, pass.x, pass.threads};
+  blocks.out = {pass.y};
+  blocks.ptr = pass.row_ptr;
+  blocks.idx = pass.cols;
+  blocks.values = values;
+  blocks.bias = pass.bias;
+  blocks.transposed = true;
+  return lines_fit(blocks) ? run_in_lines(blocks) : run_in_tiles(blocks);
+}
+
+}  // namespace dynsparse

@@ -1,0 +1,230 @@
+"""A model on calibration data, one block after another: what reaches each block and each layer.
+
+Language models are chains of blocks: a block takes the hidden states that the one before returns.
+So a block can be changed, and the next one sees what the changed block gives, while each block
+computes every batch only two or three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse._core.checks import shortened
+from dynsparse.nn.candidates import Candidate
+
+
+class _LastBlock(Exception):
+    """Ends a forward pass behind the last block."""
+
+
+class Blocks:
+    """The chain of blocks of a model, and what calibration batches pass to each.
+
+    Attributes:
+        names: of the blocks in the model; none if its blocks are not a chain.
+        inputs: the hidden states that each batch passes to the first block.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, int]) -> None:
+        """Compute every batch up to the last block.
+
+        Args:
+            layers: name -> size of the layers of interest: the chain is the list of modules that
+                holds most of them.
+        """
+        self.model = model
+        self.names = _longest_list(model, layers)
+        self.inputs: list[Tensor] = []
+        self._others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
+        if not self.names:
+            return
+        for batch in batches:
+            calls = self._record(batch)
+            if calls is None:
+                self.names, self.inputs, self._others = [], [], []
+                return
+            self.inputs.append(calls[0][0][0])
+            self._others.append([(args[1:], named) for args, named in calls])
+
+    def _record(self, batch: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+        """The arguments of every block; None unless each takes what the one before returns."""
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        returned: list[Tensor] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            calls.append((args, named))
+
+        def after(_: nn.Module, _args: Any, output: Any) -> None:
+            returned.append(_hidden(output))
+            if len(returned) == len(self.names):
+                raise _LastBlock
+
+        with ExitStack() as stack:
+            for name in self.names:
+                block = self.model.get_submodule(name)
+                hook = block.register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(hook.remove)
+                stack.callback(block.register_forward_hook(after).remove)
+            with suppress(_LastBlock):
+                call(self.model, batch)
+        taken = [args[0] for args, _ in calls if args]
+        is_chain = len(taken) == len(calls) == len(self.names) and all(
+            isinstance(x, Tensor) and (k == 0 or x is returned[k - 1]) for k, x in enumerate(taken)
+        )
+        return calls if is_chain else None
+
+    def run(self, k: int, batch: int, hidden: Tensor) -> Tensor:
+        """What block k of the model, as it is now, makes of the hidden states of a batch."""
+        args, named = self._others[batch][k]
+        return _hidden(self.model.get_submodule(self.names[k])(hidden, *args, **named))
+
+    def run_all(self, k: int, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """`run` for the hidden states of every batch."""
+        return [self.run(k, batch, x) for batch, x in enumerate(hidden)]
+
+
+def _hidden(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def _longest_list(model: nn.Module, layers: Mapping[str, int]) -> list[str]:
+    """The names of the members of the module list that holds the largest part of the layers."""
+    best, most = "", 0
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            size = sum(n for layer, n in layers.items() if layer.startswith(_inside(name)))
+            if size > most:
+                best, most = name, size
+    if not most:
+        return []
+    return [_inside(best) + part for part, _ in model.get_submodule(best).named_children()]
+
+
+def _inside(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch: a dictionary of arguments, a tuple or list of them, or one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def batches_of(calibration: Any) -> list[Any]:
+    """The batches as a list.
+
+    Raises:
+        TypeError, ValueError: no batches.
+    """
+    if not isinstance(calibration, Iterable) or isinstance(calibration, (Tensor, Mapping, str)):
+        raise TypeError(
+            "calibration must be batches, such as a DataLoader or a list of token tensors, got "
+            f"{shortened(calibration)}"
+        )
+    batches = list(calibration)
+    if not batches:
+        raise ValueError("calibration has no batches")
+    return batches
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation, without a cache of keys and values; as it was afterwards."""
+    training = [(module, module.training) for module in model.modules()]
+    config: Any = getattr(model, "config", None)
+    has_cache = getattr(config, "use_cache", None) is True
+    model.eval()
+    try:
+        if has_cache:
+            config.use_cache = False
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        if has_cache:
+            config.use_cache = True
+
+
+Groups = Mapping[str, Sequence[Candidate]]
+
+
+@torch.no_grad()
+def input_sums(
+    model: nn.Module, groups: Groups, batches: Sequence[Any], *, products: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Sums over the inputs x of layers, block by block: of x^2 [in], or of x x^T [in, in].
+
+    Between two blocks the caller may replace layers: the next block sees what the changed blocks
+    give. Layers outside of the chain of blocks come last, all together.
+
+    Args:
+        groups: name -> the layers that share the weight of this name.
+        products: whether the sums are those of products.
+
+    Yields:
+        name -> sum, float32, or float64 for such inputs.
+
+    Raises:
+        ValueError: a layer that no batch reaches, inputs that are NaN or infinite.
+    """
+    left = dict(groups)
+    with evaluating(model):
+        blocks = Blocks(model, batches, {n: g[0].weight.numel() for n, g in groups.items()})
+    hidden = blocks.inputs
+    for k, block in enumerate(blocks.names):
+        inside = {
+            name: left.pop(name)
+            for name, group in list(left.items())
+            if all(f"{layer.name}.".startswith(f"{block}.") for layer in group)
+        }
+        if inside:
+            with evaluating(model), _observed(inside, products) as sums:
+                blocks.run_all(k, hidden)
+            yield _checked(sums, inside)
+        if k + 1 < len(blocks.names):
+            with evaluating(model):
+                hidden = blocks.run_all(k, hidden)
+    if left:
+        with evaluating(model), _observed(left, products) as sums:
+            for batch in batches:
+                call(model, batch)
+        yield _checked(sums, left)
+
+
+@contextmanager
+def _observed(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
+    sums: dict[str, Tensor] = {}
+
+    def observe(name: str, x: Tensor) -> None:
+        x = x.detach().reshape(-1, x.shape[-1])
+        x = x if x.dtype == torch.float64 else x.float()
+        added = x.t() @ x if products else x.square().sum(0)
+        sums[name] = sums[name] + added if name in sums else added
+
+    with ExitStack() as stack:
+        for name, group in groups.items():
+            layers = [layer for layer in group if layer.kind != "embedding"]  # these take ids
+            for owner in {id(layer.owner): layer.owner for layer in layers}.values():
+                hook = owner.register_forward_pre_hook(
+                    lambda _, args, name=name: observe(name, args[0])
+                )
+                stack.callback(hook.remove)
+        yield sums
+
+
+def _checked(sums: dict[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    for name in groups:
+        if name not in sums:
+            raise ValueError(
+                f"no calibration batch passes through the layer {name!r}: exclude it, or use "
+                "start='magnitude'"
+            )
+        if not bool(sums[name].isfinite().all()):
+            raise ValueError(f"the inputs of the layer {name!r} are NaN or infinite")
+    return sums

@@ -1,0 +1,60 @@
+"""Models for inference only."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from dynsparse._core.checks import typed
+from dynsparse.nn.sharded import is_sharded
+from dynsparse.nn.sparse_module import SparseModule
+
+
+@typed
+@torch.no_grad()
+def freeze(model: nn.Module) -> nn.Module:
+    """Prepare a trained model for inference, in place.
+
+    The model is set to evaluation mode and its parameters to need no gradients. Sparse layers free
+    everything that only training needs: gradients, the order of the pattern by columns, and the
+    slots of pattern updates, so that of the pattern 4 bytes per block remain; layers that are
+    sharded, or computed on a target or by a subset of `TopKAST`, keep theirs. Each `nn.ReLU` that
+    follows a sparse layer in an `nn.Sequential` computes in place.
+
+    A frozen model computes, saves, loads, copies and compiles as before. To train it again, call
+    `model.train().requires_grad_()`; its optimizer and trainer go on where they were.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a model without sparse layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, SparseModule)]
+    if not layers:
+        raise ValueError("the model has no sparse layers")
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for layer in layers:
+        if layer.executor is None and not is_sharded(layer.values):
+            pattern = layer.pattern
+            values = pattern.by_rows(layer.values.detach())
+            layer._install(pattern._without_slots(), values, keep_size=False)
+    for module in model.modules():
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            _compute_in_place(module)
+    return model
+
+
+def _compute_in_place(sequence: nn.Sequential) -> None:
+    """Let each ReLU that follows a sparse layer overwrite its output, which nothing else reads."""
+    members = list(sequence._modules.items())
+    for (_, layer), (name, activation) in pairwise(members):
+        is_plain = type(activation) is nn.ReLU and not activation._forward_hooks
+        if is_plain and isinstance(layer, SparseModule) and not layer._forward_hooks:
+            # A new one: the module may have other places in the model.
+            setattr(sequence, name, nn.ReLU(inplace=True).eval())

@@ -1,0 +1,134 @@
+"""The layer for inputs that are sparse themselves: bags of words, counts of genes, one-hot codes.
+
+The work is a multiplication for each non-zero of an input and each weight of its feature
+(csrc/linear/sparse_input.cpp), however many features there are. Inputs get no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from dynsparse._core import native
+from dynsparse.ops import capture
+from dynsparse.ops.linear import products
+from dynsparse.ops.linear.autograd import explain, layer_linear
+from dynsparse.ops.linear.layer_index import LayerIndex, Read
+from dynsparse.ops.torch_internals import is_gradient_needed, is_plain_eager
+
+_LAYOUTS = (torch.sparse_csr, torch.sparse_coo)
+# Above this share of non-zeros in x the kernels for dense x are faster (a step of layers of 2,000
+# and 8,000 inputs breaks even at 1 to 3 %).
+_LARGEST_SHARE = 1 / 40
+
+
+def sparse_input_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
+    """y [batch, out] = x W^T + bias for an x [batch, in] in CSR or COO, on the CPU in float32.
+
+    Others are made dense: other dtypes and devices, inputs that require a gradient or of which more
+    than a fortieth is not zero, and all without the compiled kernels.
+
+    Args:
+        values, read: as for `layer_linear`.
+
+    Raises:
+        TypeError: another layout.
+        ValueError: x of another shape.
+    """
+    p = read.layer_index
+    if x.layout not in _LAYOUTS:
+        raise TypeError(f"a sparse input must be CSR or COO, got {x.layout}")
+    if x.dim() != 2 or x.shape[1] != p.in_features:
+        raise ValueError(f"a sparse input must be [batch, {p.in_features}], got {list(x.shape)}")
+    is_float32 = x.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
+    is_computed = read.plain and is_float32 and not x.requires_grad and is_plain_eager(x)
+    is_dense = x._nnz() > _LARGEST_SHARE * x.numel()
+    if not is_computed or is_dense or native.load() is None:
+        return layer_linear(x.to_dense(), values, bias, read)
+    y: Tensor = _SparseInputFunction.apply(values, bias, x, read)
+    return y
+
+
+class _SparseInputFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, bias: Tensor | None, x: Tensor, read: Read) -> Tensor:
+        p = ctx.layer_index = read.layer_index
+        ctx.save_for_backward(values)
+        ctx.x, ctx.entries = x, _by_samples(x)
+        y = read.memory.new_empty(x.shape[0], p.out_features)
+        native.call(
+            "dynsparse_sparse_input_forward",
+            *ctx.entries,
+            read.memory,
+            p.col_ptr,
+            *p.by_columns(),
+            None if bias is None else bias.detach(),
+            y,
+            *(x.shape[0], p.out_features, p.block_size, torch.get_num_threads()),
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dvalues = _gradient_of_values(ctx, dy.contiguous()) if ctx.needs_input_grad[0] else None
+        dbias = dy.sum(0) if ctx.needs_input_grad[1] else None
+        return dvalues, dbias, None, None
+
+
+def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
+    p: LayerIndex = ctx.layer_index
+    try:
+        (values,) = ctx.saved_tensors
+    except RuntimeError as error:
+        raise explain(error) from None
+    if values.shape != p.values_shape:
+        raise RuntimeError(capture.CHANGED)
+    if capture.replaced:
+        capture.check_backward(p.row_ptr, values, ctx.next_functions[0][0])
+    if capture.needs_check(p.row_ptr):
+        if not is_gradient_needed(ctx.next_functions[0][0]):
+            return None
+        if capture.is_open(p.row_ptr):
+            products.record(p.row_ptr, ctx.x.to_dense(), dy)
+    dvalues = dy.new_zeros(p.values_shape)
+    native.call(
+        "dynsparse_sparse_input_backward",
+        dy,
+        *_by_features(ctx.entries, p.in_features),
+        p.col_ptr,
+        *p.by_columns(),
+        dvalues,
+        *(p.out_features, p.in_features, p.block_size, torch.get_num_threads()),
+    )
+    return dvalues
+
+
+def _by_samples(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pointers [batch + 1], features and values of the non-zeros, sample by sample."""
+    if x.layout is torch.sparse_csr:
+        pointers, columns = x.crow_indices().int(), x.col_indices().int()
+        return pointers.contiguous(), columns.contiguous(), x.values().contiguous()
+    x = x.coalesce()
+    rows, columns = x.indices()
+    return _pointers(rows, x.shape[0]), columns.int().contiguous(), x.values().contiguous()
+
+
+def _by_features(entries: tuple[Tensor, Tensor, Tensor], features: int) -> tuple[Tensor, ...]:
+    """From `_by_samples`: pointers [features + 1], samples and values, feature by feature."""
+    pointers, columns, values = entries
+    samples = torch.arange(len(pointers) - 1, dtype=torch.int32, device="cpu")
+    order = columns.argsort(stable=True)
+    rows = samples.repeat_interleave(pointers.diff())
+    return _pointers(columns, features), rows[order], values[order]
+
+
+def _pointers(numbers: Tensor, count: int) -> Tensor:
+    """Where the entries of each number begin among sorted ones: int32 [count + 1]."""
+    pointers = numbers.new_zeros(count + 1, dtype=torch.int32)
+    pointers[1:] = torch.bincount(numbers, minlength=count).cumsum(0)
+    return pointers

@@ -1,0 +1,151 @@
+"""Repair a pruned model block by block: each block learns to give its dense block's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynsparse._core.checks import check_integer, check_within, typed
+from dynsparse.nn.calibration import Blocks, batches_of, evaluating
+from dynsparse.nn.sparse_module import SparseModule
+
+
+class RepairedBlock(NamedTuple):
+    """A block of a model and how far its outputs are from those of the dense block.
+
+    Attributes:
+        name: of the block in the model.
+        before, after: ||sparse - dense||^2 / ||dense||^2 over all calibration batches, before and
+            after the repair of this block; those before it are repaired in both.
+    """
+
+    name: str
+    before: float
+    after: float
+
+
+@typed
+def repair(
+    model: nn.Module,
+    dense: nn.Module,
+    calibration: Iterable[Any],
+    *,
+    epochs: int = 10,
+    lr: float = 1e-3,
+    verbose: bool = True,
+) -> list[RepairedBlock]:
+    """Train each block of a sparse model to give the outputs of the same block of the dense model.
+
+    One block after another: the dense block computes the hidden states of the dense model, the
+    sparse block those that the repaired blocks before it give, and Adam with a cosine schedule
+    minimises the mean squared difference (Guo et al. 2024, "EBFT: Effective and Block-Wise
+    Fine-Tuning for Sparse LLMs"). All parameters of the block that require a gradient are trained,
+    in evaluation mode; patterns stay. A block that does not get better keeps its parameters.
+
+    Memory beside the two models: gradients and Adam's state of one sparse block, the activations of
+    one batch, and three hidden states of every batch.
+
+    Args:
+        model: the model with sparse layers, changed in place.
+        dense: the model before pruning, of the same architecture.
+        calibration: batches as in `dynsparse.sparsify`; each is one step of the optimizer.
+        epochs: passes over the batches for each block.
+        lr: the learning rate that the schedule begins with.
+        verbose: whether to print a line for each block.
+
+    Returns:
+        The blocks in the order of the model.
+
+    Raises:
+        TypeError, ValueError: no batches; a model without sparse layers, whose blocks are not a
+            chain, or that has other blocks than `dense`. An error later on leaves the blocks that
+            are complete repaired and the others as they were.
+    """
+    check_integer("epochs", epochs, 1)
+    check_within("lr", lr, "(0, 1]")
+    batches = batches_of(calibration)
+    sizes = {n: m.values.numel() for n, m in model.named_modules() if isinstance(m, SparseModule)}
+    if not sizes:
+        raise ValueError("the model has no sparse layers: call dynsparse.sparsify first")
+    repaired = []
+    with evaluating(model), evaluating(dense):
+        with torch.no_grad():
+            sparse_blocks, dense_blocks = (Blocks(m, batches, sizes) for m in (model, dense))
+        _release_indices(model)
+        if not sparse_blocks.names:
+            raise ValueError(
+                "the blocks of the model are not a chain in which each takes what the one before "
+                "returns, so they cannot be repaired one by one: train the whole model"
+            )
+        if sparse_blocks.names != dense_blocks.names:
+            raise ValueError(
+                f"the models must have the same blocks, got {_some(sparse_blocks.names)} and, in "
+                f"dense, {_some(dense_blocks.names)}"
+            )
+        hidden, dense_hidden = sparse_blocks.inputs, dense_blocks.inputs
+        for k, name in enumerate(sparse_blocks.names):
+            with torch.no_grad():
+                dense_hidden = dense_blocks.run_all(k, dense_hidden)
+            before, after = _repair_block(sparse_blocks, k, hidden, dense_hidden, epochs, lr)
+            repaired.append(RepairedBlock(name, before, after))
+            if verbose:
+                print(f"{name}: error {before:.4g} -> {after:.4g}")
+            with torch.no_grad():
+                hidden = sparse_blocks.run_all(k, hidden)
+            _release_indices(model)
+    return repaired
+
+
+def _release_indices(model: nn.Module) -> None:
+    """Free the indices of blocks that wait or are complete, which are rebuilt on demand."""
+    for module in model.modules():
+        if isinstance(module, SparseModule):
+            module._release_index()
+            module.pattern.forget_index()
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} blocks {names[0]!r}, ..." if names else "no chain of blocks"
+
+
+def _repair_block(
+    blocks: Blocks, k: int, hidden: list[Tensor], targets: list[Tensor], epochs: int, lr: float
+) -> tuple[float, float]:
+    """Train block k; its error before and after."""
+    block = blocks.model.get_submodule(blocks.names[k])
+    parameters = [p for p in block.parameters() if p.requires_grad]
+    before = _error(blocks, k, hidden, targets)
+    if not parameters:
+        return before, before
+    saved = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.Adam(parameters, lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(hidden))
+    after = float("nan")
+    try:
+        for _ in range(epochs):
+            for batch, (x, target) in enumerate(zip(hidden, targets, strict=True)):
+                optimizer.zero_grad()
+                functional.mse_loss(blocks.run(k, batch, x), target).backward()
+                optimizer.step()
+                schedule.step()
+        after = _error(blocks, k, hidden, targets)
+    finally:
+        optimizer.zero_grad()
+        if not after <= before:  # worse, NaN, or interrupted
+            with torch.no_grad():
+                for parameter, value in zip(parameters, saved, strict=True):
+                    parameter.copy_(value)
+    return before, min(before, after)
+
+
+@torch.no_grad()
+def _error(blocks: Blocks, k: int, hidden: list[Tensor], targets: list[Tensor]) -> float:
+    difference = norm = 0.0
+    for batch, (x, target) in enumerate(zip(hidden, targets, strict=True)):
+        difference += float((blocks.run(k, batch, x) - target).square().sum(dtype=torch.float64))
+        norm += float(target.square().sum(dtype=torch.float64))
+    return difference / norm if norm else difference

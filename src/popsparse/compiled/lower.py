@@ -1,0 +1,494 @@
+"""A traced step as a program of the tile machine.
+
+Element-wise operators of one shape that follow on each other run as one step, whose vertices
+evaluate torch's own operators on what their tile holds. Views move nothing: torch's operator is
+applied to the addresses of the elements. Products, sums and the sparse layers are the programs that
+the machine has. Any other operator is refused by its name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+
+from popsparse.machine import FLOAT, Copy, Graph, Tensor, as_dtype
+from popsparse.machine import Sequence as Program
+from popsparse.planning import dense as planner
+from popsparse.programs.dense import Layout, add_product, create_operand
+from popsparse.programs.dense_weights import operations
+from popsparse.programs.layout import PlannedTensor, SparseTensor, keep_layout
+from popsparse.tensor_ops import Spread, map_elements, reduce
+
+Node = Any
+"""An `fx.Node`, whose arguments may be anything."""
+
+_VIEWS = {
+    "_unsafe_view", "as_strided", "cat", "constant_pad_nd", "expand", "flip", "permute", "repeat",
+    "reshape", "select", "slice", "squeeze", "stack", "unfold", "unsqueeze", "view",
+}  # fmt: skip
+_SPARSE_BACKWARD = torch.ops.dynsparse.linear_backward.default
+_SUMS = {"sum": "add", "amax": "max", "amin": "min"}
+_RANDOM = {"bernoulli"}
+# An instruction or more for each element; of the others one for each vector.
+_FUNCTIONS = {
+    "acos", "asin", "atan", "atan2", "cos", "digamma", "div", "elu", "erf", "erfc", "exp", "exp2",
+    "expm1", "gelu", "gelu_backward", "lgamma", "log", "log10", "log1p", "log2", "logit", "mish",
+    "pow", "reciprocal", "rsqrt", "sigmoid", "silu", "silu_backward", "sin", "sinh", "softplus",
+    "sqrt", "tan", "tanh", "addcdiv",
+}  # fmt: skip
+_INTEGERS = {torch.int64: torch.int32, torch.float64: torch.float32}
+
+
+def name_of(node: Node) -> str:
+    """The operator's name, such as "mm"."""
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def type_of(value: torch.Tensor) -> Any:
+    """The machine's type for a tensor of torch; 64 bits become 32."""
+    return as_dtype(_INTEGERS.get(value.dtype, value.dtype))
+
+
+def _is_elementwise(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    tags = getattr(node.target, "tags", ())
+    name = name_of(node)
+    return torch.Tag.pointwise in tags or name in _RANDOM or name in ("_to_copy", "copy")
+
+
+class Backward(NamedTuple):
+    """What a step leaves of the backward pass of a sparse layer, which an update looks at: dY
+    [batch, out], x [batch, in], and dW, as the values lie."""
+
+    gradient: Tensor
+    inputs: Tensor
+    grad_weight: Tensor
+
+
+class Lowering:
+    """Adds the steps of a traced step to a program.
+
+    Args:
+        graph: of the machine.
+        module: the traced step.
+        values: the tensors of placeholders that have one.
+        layers: weights of sparse layers, by the placeholder of their values.
+        in_buckets: placeholders of values of sparse layers, and of what lies like them.
+        program: what the steps are added to.
+
+    Attributes:
+        backwards: by placeholder of the values of a sparse layer.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        module: fx.GraphModule,
+        values: dict[Node, Any],
+        layers: Mapping[Node, SparseTensor],
+        in_buckets: set[Node],
+        program: Program,
+    ) -> None:
+        self.graph, self.module, self.layers = graph, module, layers
+        self.values: dict[Node, Any] = values
+        self.program, self._in_buckets = program, in_buckets
+        self.backwards: dict[Node, Backward] = {}
+        self._groups = _group(module.graph)
+        self._constants: dict[Any, Tensor] = {}
+
+    def lower(self, outputs: Mapping[Node, list[Tensor]]) -> None:
+        """Add all steps; `outputs` are nodes, and the variables that take their values."""
+        self.outputs = outputs
+        for node in self.module.graph.nodes:
+            if node.op in ("call_function", "get_attr") and node not in self._groups:
+                self.value(node)
+        late: list[tuple[Tensor, Tensor]] = []
+        for node, variables in outputs.items():
+            value = self.tensor(node)
+            late += [(value, variable) for variable in variables if variable is not value]
+        if late:
+            self.program.add(Copy(late, name="new values"))
+
+    def value(self, node: Node) -> Any:
+        """What a node gives: a tensor of the machine, a constant of torch, or several."""
+        if node not in self.values:
+            if node in self._groups:
+                self._lower_group(self._groups[node])
+            else:
+                self.values[node] = self._lower(node)
+        return self.values[node]
+
+    def tensor(self, node: Node) -> Tensor:
+        """What a node gives, on the machine."""
+        value = self.value(node)
+        return value if isinstance(value, Tensor) else self._constant(value)
+
+    def _constant(self, value: torch.Tensor) -> Tensor:
+        """A constant on the machine; of one number, one element."""
+        dtype = type_of(value)
+        is_uniform = value.numel() == 1 or not any(value.stride())
+        held = value.reshape(-1)[:1] if is_uniform else value
+        key = (dtype, held.item()) if is_uniform else id(value)
+        if key not in self._constants:
+            tensor = self.graph.add_constant(dtype, list(held.shape), held.numpy())
+            self.graph.map_linearly(tensor)
+            self._constants[key] = tensor
+        constant = self._constants[key]
+        if not is_uniform:
+            return constant
+        return constant.reshape(*[1] * value.ndim).broadcast_to(*value.shape)
+
+    def _name(self, node: Node, operation: str) -> str:
+        scope = node.meta.get("custom") or {"phase": "", "module": ""}
+        return " ".join(part for part in (scope["phase"], scope["module"], operation) if part)
+
+    def _steps(self, node: Node, operation: str) -> Program:
+        """The steps of an operation, for the profile."""
+        steps = Program(name=self._name(node, operation))
+        self.program.add(steps)
+        return steps
+
+    # Operators that are no group.
+
+    def _lower(self, node: Node) -> Any:
+        if node.op == "get_attr":
+            return getattr(self.module, str(node.target))
+        if node.target is operator.getitem:
+            source, number = node.args
+            if source.target is _SPARSE_BACKWARD and number == 1:
+                self._in_buckets.add(node)
+            return self.value(source)[number]
+        name = name_of(node)
+        sources = [self.value(source) for source in node.all_input_nodes]
+        if not any(isinstance(source, (Tensor, tuple)) for source in sources):
+            return self._fold(node)
+        if node.target is torch.ops.dynsparse.linear.default:
+            return self._sparse_forward(node)
+        if node.target is _SPARSE_BACKWARD:
+            return self._sparse_backward(node)
+        # What lies in buckets has gaps, and another order than the values have.
+        is_in_order = not self._in_buckets.intersection(node.all_input_nodes)
+        if name in _SUMS and (is_in_order or (name == "sum" and node.meta["val"].numel() == 1)):
+            return self._reduce(node, name)
+        if name in _VIEWS and is_in_order:
+            return self._view(node)
+        if name in ("mm", "bmm") and is_in_order:
+            return self._multiply(node)
+        raise NotImplementedError(
+            f"{node.target} of {self._name(node, name)!r} has no program on the tile machine"
+        )
+
+    def _fold(self, node: Node) -> Any:
+        """A constant, computed now."""
+        if name_of(node) == "full":
+            return torch.tensor(node.args[1], dtype=node.meta["val"].dtype).expand(node.args[0])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        return node.target(*args, **kwargs)
+
+    def _view(self, node: Node) -> Tensor:
+        """Torch's operator on the addresses of the elements."""
+        first = self.tensor(node.all_input_nodes[0])
+        kwargs = dict(node.kwargs)
+        args = list(node.args)
+        if name_of(node) == "constant_pad_nd":
+            fill = args.pop() if len(args) > 2 else 0.0
+            filler = torch.tensor(fill, dtype=node.meta["val"].dtype)
+            args.append(int(self._constant(filler).addresses().reshape(-1)[0]))
+        args = fx.map_arg(args, lambda n: torch.from_numpy(self.tensor(n).addresses()))
+        if name_of(node) in ("view", "_unsafe_view", "reshape"):
+            addresses = args[0].reshape(args[1]).numpy()
+        else:
+            addresses = node.target(*args, **kwargs).numpy()
+        view = Tensor(self.graph, first.dtype, addresses.shape, addresses=addresses)
+        # Another shape of all elements in order: products still know how it lies.
+        same = first.numel == view.numel and isinstance(first, PlannedTensor)
+        if same and np.array_equal(first.addresses().reshape(-1), addresses.reshape(-1)):
+            return keep_layout(first, view)
+        return view
+
+    def _reduce(self, node: Node, name: str) -> Tensor:
+        source, dims, keep = [*node.args, False, False][:3]
+        tensor = self.tensor(source)
+        is_full = not dims or source in self._in_buckets
+        axes = list(range(tensor.ndim)) if is_full else list(dims)
+        if not axes:
+            return tensor
+        result = reduce(
+            self.graph,
+            tensor,
+            axes,
+            self._steps(node, name),
+            operation=_SUMS[name],
+            dtype=type_of(node.meta["val"]),
+            name=name,
+        )
+        return result.reshape(*node.meta["val"].shape) if keep else result
+
+    def _multiply(self, node: Node) -> Tensor:
+        """A product of matrices [m, k] [k, n], or of as many pairs of them."""
+        sources: list[Tensor] = []
+        turns: list[bool] = []
+        for source in node.args:
+            turned = False
+            while name_of(source) == "permute" and source.args[1] in ([1, 0], [0, 2, 1]):
+                source, turned = source.args[0], not turned
+            tensor = self.tensor(source)
+            if tensor.ndim == 2:
+                tensor = keep_layout(tensor, tensor.expand_dims(0))
+            sources.append(tensor)
+            turns.append(turned)
+        sizes = [shape_of(tensor, turn) for tensor, turn in zip(sources, turns, strict=True)]
+        groups, (m, k, n) = sources[0].shape[0], (*sizes[0], sizes[1][1])
+        name = self._name(node, name_of(node))
+        layouts = plan_groups(self.graph, groups, m, k, n, sources[0].dtype)
+        results = []
+        for first, layout in layouts:
+            part = slice(first, first + layout.groups)
+            a, b = (t if layout.groups == groups else t[part] for t in sources)
+            transposed = (turns[0], turns[1])
+            results.append(
+                add_product(self.graph, layout, a, b, self.program, name, transposed=transposed)
+            )
+        shape = node.meta["val"].shape
+        if len(results) == 1:
+            return keep_layout(results[0], results[0].reshape(*shape))
+        addresses = np.concatenate([result.addresses() for result in results])
+        return Tensor(self.graph, results[0].dtype, shape, addresses=addresses)
+
+    def _rows(self, node: Any) -> Tensor:
+        """An operand [..., channels] as [batch, channels]."""
+        tensor = self.tensor(node)
+        return keep_layout(tensor, tensor.reshape(-1, tensor.shape[-1]))
+
+    def _sparse_forward(self, node: Node) -> Tensor:
+        x, values = node.args[:2]
+        weights = self.layers[values]
+        steps = self._steps(node, "linear")
+        build = operations(weights.plan)
+        result = build.add_product(self.graph, weights, self._rows(x), steps, "forward")
+        return keep_layout(result, result.reshape(*node.meta["val"].shape))
+
+    def _sparse_backward(self, node: Node) -> tuple[Any, Any]:
+        dy, x, values = node.args[:3]
+        weights = self.layers[values]
+        build = operations(weights.plan)
+        gradient = self._rows(dy)
+        steps = self._steps(node, "linear")
+        dx = dw = None
+        if node.args[-1]:
+            dx = build.add_product(self.graph, weights, gradient, steps, "grad_input")
+            dx = keep_layout(dx, dx.reshape(*node.meta["val"][0].shape))
+        if x is not None:
+            inputs = self._rows(x)
+            dw = build.add_grad_weight(self.graph, weights, gradient, inputs, steps)
+            self.backwards[values] = Backward(gradient, inputs, dw)
+        return dx, dw
+
+    # Groups of element-wise operators.
+
+    def _lower_group(self, group: list[Node]) -> None:
+        members = set(group)
+        sources = [s for node in group for s in node.all_input_nodes if s not in members]
+        values = {source: self.value(source) for source in dict.fromkeys(sources)}
+        constants = {
+            source: value.reshape(-1)[:1].reshape(())
+            for source, value in values.items()
+            if isinstance(value, torch.Tensor) and (value.numel() == 1 or not any(value.stride()))
+        }
+        leaves = {s: self.tensor(s) for s in values if s not in constants}
+        if not leaves and not any(name_of(node) in _RANDOM for node in group):
+            for node in group:
+                self.values[node] = self._fold(node)
+            return
+        results = [n for n in group if n in self.outputs or any(u not in members for u in n.users)]
+        taken: list[Any] = []
+        for node in results:
+            variable = self._in_place(node, members)
+            taken.append(type_of(node.meta["val"]) if variable is None else variable)
+        # Values of sparse layers lie in buckets: their shape on the machine is another.
+        shape = tuple(group[-1].meta["val"].shape)
+        held = self._in_buckets.intersection(leaves)
+        if held:
+            self._in_buckets.update(group)
+            shape = leaves[held.pop()].shape
+        like = self._layout(shape, [r for r in taken if isinstance(r, Tensor)], leaves)
+        order = Spread.of(self.graph, like).order
+        compute = _evaluate(group, list(leaves), constants, results, order)
+        names = [name_of(node) for node in group]
+        functions = sum(name in _FUNCTIONS for name in names)
+        what = "+".join(dict.fromkeys(n.strip("_") for n in names))
+        what = what if len(what) < 40 else f"{what[:37]}..."
+        made = map_elements(
+            self.graph,
+            what,
+            list(leaves.values()),
+            taken,
+            compute,
+            self._steps(group[-1], what),
+            like=like,
+            vector_operations=len(names) - functions,
+            functions=functions,
+        )
+        self.values |= dict(zip(results, made, strict=True))
+
+    def _in_place(self, node: Node, group: set[Node]) -> Tensor | None:
+        """The variable that takes a new value, if nobody reads the old one any more."""
+        if node not in self.outputs:
+            return None
+        variable = self.outputs[node][0]
+        waiting = [old for old, held in self.values.items() if held is variable]
+        while waiting:
+            for user in waiting.pop().users:
+                if user in group:
+                    continue
+                if user not in self.values:  # the step's output among them
+                    return None
+                if name_of(user) in _VIEWS:
+                    waiting.append(user)
+        return variable
+
+    def _layout(
+        self, shape: tuple[int, ...], taken: list[Tensor], leaves: Mapping[Node, Tensor]
+    ) -> Tensor:
+        """A tensor that lies as the results of a group shall."""
+        if taken:
+            return taken[0]
+        full = [leaf for leaf in leaves.values() if leaf.shape == shape]
+        if full:
+
+            def fullest(leaf: Tensor) -> tuple[int, bool]:
+                held = np.bincount(self.graph.tiles_of(leaf).reshape(-1))
+                return int(held.max()), not isinstance(leaf, PlannedTensor)
+
+            return min(full, key=fullest)
+        variable = self.graph.add_variable(FLOAT, list(shape), "layout")
+        self.graph.map_linearly(variable, grain=2)
+        return variable
+
+
+def shape_of(tensor: Tensor, turned: bool) -> tuple[int, int]:
+    """Rows and columns of matrices [groups, rows, columns], or of their transposes."""
+    rows, columns = tensor.shape[-2:]
+    return (columns, rows) if turned else (rows, columns)
+
+
+def plan_groups(
+    graph: Graph, groups: int, m: int, k: int, n: int, dtype: Any
+) -> list[tuple[int, Layout]]:
+    """How as many products as there are groups are cut over the tiles: those of a part at once.
+
+    Returns the first group of each part, and its layout.
+    """
+    tiles = graph.target.tiles
+    most = min(groups, tiles)
+    parts = []
+    for first in range(0, groups, most):
+        count = min(most, groups - first)
+        target = graph.target if count == 1 else graph.target.with_(tiles=tiles // count)
+        parts.append((first, Layout(planner.plan(m, k, n, dtype.name, target), count)))
+    return parts
+
+
+def place_weight(graph: Graph, node: Node, dtype: Any, name: str) -> Tensor | None:
+    """A parameter where the first product that reads it, as a matrix, wants it."""
+    shape = tuple(node.meta["val"].shape)
+    readers = [(user, node, shape, False) for user in node.users]
+    for reader, operand, matrix, turned in readers:  # which grow
+        name = name_of(reader)
+        if name in ("view", "_unsafe_view", "permute"):
+            result = tuple(reader.meta["val"].shape)
+            is_turn = name == "permute" and reader.args[1] == [1, 0]
+            if is_turn or (name != "permute" and not turned):
+                rows = matrix if is_turn else result
+                readers += [(user, reader, rows, turned != is_turn) for user in reader.users]
+        if name != "mm":
+            continue
+        a, b = (arg.meta["val"].shape for arg in reader.args)
+        (_, layout), *_ = plan_groups(graph, 1, a[0], a[1], b[1], dtype)
+        which = "a" if reader.args[0] is operand else "b"
+        weight = create_operand(graph, layout, which, name, transposed=turned)
+        return keep_layout(weight, weight.reshape(*shape))
+    return None
+
+
+def _group(graph: fx.Graph) -> dict[Node, list[Node]]:
+    """The element-wise operators that run as one step, by each of them, in order.
+
+    Those of one shape join that use each other's results, unless a way from one to the other leads
+    through anything else: `level` counts such ways.
+    """
+    level: dict[Node, int] = {}
+    groups: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        near = []
+        level[node] = 0
+        for source in node.all_input_nodes:
+            joins = (
+                source in groups
+                and _is_elementwise(node)
+                and source.meta["val"].shape == node.meta["val"].shape
+            )
+            near += [source] if joins else []
+            level[node] = max(level[node], level[source] + (not joins))
+        if not _is_elementwise(node):
+            continue
+        group = [node]
+        for source in near:
+            if level[source] == level[node] and groups[source] is not group:
+                group = sorted([*groups[source], *group])
+                for member in group:
+                    groups[member] = group
+        groups[node] = group
+    # One that only later steps wait for joins the first of them: such as of random numbers.
+    first_to_last = sorted({id(group): group for group in groups.values()}.values())
+    for group in reversed(first_to_last):
+        members = set(group)
+        users = sorted(
+            (u for n in group for u in n.users if u not in members), key=level.__getitem__
+        )
+        goal = groups.get(users[0]) if users else None
+        if (
+            goal is not None
+            and level[users[0]] > level[group[0]]
+            and goal[-1].meta["val"].shape == group[-1].meta["val"].shape
+            and all(u in goal or level[u] >= level[users[0]] for u in users)
+        ):
+            joined = sorted([*goal, *group])
+            for member in joined:
+                groups[member] = joined
+    return groups
+
+
+def _evaluate(
+    group: list[Node],
+    leaves: list[Node],
+    constants: Mapping[Node, torch.Tensor],
+    results: list[Node],
+    order: np.ndarray | None,
+) -> Callable[..., list[np.ndarray]]:
+    """What evaluates a group on arrays of its leaves, all in the order of tiles."""
+
+    def compute(*arrays: np.ndarray) -> list[np.ndarray]:
+        values: dict[Node, Any] = dict(constants)
+        for leaf, array in zip(leaves, arrays, strict=True):
+            values[leaf] = torch.from_numpy(np.array(array))
+        for node in group:
+            if name_of(node) in _RANDOM:
+                # The machine's generator is torch's: the numbers that a model draws on the host,
+                # in the order of their memory there.
+                like = node.meta["val"]
+                drawn = torch.empty_strided(like.shape, node.meta["strides"], dtype=like.dtype)
+                drawn = getattr(drawn, f"{name_of(node)}_")(*node.args[1:]).reshape(-1)
+                values[node] = drawn if order is None else drawn[torch.from_numpy(order)]
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+        return [values[node].numpy() for node in results]
+
+    return compute

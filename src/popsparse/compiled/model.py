@@ -1,0 +1,553 @@
+"""`popsparse.compile`: a model that trains on the tile machine, all of a step one program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from dynsparse._core.checks import check_integer, check_within, typed
+from dynsparse.nn import SparseLinear
+from dynsparse.training import SparseTrainer
+from dynsparse.training.history import LastStep
+from popsparse.compiled.lower import Backward, Lowering, place_weight, type_of
+from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
+from popsparse.machine import Sequence as Steps
+from popsparse.machine import Tensor as Variable
+from popsparse.planning.options import Update
+from popsparse.planning.search import plan
+from popsparse.programs.dense_weights import operations
+from popsparse.programs.layout import SparseTensor
+from popsparse.programs.update import UpdatePrograms
+from popsparse.tensor_ops import Spread
+from popsparse.torch_layer import TargetOptions, TileMachine
+
+if TYPE_CHECKING:
+    from popsparse.compiled.trace import Key
+
+_NUMPY = {torch.int64: torch.int32, torch.float64: torch.float32}
+
+
+class _SparseWeights(NamedTuple):
+    """A sparse layer, its weights on the machine, and the programs of its updates.
+
+    `tensors` are the values and the optimizer's state that lies like them, by key.
+    """
+
+    name: str
+    layer: SparseLinear
+    weights: SparseTensor
+    tensors: dict[Key, Variable]
+    backward: Backward | None
+    update: UpdatePrograms | None
+
+
+class _Scored:
+    """The executor of a layer while its pattern is updated: growth looks at these scores."""
+
+    def __init__(self, target: Target, scores: Callable[[], np.ndarray]) -> None:
+        self.target, self._scores = target, scores
+
+    def scores(self, layer: Any, pairs: Any, pooling: str) -> Tensor:
+        return torch.from_numpy(self._scores()[0])
+
+    def kernel(self, batch: int, backward: bool) -> str:
+        return "tile machine"
+
+    def after(self, pattern: Any) -> _Scored:
+        return self
+
+
+class CompiledModel:
+    """A model that trains on the tile machine; made by `compile`.
+
+    Weights, buffers and the optimizer's state are on the machine from the first step on;
+    `copy_weights_to_host` brings them into the model and the optimizer.
+
+    Attributes:
+        model, target: as given; `optimizer`, torch's; `trainer`, the sparse trainer, or None.
+        profiles: of the last run of each program by name: "step", "rates" (new learning rates), and
+            "scores <layer>" and "rewire <layer>" of an update of patterns.
+        engine: the machine's; None before the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | SparseTrainer,
+        loss: Callable[[Any, Tensor], Tensor],
+        target: Target,
+        loss_scale: float,
+        device_iterations: int,
+        options: TargetOptions,
+    ) -> None:
+        self.model, self.loss, self.target = model, loss, target
+        self.trainer = optimizer if isinstance(optimizer, SparseTrainer) else None
+        self.optimizer = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
+        self.loss_scale, self.iterations, self.options = loss_scale, device_iterations, options
+        self.profiles: dict[str, Profile] = {}
+        self.engine: Engine | None = None
+        self._layers: list[_SparseWeights] = []
+        self._patterns: dict[str, Any] = {}
+
+    # Building.
+
+    def _check(self, data: Sequence[Tensor]) -> None:
+        """Refuse what a program of the machine would not do.
+
+        Raises:
+            TypeError: numbers of other types than float32 and float16. ValueError: a trainer or a
+                layer that computes on the host in every step.
+        """
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *data):
+            if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32):
+                raise TypeError(f"the tile machine has float16 and float32, got {tensor.dtype}")
+        for layer in self.model.modules():
+            executor = getattr(layer, "executor", None)
+            if executor is not None and not isinstance(executor, TileMachine):
+                raise ValueError(
+                    f"{type(layer).__name__} is computed by {type(executor).__name__}, which has "
+                    "no program on the tile machine"
+                )
+        trainer = self.trainer
+        kind: Any = type(trainer)
+        if trainer is not None and (
+            not isinstance(trainer.history, LastStep)
+            or kind._before_step is not SparseTrainer._before_step
+            or kind._after_step is not SparseTrainer._after_step
+        ):
+            raise ValueError(
+                f"{kind.__name__} looks at gradients or weights on the host in every step: take a "
+                "trainer such as RigL or SET"
+            )
+
+    def _build(self, inputs: Sequence[Tensor], target: Tensor) -> None:
+        self._check((*inputs, target))
+        from popsparse.compiled.trace import trace  # which takes long to import
+
+        step = trace(self.model, self.optimizer, self.loss, self.loss_scale, inputs, target)
+        if self.trainer is not None:
+            for pairs in self.trainer._captures.values():
+                pairs.clear()  # of the run that was traced
+        self._settings = _settings(self.optimizer)
+        self._shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
+        graph = Graph(self.target)
+        layers = {
+            step.inputs["parameter", f"{name}.values" if name else "values"]: (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, SparseLinear)
+        }
+        product = torch.ops.dynsparse.linear.default
+        weights = {
+            node: self._create_weights(graph, node, name, layer)
+            for node, (name, layer) in layers.items()
+            if any(user.target is product for user in node.users)
+        }
+        self._layers.clear()
+        self._variables: dict[Key, Variable] = {}
+        values: dict[fx.Node, Any] = {}
+        for key, node in step.inputs.items():
+            values[node] = self._variables[key] = self._create(graph, key, node, weights)
+        loss = graph.add_variable(FLOAT, [], "loss", tiles=0)
+        outputs: dict[fx.Node, list[Variable]] = {}
+        for key, node in step.outputs.items():
+            outputs.setdefault(node, []).append(self._variables.get(key, loss))
+        parameters = {key[1] for key, node in step.inputs.items() if node in weights}
+        in_buckets = {
+            node
+            for key, node in step.inputs.items()
+            if key[0] in ("parameter", "state") and key[1] in parameters
+        }
+        body = Steps()
+        self._data = [key for key in step.inputs if key[0] in ("input", "target")]
+        for key in self._data:
+            body.add(self._stream(graph, key, to_device=True))
+        lowering = Lowering(graph, step.module, values, weights, in_buckets, body)
+        lowering.lower(outputs)
+        stream = graph.add_stream("loss", FLOAT, 1, to_device=False)
+        body.add(Copy(loss, stream, name="loss to host"))
+        programs: dict[str, Program] = {"step": Repeat(self.iterations, body)}
+        rates = [key for key in step.inputs if key[0] == "rate"]
+        programs["rates"] = Steps(*(self._stream(graph, key, to_device=True) for key in rates))
+        for node, (name, layer) in layers.items():
+            if node in weights:
+                self._add_layer(
+                    graph, name, layer, weights[node], lowering.backwards.get(node), programs
+                )
+        self.engine = Engine(graph, programs)
+        for held in self._layers:
+            if held.update is not None:
+                held.update.connect(self.engine)
+        self._rates: list[float] = []
+        self.copy_weights_to_device()
+
+    def _create_weights(
+        self, graph: Graph, node: Any, name: str, layer: SparseLinear
+    ) -> SparseTensor:
+        """The weights of a sparse layer, planned for the passes that the step has."""
+        products = [u for u in node.users if u.target is torch.ops.dynsparse.linear.default]
+        backwards = [
+            u for u in node.users if u.target is torch.ops.dynsparse.linear_backward.default
+        ]
+        batches = {u.args[0].meta["val"].numel() // layer.in_features for u in products}
+        if len(batches) != 1:
+            raise ValueError(
+                f"layer {name!r} is used with {len(batches)} sizes of batches, not one"
+            )
+        passes = ["forward"]
+        passes += ["grad_input"] * any(u.args[-1] for u in backwards)
+        passes += ["grad_weight"] * any(u.args[1] is not None for u in backwards)
+        executor = layer.executor
+        options = executor.options if isinstance(executor, TileMachine) else self.options
+        pattern = layer.pattern
+        planned = plan(
+            *pattern.shape,
+            batches.pop(),
+            pattern.density,
+            pattern.block_size,
+            str(layer.values.dtype).removeprefix("torch."),
+            self.target,
+            passes=passes,
+            options=options.planned,
+        )
+        return operations(planned).create_weights(graph, planned, f"{name} weights")
+
+    def _create(
+        self,
+        graph: Graph,
+        key: Key,
+        node: fx.Node,
+        weights: Mapping[fx.Node, SparseTensor],
+    ) -> Variable:
+        """The variable of a tensor of the step: where its first reader wants it."""
+        if node in weights:
+            return weights[node].nz_values
+        value, name = node.meta["val"], " ".join(key)
+        dtype = type_of(value)
+        if key[0] == "state" and ("parameter", key[1]) in self._variables and value.ndim:
+            like = self._variables["parameter", key[1]]
+            return Spread.of(graph, like).like(graph, dtype, name, like)
+        if key[0] == "parameter":
+            placed = place_weight(graph, node, dtype, name)
+            if placed is not None:
+                return placed
+        variable = graph.add_variable(dtype, list(value.shape), name)
+        graph.map_linearly(variable, grain=2)
+        return variable
+
+    def _stream(self, graph: Graph, key: Key, *, to_device: bool) -> Copy:
+        name, variable = " ".join(key), self._variables[key]
+        stream = graph.add_stream(name, variable.dtype, variable.numel, to_device=to_device)
+        return Copy(stream, variable, name=f"{name} from host")
+
+    def _add_layer(
+        self,
+        graph: Graph,
+        name: str,
+        layer: SparseLinear,
+        weights: SparseTensor,
+        backward: Backward | None,
+        programs: dict[str, Program],
+    ) -> None:
+        """A sparse layer, and the programs that update its pattern, if a trainer does."""
+        parameter = f"{name}.values" if name else "values"
+        tensors = {
+            key: variable
+            for key, variable in self._variables.items()
+            if key[:2] in (("parameter", parameter), ("state", parameter))
+        }
+        update = None
+        trainer = self.trainer
+        if trainer is not None and trainer.schedule is not None and backward is not None:
+            pooling = getattr(trainer.growth, "pooling", None)
+            how = dict(self.options.dense_grad)
+            update = UpdatePrograms(
+                graph,
+                weights,
+                backward.gradient if trainer._needs_gradients else None,
+                backward.inputs,
+                Update.parse(how | ({} if pooling is None else {"pooling": pooling})),
+                list(tensors.values())[1:],
+                name,
+            )
+            scores, rewire = update.programs["scores"], update.programs["rewire"]
+            programs.update({f"scores {name}": scores, f"rewire {name}": rewire})
+        self._layers.append(_SparseWeights(name, layer, weights, tensors, backward, update))
+
+    # Weights.
+
+    def _host_tensors(self) -> Iterator[tuple[Key, Tensor]]:
+        """The tensors of model and optimizer that the machine holds."""
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
+            yield ("parameter", name), parameter.detach()
+        for name, buffer in self.model.named_buffers():
+            yield ("buffer", name), buffer
+        from popsparse.compiled.trace import optimizer_state
+
+        yield from optimizer_state(self.model, self.optimizer).items()
+
+    def copy_weights_to_device(self) -> None:
+        """Take over the model's weights, buffers and patterns, and the optimizer's state."""
+        sparse = {key: held for held in self._layers for key in held.tensors}
+        engine = self._running()
+        for held in self._layers:
+            self._encode(held, held.layer.values.detach(), meta_info=True)
+        for key, tensor in self._host_tensors():
+            if key in sparse:
+                values = self._encode(sparse[key], tensor)
+                engine.write(self._variables[key], values)
+            elif key in self._variables:
+                engine.write(self._variables[key], _array(tensor))
+
+    def _encode(self, held: _SparseWeights, values: Tensor, *, meta_info: bool = False) -> Any:
+        """Values of a sparse layer as they lie on the machine; writes its pattern if asked."""
+        partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
+        encoded = partitioner.encode(held.layer.pattern, values.contiguous())
+        if meta_info:
+            self._running().write(held.weights.meta_info, encoded.meta_info)
+        self._patterns[held.name] = encoded.pattern
+        return encoded.nz_values
+
+    def _running(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("take a step first: the program is built for its batch")
+        return self.engine
+
+    @torch.no_grad()
+    def copy_weights_to_host(self) -> None:
+        """Write weights, buffers and the optimizer's state into the model and the optimizer.
+
+        Raises:
+            RuntimeError: before the first step.
+        """
+        self._running()
+        parameters = dict(self.model.named_parameters())
+        for key, tensor in self._host_tensors():
+            if key not in self._variables:
+                continue
+            array = self._read(key)
+            values = torch.from_numpy(array).to(tensor.dtype).reshape(tensor.shape)
+            if key[0] != "state":
+                tensor.copy_(values)
+                continue
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            for parameter in held if key[1] == "step" else [parameters[key[1]]]:
+                self.optimizer.state[parameter][key[-1]] = values.clone()
+
+    def _read(self, key: Key) -> np.ndarray:
+        array = self._running().read(self._variables[key])
+        for held in self._layers:
+            if key in held.tensors:
+                return self._patterns[held.name].gather(array)
+        return array
+
+    # Steps.
+
+    @typed
+    def step(self, *data: Tensor) -> Tensor:
+        """Train on a batch.
+
+        Args:
+            data: the model's inputs, then what the loss compares its output with. With
+                `device_iterations` of n > 1 they have a leading dimension n, of n batches.
+
+        Returns:
+            The loss, or the losses [n].
+
+        Raises:
+            TypeError: at the first step, numbers of other types than float16 and float32.
+            ValueError: at the first step, a trainer or a layer that computes on the host in every
+                step; another shape than that of the first batch; a setting of the optimizer other
+                than the learning rate that has changed; a batch that ends in an update of patterns
+                inside the iterations.
+            NotImplementedError: an operator of the model that has no program, by its name.
+        """
+        count = self.iterations
+        if count > 1 and any(not t.ndim or len(t) != count for t in data):
+            raise ValueError(f"expected tensors of {count} batches, [{count}, ...]")
+        batches = [tensor if count > 1 else tensor.unsqueeze(0) for tensor in data]
+        if self.engine is None:
+            first = [batch[0] for batch in batches]
+            self._build(first[:-1], first[-1])
+        engine = self._running()
+        shapes = [tuple(batch.shape[1:]) for batch in batches]
+        if shapes != self._shapes:
+            raise ValueError(f"the program is for batches of {self._shapes}, got {shapes}")
+        if _settings(self.optimizer) != self._settings:
+            raise ValueError(
+                "settings of the optimizer other than lr are constants of the program: compile "
+                "again"
+            )
+        due = self._due()
+        self._send_rates()
+        for key, batch in zip(self._data, batches, strict=True):
+            engine.connect(" ".join(key), _array(batch).reshape(count, -1))
+        losses = np.zeros((count, 1), np.float32)
+        engine.connect("loss", losses)
+        self.profiles["step"] = engine.run("step")
+        if self.trainer is not None:
+            self._follow(self.trainer, due)
+        result = torch.from_numpy(losses[:, 0])
+        return result if count > 1 else result[0]
+
+    def operations(self) -> dict[str, dict[str, float]]:
+        """What each operation of the last step took, by its phase, module and operators: cycles,
+        and of them "compute", "exchange", "sync" and "host"; "received_bytes" over the exchange by
+        all tiles. The costliest come first.
+
+        Raises:
+            RuntimeError: before the first step.
+        """
+        self._running()
+        taken: dict[str, dict[str, float]] = {}
+        for step in self.profiles["step"].steps:
+            if step.runs:
+                operation = taken.setdefault(step.name.split("/")[1], defaultdict(float))
+                parts = {"cycles": step.cycles, **step.parts, "received_bytes": step.received}
+                for part, amount in parts.items():
+                    operation[part] += amount
+        costliest = sorted(taken, key=lambda name: -taken[name]["cycles"])
+        return {name: dict(taken[name]) for name in costliest}
+
+    def _send_rates(self) -> None:
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if rates != self._rates:
+            engine = self._running()
+            for number, rate in enumerate(rates):
+                engine.connect(f"rate {number}", np.array([rate], np.float32))
+            self.profiles["rates"] = engine.run("rates")
+            self._rates = rates
+
+    # Updates of patterns.
+
+    def _due(self) -> bool:
+        """Whether these steps end in an update."""
+        trainer = self.trainer
+        if trainer is None:
+            return False
+        due = [trainer._is_due(trainer.steps + 1 + i) for i in range(self.iterations)]
+        if any(due[:-1]):
+            raise ValueError(
+                f"an update of the pattern comes inside {self.iterations} device iterations: let "
+                "update_interval be a multiple of them"
+            )
+        return due[-1]
+
+    def _follow(self, trainer: SparseTrainer, due: bool) -> None:
+        """Count the steps, and update the patterns."""
+        for _ in range(self.iterations - due):
+            trainer.before_optimizer_step()
+            trainer.after_optimizer_step()
+        if not due:
+            return
+        engine = self._running()
+        self.copy_weights_to_host()
+        for held in self._layers:
+            if held.update is None or held.backward is None:
+                continue
+            self.profiles[f"scores {held.name}"] = engine.run(f"scores {held.name}")
+            pairs = trainer._captures.get(held.name)
+            if pairs is not None:
+                parts = (held.backward.inputs, held.backward.gradient)
+                x, dy = (torch.from_numpy(engine.read(part)) for part in parts)
+                pairs[:] = [(x, dy)]
+                gradient = self._patterns[held.name].gather(engine.read(held.backward.grad_weight))
+                held.layer.values.grad = torch.from_numpy(gradient)
+        before = {held.name: held.layer.pattern for held in self._layers}
+        with self._scoring():
+            trainer.before_optimizer_step()
+            trainer.after_optimizer_step()
+        for held in self._layers:
+            held.layer.values.grad = None
+            if held.update is not None and held.layer.pattern is not before[held.name]:
+                self._rewire(held)
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        executors = [(held.layer, held.layer.executor) for held in self._layers]
+        for held in self._layers:
+            if held.update is not None:
+                scored: Any = _Scored(self.target, held.update.scores)
+                held.layer.executor = scored
+        try:
+            yield
+        finally:
+            for layer, executor in executors:
+                layer.executor = executor
+
+    def _rewire(self, held: _SparseWeights) -> None:
+        """Send a new pattern, its values and their state."""
+        assert held.update is not None
+        host = dict(self._host_tensors())
+        partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
+        arrays = [self._encode(held, host[key]) for key in held.tensors]
+        words = partitioner.encode(held.layer.pattern, held.layer.values.detach()).meta_info
+        held.update.send(words, arrays)
+        self.profiles[f"rewire {held.name}"] = self._running().run(f"rewire {held.name}")
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """A tensor of the host in the machine's type; 64 bits become 32."""
+    array: np.ndarray = tensor.detach().to(_NUMPY.get(tensor.dtype, tensor.dtype)).numpy()
+    return array
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings that are constants of a program."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+@typed
+def compile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | SparseTrainer,
+    loss: Callable[[Any, Tensor], Tensor],
+    target: Target,
+    *,
+    loss_scale: float = 1.0,
+    device_iterations: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledModel:
+    """A model whose training steps run on the tile machine: forward, backward and the optimizer's
+    step, one program.
+
+    The program is built at the first step, for the shape of its batch, from torch's own operators:
+    the step is traced with `torch.fx`. Element-wise operators, views, sums, products of matrices,
+    and sparse linear layers have programs; layer norm, softmax, losses and others are made of them.
+
+    Args:
+        model: trained in the mode that it is in. Random numbers, as those of dropout, are torch's:
+            with the same seed those of the model on the host.
+        optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, or a sparse trainer of one, such as RigL,
+            whose updates of patterns run on the machine. Learning rates may change.
+        loss: called with the model's output and the target; returns a number.
+        target: the machine.
+        loss_scale: the loss is multiplied by it for the backward pass, and gradients are divided by
+            it.
+        device_iterations: batches that a step takes in a loop on the machine.
+        options: of the sparse products, by name, as `target_options` of `SparseLinear`.
+
+    Raises:
+        TypeError: another optimizer. ValueError: numbers out of range, an unknown option. See
+            `CompiledModel.step` for what is found there.
+    """
+    check_integer("device_iterations", device_iterations, 1)
+    check_within("loss_scale", loss_scale, "(0, inf)")
+    stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
+    if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise TypeError(
+            "optimizer must be SGD, Adam or AdamW, whose steps are operators alone, or a sparse "
+            f"trainer of one, got {type(stepped).__name__}"
+        )
+    return CompiledModel(
+        model, optimizer, loss, target, loss_scale, device_iterations, TargetOptions.parse(options)
+    )

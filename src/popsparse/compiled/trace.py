@@ -1,0 +1,313 @@
+"""One training step of a model as a graph of torch's own operators.
+
+The step is run once under `make_fx`, with its backward pass and the optimizer's step, so that every
+formula is torch's. A second pass takes the writes in place apart and replaces operators that the
+machine does not have by those that it has (`decompositions.TABLE`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.func import functional_call, functionalize
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+
+from dynsparse.nn import SparseLinear
+from popsparse.compiled.decompositions import TABLE, WRITING
+
+Key = tuple[str, ...]
+"""Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
+("rate", number of the group), ("input", number), ("target",), ("loss",)."""
+
+# Operators that change no number, and those around an optimizer's step.
+_IDENTITIES = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "detach_"}
+_STEP = "step"
+
+
+class Step(NamedTuple):
+    """A traced step.
+
+    Attributes:
+        module: holds the graph and its constants.
+        inputs: the placeholder of every tensor.
+        outputs: the node of the loss, and of the new value of each tensor that the step changes.
+    """
+
+    module: fx.GraphModule
+    inputs: dict[Key, fx.Node]
+    outputs: dict[Key, fx.Node]
+
+
+def _unhooked(optimizer: torch.optim.Optimizer) -> Any:
+    """The step of its class without the hooks that a trainer follows."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Key, Tensor]:
+    """The tensors of the optimizer's state; what it has not made yet as its first step begins.
+
+    "step", which counts alike for all parameters, is one tensor.
+
+    Raises:
+        ValueError: counts that differ; the momentum of an optimizer with dampening, which begins
+            with a gradient.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p in names]
+    tensors: dict[Key, Tensor] = {}
+    fresh = copy.copy(optimizer)
+    fresh.state = defaultdict(dict)
+    fresh.param_groups = []
+    copies: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        if group.get("dampening") and any(not optimizer.state.get(p) for p in group["params"]):
+            raise ValueError("dampening: the first step must be taken by torch")
+        params = [p.detach().clone() for p in group["params"]]
+        copies |= dict(zip(group["params"], params, strict=True))
+        fresh.param_groups.append({**group, "params": params, "weight_decay": 0})
+        for p in params:
+            p.grad = torch.zeros_like(p)
+    _unhooked(optimizer)(fresh)
+    counts = set()
+    for parameter in trained:
+        state = optimizer.state.get(parameter) or {
+            key: torch.zeros_like(value) if key == _STEP else value
+            for key, value in fresh.state[copies[parameter]].items()
+        }
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if key == _STEP:
+                counts.add(float(value))
+                tensors["state", _STEP] = value
+            else:
+                tensors["state", names[parameter], key] = value
+    if len(counts) > 1:
+        raise ValueError(f"parameters that have taken different numbers of steps: {sorted(counts)}")
+    return {key: value.detach() for key, value in tensors.items()}
+
+
+def _take_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, Tensor],
+    originals: dict[str, nn.Parameter],
+    gradients: dict[str, Tensor],
+    values: dict[Key, Tensor],
+) -> dict[Key, Tensor]:
+    """The optimizer's step on tensors: new parameters and state."""
+    stepped = copy.copy(optimizer)
+    stepped.state = defaultdict(dict)
+    stepped.param_groups = []
+    params = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+    by_parameter = {parameter: name for name, parameter in originals.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        names = [by_parameter[p] for p in group["params"] if p in by_parameter]
+        for name in names:
+            params[name].grad = gradients.get(name)
+            for key, value in values.items():
+                if key[:2] in (("state", name), ("state", _STEP)):
+                    stepped.state[params[name]][key[-1]] = value.clone()
+        # Differentiable steps are taken by operators alone, with no number known to the host.
+        rate = values["rate", str(number)].detach().requires_grad_()
+        how = {"differentiable": True, "foreach": False, "fused": False, "capturable": False}
+        known = {name: value for name, value in how.items() if name in group}
+        stepped.param_groups.append(
+            {**group, **known, "lr": rate, "params": [params[name] for name in names]}
+        )
+    _unhooked(optimizer)(stepped)
+    after: dict[Key, Tensor] = {("parameter", name): params[name].detach() for name in gradients}
+    for name in gradients:
+        for key, value in stepped.state[params[name]].items():
+            if isinstance(value, Tensor):
+                whole = ("state", _STEP) if key == _STEP else ("state", name, key)
+                after[whole] = value.detach()
+    return after
+
+
+class _Scopes:
+    """Names of the modules and phases that nodes come from, for the profile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.begun: list[str] = []
+        self.phase, self.module = "forward", ""
+        self.seen: set[Any] = set()
+        self.marked = 0
+
+    def mark(self, module: str | None = None) -> None:
+        """The nodes made since the last mark belong to this module."""
+        tracing: Any = get_proxy_mode()
+        nodes = list(tracing.tracer.graph.nodes)
+        for node in nodes[self.marked :]:
+            name = self.module if module is None else module
+            node.meta["custom"] = {"phase": self.phase, "module": name}
+        self.marked = len(nodes)
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        if module in self.names:
+            self.mark()
+            for tensor in pytree.tree_leaves(inputs):
+                self.follow(getattr(tensor, "grad_fn", None), self.module)
+            self.begun.append(self.module)
+            self.module = self.names[module]
+
+    def leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if module not in self.names:
+            return
+        self.mark()
+        name, self.module = self.module, self.begun.pop()
+        if isinstance(output, Tensor):
+            self.follow(output.grad_fn, name)
+
+    def follow(self, node: Any, name: str) -> None:
+        """The backward of a module's operators belongs to it too."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self.seen:
+                continue
+            self.seen.add(node)
+            node.register_prehook(lambda _, name=name: self._switch(name))
+            waiting += [before for before, _ in node.next_functions]
+
+    def _switch(self, name: str) -> None:
+        self.mark()
+        self.module = name
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        handles = [
+            hooks.register_module_forward_pre_hook(self.enter),
+            hooks.register_module_forward_hook(self.leave),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def trace(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Any, Tensor], Tensor],
+    loss_scale: float,
+    inputs: Sequence[Tensor],
+    target: Tensor,
+) -> Step:
+    """The step of a model in its present mode, on inputs of these shapes."""
+    originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    trained = [name for name, p in originals.items() if p in held]
+    tensors: dict[Key, Tensor] = {
+        **{("parameter", name): p.detach() for name, p in model.named_parameters()},
+        **{("buffer", name): b for name, b in model.named_buffers()},
+        **optimizer_state(model, optimizer),
+        **{
+            ("rate", str(i)): torch.tensor(float(group["lr"]))
+            for i, group in enumerate(optimizer.param_groups)
+        },
+        **{("input", str(i)): x for i, x in enumerate(inputs)},
+        ("target",): target,
+    }
+    keys: list[Key] = list(tensors)
+    results: list[Key] = []
+    scopes = _Scopes(model)
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        values = dict(zip(keys, flat, strict=True))
+        leaves = {
+            key[1]: value.detach().requires_grad_(key[1] in trained)
+            for key, value in values.items()
+            if key[0] == "parameter"
+        }
+        buffers = {key[1]: value.clone() for key, value in values.items() if key[0] == "buffer"}
+        data = tuple(value for key, value in values.items() if key[0] == "input")
+        with scopes.hooked():
+            output = functional_call(model, {**leaves, **buffers}, data)
+        result = loss(output, values["target",])
+        scopes.mark("loss")
+        scopes.follow(result.grad_fn, "loss")
+        scopes.phase, scopes.module = "backward", "loss"
+        chosen = [leaves[name] for name in trained]
+        scaled = result * loss_scale if loss_scale != 1 else result
+        gradients = torch.autograd.grad(scaled, chosen, allow_unused=True)
+        scopes.mark()
+        scopes.phase, scopes.module = "update", "optimizer"
+        by_name = {
+            name: gradient / loss_scale if loss_scale != 1 else gradient
+            for name, gradient in zip(trained, gradients, strict=True)
+            if gradient is not None
+        }
+        after: dict[Key, Tensor] = {("loss",): result.detach()}
+        after |= {("buffer", name): value for name, value in buffers.items()}
+        after |= _take_step(optimizer, leaves, originals, by_name, values)
+        scopes.mark()
+        results[:] = after
+        return list(after.values())
+
+    flat = list(tensors.values())
+    executors = [(m, m.executor) for m in model.modules() if isinstance(m, SparseLinear)]
+    try:
+        for layer, _ in executors:
+            layer.executor = None
+        with torch.random.fork_rng([]), sdpa_kernel(SDPBackend.MATH):
+            traced = make_fx(step, WRITING)(*flat)
+    finally:
+        for layer, executor in executors:
+            layer.executor = executor
+
+    def again(*flat: Tensor) -> Any:
+        return fx.Interpreter(traced).run(*flat)
+
+    with torch.random.fork_rng([]), traceback.preserve_node_meta():
+        module = make_fx(functionalize(again), decomposition_table=TABLE)(*flat)
+    module.graph = _simplify(module.graph)
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    before = dict(zip(keys, placeholders, strict=True))
+    after = dict(zip(results, nodes[-1].args[0], strict=True))
+    changed = {key: node for key, node in after.items() if before.get(key) is not node}
+    return Step(module, before, changed)
+
+
+def _simplify(graph: fx.Graph) -> fx.Graph:
+    """The graph without operators that change nothing and those whose result nobody reads."""
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+        if "record_function" in name:
+            continue
+        source: Any = None
+        if name == "bernoulli":
+            node.meta["strides"] = node.args[0].meta["val"].stride()
+        if name.startswith("new_") or name.endswith("_like"):  # which read no number
+            fill = node.args[-1] if "full" in name else int("ones" in name)
+            value = node.meta["val"]
+            node.target = torch.ops.aten.full.default
+            node.args, node.kwargs = (list(value.shape), fill), {"dtype": value.dtype}
+        elif name in _IDENTITIES:
+            source = node.args[0]
+        elif name == "copy" and node.meta["val"].shape == node.args[1].meta["val"].shape:
+            source = node.args[1]
+        elif name == "mul" and node.args[1] == 1:
+            source = node.args[0]
+        if source is not None and source.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if "record_function" in str(node.target):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return fx_graph_cse(graph)

@@ -1,0 +1,416 @@
+"""Training steps of whole models on the tile machine equal torch's own."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+import popsparse
+from dynsparse.apps import lm
+from dynsparse.apps.lm.model import LanguageModel
+from dynsparse.apps.pictures import transformer
+from popsparse.compiled.decompositions import TABLE
+
+aten = torch.ops.aten
+TARGET = popsparse.Target.bow(tiles=8)
+
+
+def mlp(seed=0, block_size=1):
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        ds.nn.SparseLinear(32, 24, 0.3, block_size, generator=generator),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        ds.nn.SparseLinear(24, 16, 0.5, generator=generator),
+        nn.Tanh(),
+        nn.Linear(16, 10),
+    )
+
+
+def sgd(model, **more):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **more})
+
+
+def train_on_host(model, optimizer, loss, batches, scheduler=None):
+    losses = []
+    for *x, y in batches:
+        optimizer_of = getattr(optimizer, "optimizer", optimizer)
+        optimizer_of.zero_grad()
+        value = loss(model(*x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+        if scheduler is not None:
+            scheduler.step()
+    return losses
+
+
+def digits(steps, batch=6, features=32):
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.rand(batch, features, generator=generator),
+            torch.randint(0, 10, (batch,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def weights(model):
+    """Dense weights and other parameters by name: slots of a pattern may be in any order."""
+    dense = {
+        f"{name}.weight": layer.to_dense().detach()
+        for name, layer in model.named_modules()
+        if isinstance(layer, ds.nn.SparseLinear)
+    }
+    rest = {n: p.detach() for n, p in model.named_parameters() if not n.endswith("values")}
+    return dense | rest
+
+
+def check(make_model, make_optimizer, loss, batches, *, tolerance=1e-5, target=TARGET, **options):
+    """Train twins on the host and on the machine; returns the compiled one."""
+    host, twin = make_model(), make_model()
+    torch.manual_seed(1)
+    expected = train_on_host(host, make_optimizer(host), loss, batches)
+    torch.manual_seed(1)
+    compiled = popsparse.compile(twin, make_optimizer(twin), loss, target, **options)
+    assert [compiled.step(*batch).item() for batch in batches] == pytest.approx(
+        expected, abs=tolerance, rel=tolerance
+    )
+    compiled.copy_weights_to_host()
+    for name, weight in weights(host).items():
+        torch.testing.assert_close(weights(twin)[name], weight, atol=tolerance, rtol=tolerance)
+    return compiled
+
+
+def test_rigl_with_momentum_and_dropout():
+    def make_trainer(model):
+        return ds.RigL(model, sgd(model, nesterov=True), total_steps=12, update_interval=3)
+
+    compiled = check(mlp, make_trainer, nn.CrossEntropyLoss(), digits(8))
+    assert (compiled.trainer.updates, compiled.trainer.steps) == (2, 8)
+    profile = compiled.profiles["step"]
+    # The batch and its labels come, the loss goes.
+    assert (profile.from_host_bytes, profile.to_host_bytes) == (4 * (6 * 32 + 6), 4)
+    operations = compiled.operations()
+    assert sum(taken["cycles"] for taken in operations.values()) == profile.cycles
+    assert {"forward 0 linear", "backward 3 linear", "forward 5 mm", "loss to host"} <= {
+        *operations
+    }
+    assert operations["forward 5 mm"]["received_bytes"] >= 4 * 6 * 16
+    assert compiled.profiles["scores 0"].to_host_bytes > 4 * 32 * 24
+    assert 0 < profile.memory.max_tile_bytes < TARGET.bytes_per_tile
+
+
+def test_adam_in_blocks_with_a_schedule_of_rates():
+    batches = digits(4)
+    host, twin = mlp(block_size=4), mlp(block_size=4)
+    results = []
+    for model in (host, twin):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        torch.manual_seed(1)
+        if model is host:
+            results.append(
+                train_on_host(model, optimizer, nn.functional.cross_entropy, batches, scheduler)
+            )
+            continue
+        compiled = popsparse.compile(model, optimizer, nn.functional.cross_entropy, TARGET)
+        losses = []
+        for batch in batches:
+            losses.append(compiled.step(*batch).item())
+            optimizer.step()  # as schedulers expect it; without gradients it does nothing
+            scheduler.step()
+        results.append(losses)
+        compiled.copy_weights_to_host()
+        assert optimizer.state[model[5].weight]["step"] == 4
+    assert results[1] == pytest.approx(results[0], abs=1e-5)
+    for name, weight in weights(host).items():
+        torch.testing.assert_close(weights(twin)[name], weight, atol=1e-5, rtol=1e-5)
+
+
+def test_iterations_on_the_device_with_a_scaled_loss():
+    batches = digits(4)
+    host, twin = (nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)) for _ in "ab")
+    twin.load_state_dict(host.state_dict())
+    expected = train_on_host(host, sgd(host), nn.CrossEntropyLoss(), batches)
+    compiled = popsparse.compile(
+        twin, sgd(twin), nn.CrossEntropyLoss(), TARGET, device_iterations=2, loss_scale=128.0
+    )
+    x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
+    losses = torch.cat([compiled.step(x[:2], y[:2]), compiled.step(x[2:], y[2:])])
+    assert losses.tolist() == pytest.approx(expected, abs=1e-5)
+    assert compiled.profiles["step"].step("loss to host").runs == 2
+    with pytest.raises(ValueError, match="expected tensors of 2 batches"):
+        compiled.step(x[0], y[0])
+
+
+def test_half_precision_and_random_growth():
+    def make_model():
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        sparse = ds.nn.SparseLinear(32, 16, 0.3, 4, generator=generator)
+        return nn.Sequential(sparse, nn.ReLU(), nn.Linear(16, 10)).half()
+
+    def loss(logits, labels):
+        return nn.functional.cross_entropy(logits.float(), labels)
+
+    batches = [(x.half(), y) for x, y in digits(3)]
+    check(make_model, sgd, loss, batches, tolerance=3e-3, loss_scale=64.0)
+
+    model = mlp()
+    trainer = ds.SET(model, sgd(model), total_steps=6, update_interval=2)
+    compiled = popsparse.compile(model, trainer, nn.CrossEntropyLoss(), TARGET)
+    losses = [compiled.step(*digits(1)[0]).item() for _ in range(5)]
+    assert (trainer.updates, losses[-1] < losses[0]) == (2, True)
+    # Values and momentum go to the host, no scores do.
+    weights = sum(tensor.numel for tensor in compiled._layers[0].tensors.values())
+    assert compiled.profiles["scores 0"].to_host_bytes == 4 * weights
+
+
+def test_bad_input():
+    model = nn.Sequential(nn.Linear(8, 4))
+    compiled = popsparse.compile(model, sgd(model), nn.functional.mse_loss, TARGET)
+    with pytest.raises(RuntimeError, match="take a step first"):
+        compiled.copy_weights_to_host()
+    x, y = torch.rand(3, 8), torch.rand(3, 4)
+    compiled.step(x, y)
+    with pytest.raises(ValueError, match=r"for batches of \[\(3, 8\), \(3, 4\)\], got \[\(2, 8\)"):
+        compiled.step(x[:2], y[:2])
+    compiled.optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match="other than lr are constants"):
+        compiled.step(x, y)
+    with pytest.raises(TypeError, match="target must be"):
+        popsparse.compile(model, sgd(model), nn.functional.mse_loss, "bow")
+    with pytest.raises(TypeError, match=r"SGD, Adam or AdamW, .* got RMSprop"):
+        popsparse.compile(model, torch.optim.RMSprop(model.parameters()), torch.dot, TARGET)
+    double = copy.deepcopy(model).double()
+    compiled = popsparse.compile(double, sgd(double), nn.functional.mse_loss, TARGET)
+    with pytest.raises(TypeError, match=r"float16 and float32, got torch\.float64"):
+        compiled.step(x.double(), y.double())
+    model = mlp()
+    trainer = ds.DeepR(model, sgd(model), total_steps=6, update_interval=2)
+    compiled = popsparse.compile(model, trainer, nn.functional.cross_entropy, TARGET)
+    with pytest.raises(ValueError, match="DeepR looks at gradients or weights on the host"):
+        compiled.step(*digits(1)[0])
+    model = nn.Sequential(nn.Linear(8, 4))
+    sorting = copy.deepcopy(model).append(_Sort())
+    compiled = popsparse.compile(sorting, sgd(sorting), nn.functional.mse_loss, TARGET)
+    with pytest.raises(NotImplementedError, match=r"aten\.sort\.default of 'forward 1 sort' has"):
+        compiled.step(x, y)
+
+
+class _Sort(nn.Module):
+    def forward(self, x):
+        return x.sort().values
+
+
+def test_convolutions_and_pooling():
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 6, 3, stride=2, padding=1),
+            nn.AvgPool2d(2, 1),
+            nn.Flatten(),
+            nn.Linear(24, 10),
+        )
+
+    batches = [(x.view(3, 1, 12, 12), y) for x, y in digits(2, 3, 144)]
+    check(make_model, sgd, nn.CrossEntropyLoss(), batches)
+
+
+CONVOLUTIONS = [
+    # size, kernel, stride, padding, dilation
+    ((7, 6), (3, 3), [1, 1], [0, 0], [1, 1]),
+    ((8, 7), (3, 3), [2, 2], [1, 1], [1, 1]),
+    ((9, 8), (3, 2), [2, 1], [1, 0], [1, 2]),
+    ((6, 6), (5, 5), [1, 1], [2, 2], [1, 1]),
+    ((5, 5), (1, 1), [2, 2], [0, 0], [1, 1]),
+]
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride", "padding", "dilation"), CONVOLUTIONS)
+def test_convolutions_as_products_against_torch(size, kernel, stride, padding, dilation):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, *size).double(), torch.randn(4, 3, *kernel).double()
+    how = (stride, padding, dilation, False, [0, 0], 1)
+    y = aten.convolution(x, w, torch.ones(4).double(), *how)
+    torch.testing.assert_close(
+        TABLE[aten.convolution.default](x, w, torch.ones(4).double(), *how), y
+    )
+    arguments = (torch.randn_like(y), x, w, [4], *how, [True] * 3)
+    torch.testing.assert_close(
+        TABLE[aten.convolution_backward.default](*arguments), aten.convolution_backward(*arguments)
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding"),
+    [((8, 6), 2, 2, 0), ((7, 5), 2, 2, 0), ((8, 7), 3, 2, 1), ((6, 6), 3, 1, 1)],
+)
+def test_pooling_against_torch(size, kernel, stride, padding):
+    x = torch.randint(0, 4, (2, 3, *size)).double()  # equal numbers: the first is the highest
+    how = ([kernel] * 2, [stride] * 2, [padding] * 2)
+    y, indices = aten.max_pool2d_with_indices(x, *how)
+    torch.testing.assert_close(TABLE[aten.max_pool2d_with_indices.default](x, *how), (y, indices))
+    dy = torch.randn_like(y)
+    highest = (dy, x, *how, [1, 1], False, indices)
+    mean = (dy, x, *how, False, True, None)
+    for operator, arguments in (
+        (aten.max_pool2d_with_indices_backward, highest),
+        (aten.avg_pool2d, (x, *how)),
+        (aten.avg_pool2d_backward, mean),
+    ):
+        torch.testing.assert_close(TABLE[operator.default](*arguments), operator(*arguments))
+
+
+@pytest.mark.slow
+def test_batch_norm_and_its_buffers():
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Linear(16, 10))
+
+    compiled = check(make_model, sgd, nn.CrossEntropyLoss(), digits(3))
+    host = make_model()
+    train_on_host(host, sgd(host), nn.CrossEntropyLoss(), digits(3))
+    for buffer, other in zip(compiled.model.buffers(), host.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other)
+
+
+@pytest.mark.slow
+def test_groups_of_parameters_and_decoupled_decay():
+    def of_groups(model):
+        groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters()}]
+        return torch.optim.SGD(groups, lr=0.01, weight_decay=0.01, momentum=0.9)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+
+    for make_optimizer in (of_groups, adamw):
+        check(mlp, make_optimizer, nn.CrossEntropyLoss(), digits(4))
+
+
+@pytest.mark.slow
+def test_a_transformer_layer_with_dropout():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 16)
+            self.layer = nn.TransformerEncoderLayer(
+                16, 4, 32, 0.1, activation="gelu", batch_first=True, norm_first=True
+            )
+            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
+
+        def forward(self, tokens):
+            return self.head(self.norm(self.layer(self.table(tokens))).mean(1))
+
+    def make_model():
+        torch.manual_seed(0)
+        return Encoder()
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randint(0, 20, (3, 7), generator=generator), y) for _, y in digits(6, batch=3)
+    ]
+    check(make_model, sgd, nn.CrossEntropyLoss(), batches)
+
+
+@pytest.mark.slow
+def test_the_transformer_of_rows_under_rigl():
+    def make_model():
+        torch.manual_seed(0)
+        sizes = {"hidden_length": 16, "ff_length": 12, "attention_heads": 2, "qkv_length": 4}
+        return transformer.Network(
+            transformer.Options(**sizes, sparsity=0.5), torch.Generator().manual_seed(0)
+        )
+
+    def make_trainer(model):
+        return ds.RigL(model, sgd(model, lr=0.002), total_steps=12, update_interval=3)
+
+    compiled = check(make_model, make_trainer, nn.CrossEntropyLoss(), digits(6, 2, 784))
+    assert compiled.trainer.updates == 2
+
+
+@pytest.mark.slow
+def test_a_language_model_under_rigl():
+    def make_model():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "sequence_length": 8, "layers": 1, "heads": 2}
+        options = lm.Options(**sizes, sparsity=0.5, droprate=0.0)
+        return LanguageModel(options, 30, torch.Generator().manual_seed(0))
+
+    def loss(logits, tokens):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def make_trainer(model):
+        return ds.RigL(model, sgd(model, lr=0.01), total_steps=12, update_interval=3)
+
+    tokens = torch.randint(0, 30, (4, 2, 9), generator=torch.Generator().manual_seed(1))
+    batches = [(part[:, :-1], part[:, 1:].contiguous()) for part in tokens]
+    check(make_model, make_trainer, loss, batches)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "popsparse-machine.md"
+
+
+def _networks():
+    """Networks of the page's table by how their rows begin, and their inputs."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    yield "two dense", nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)), [32, 784]
+    channels = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3), nn.ReLU()
+    rest = nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.5), nn.Linear(1600, 10)
+    yield "convolutions of", nn.Sequential(*channels, *rest), [64, 1, 28, 28]
+    first = ds.nn.SparseLinear(784, 320, 0.05, generator=generator)
+    sparse = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.1), nn.Linear(320, 10))
+    yield "784 x 320", sparse, [16, 784]
+    generator = torch.Generator().manual_seed(0)
+    yield "`dynsparse", transformer.Network(transformer.Options(), generator), [2, 784]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
+@pytest.mark.parametrize("number", range(4))
+def test_the_cycles_of_the_page(number):
+    begin, model, shape = list(_networks())[number]
+    row = re.search(rf"^\| {begin}.*$", PAGE.read_text(), re.M)[0]
+    cells = [cell.strip() for cell in row.split("|")[2:-2]]
+    _, target, *cycles = [cell.replace(",", "") for cell in cells]
+    momentum = 0.9 if target == "bow" else 0.0
+    optimizer = sgd(model, momentum=momentum)
+    machine = popsparse.Target.named(target)
+    compiled = popsparse.compile(model, optimizer, nn.CrossEntropyLoss(), machine)
+    compiled.step(torch.rand(shape), torch.randint(0, 10, shape[:1]))
+    profile = compiled.profiles["step"]
+    parts = [profile.parts[part] for part in ("compute", "exchange", "sync", "host")]
+    assert [float(n) for n in cycles[:5]] == [profile.cycles, *parts]
+    assert round(profile.seconds * 1e6) == float(cycles[5])
+
+
+@pytest.mark.slow
+def test_the_network_of_mnist_for_a_hundred_steps():
+    """784 x 320 x 10, as in Graphcore's application, on all tiles."""
+
+    def make_model():
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        return nn.Sequential(
+            ds.nn.SparseLinear(784, 320, 0.05, generator=generator),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(320, 10),
+        )
+
+    def make_trainer(model):
+        return ds.RigL(model, sgd(model, lr=0.02), total_steps=120, update_interval=25)
+
+    target = popsparse.Target.bow()
+    check(make_model, make_trainer, nn.CrossEntropyLoss(), digits(100, 16, 784), target=target)
