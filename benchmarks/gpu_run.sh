@@ -4,7 +4,7 @@
 #
 #   bash benchmarks/gpu_run.sh smoke       checks, then small ones under compute-sanitizer: 4 minutes
 #   bash benchmarks/gpu_run.sh kernels     rates of the chip and all configurations: 9 minutes
-#   bash benchmarks/gpu_run.sh layers      steps, updates, growth, memory, thresholds, a profile: 9
+#   bash benchmarks/gpu_run.sh layers      steps, updates, growth, memory, a profile: 9
 #   bash benchmarks/gpu_run.sh grid        the choice at other sizes, with the new tables: 9
 #   bash benchmarks/gpu_run.sh model       one whole model beside compiled dense: 9
 #   bash benchmarks/gpu_run.sh training    500 steps of it with RigL, dense and masked: 9

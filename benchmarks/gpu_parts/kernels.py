@@ -28,8 +28,7 @@ from dynsparse.ops.linear.cuda.costs import (
     config_of,
     rates_of,
 )
-from gpu_parts import tma
-from gpu_parts.candidates import GRADIENT, ROWS, TMA
+from gpu_parts.candidates import GRADIENT, ROWS
 from gpu_parts.data import Data, error
 from gpu_parts.run import Run, spread
 
@@ -145,20 +144,17 @@ def multiplied(numbers: Numbers) -> Iterator[None]:
 
 
 class Job(NamedTuple):
-    """A kernel: its pass, or "with bias" for the gradients of values and bias in one; `tma`: the
-    one through the copy engine."""
+    """A kernel: its pass, or "with bias" for the gradients of values and bias in one."""
 
     what: str
     b: int
     numbers: Numbers
     config: Rows | Gradient
-    tma: bool = False
 
     def __str__(self) -> str:
         c = self.config
         more = [f"{k}={getattr(c, k)}" for k, v in c._field_defaults.items() if getattr(c, k) != v]
-        name = f"{type(c).__name__}({', '.join([*map(str, c[:4]), *more])})"
-        return name + " by TMA" * self.tma
+        return f"{type(c).__name__}({', '.join([*map(str, c[:4]), *more])})"
 
     @property
     def of(self) -> Pass:
@@ -172,11 +168,7 @@ class Job(NamedTuple):
             sums: list[Tensor] | None = [] if self.what == "with bias" else None
             return lambda: launch.grad_weight(d.dy, d.x, d.p, d.values.dtype, c, sums)
         if self.what == "forward":
-            if self.tma:
-                return lambda: tma.rows(d.x, d.values, d.p, d.bias, c, True)
             return lambda: launch.forward(d.x, d.values, d.p, d.bias, c)
-        if self.tma:
-            return lambda: tma.rows(d.dy, d.values, d.p, None, c, False)
         return lambda: launch.grad_input(d.dy, d.values, d.p, c)
 
 
@@ -193,8 +185,6 @@ def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
         else:
             known = dict.fromkeys([today, *ROWS[numbers][d.b]])
             found += [Job(what, d.b, numbers, c) for c in known]
-            if numbers == "16-bit":
-                found += [Job(what, d.b, numbers, c, True) for c in TMA.get(d.b, ())]
     if run.small:
         found = list({job.what: job for job in found}.values())
     return found
@@ -211,10 +201,9 @@ class _Compiles:
 
 
 def _compile(jobs: list[Job], until: float) -> list[str]:
-    for module in (launch, tma):
-        for name, kernel in list(vars(module).items()):
-            if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
-                setattr(module, name, _Compiles(kernel))
+    for name, kernel in list(vars(launch).items()):
+        if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
+            setattr(launch, name, _Compiles(kernel))
     problems = []
     for job in jobs:
         if time.time() > until:
@@ -262,7 +251,7 @@ def measure(run: Run, b: int) -> None:
                     groups = [
                         job._replace(config=job.config._replace(group=group))  # type: ignore[call-arg]
                         for job in wide
-                        for group in ((2,) if run.small else (2, 4, 16))
+                        for group in ((4,) if run.small else (1, 4, 8))
                     ]
                     best[what] |= _times(run, d, groups)
             _tell_best(run, d, numbers, best)
@@ -302,7 +291,7 @@ def _times(run: Run, d: Data, jobs: list[Job], where: str = "") -> dict[Job, flo
             f"{where}{d.b} {what} {job.numbers} {name}", **spread(found[name]), dense=base,
             ratio=base / us, bound=bound.least * 1e6, by=bound.name,
             share=bound.least * 1e6 / us, error=errors[name],
-            today=job.config == today and not job.tma,
+            today=job.config == today,
         )  # fmt: skip
     return {by_name[name]: statistics.median(times) for name, times in found.items()}
 

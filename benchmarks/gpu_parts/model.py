@@ -142,12 +142,20 @@ def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 def step_of_a_model(run: Run) -> None:
     """Compiled dense beside compiled sparse: a whole step, and its peak of memory."""
     sizes, batch = _sizes(run)
+    _steps_of(run, "GPT-2 medium", sizes, batch, [(b, d) for b in (64, 128) for d in (0.1, 0.2)])
+    if not run.small:
+        wide = sizes | {"width": 2048, "layers": 12}
+        _steps_of(run, "12 layers of 2048", wide, batch, [(64, 0.1), (128, 0.1)])
+
+
+def _steps_of(
+    run: Run, what: str, sizes: dict[str, int], batch: int, cases: list[tuple[int, float]]
+) -> None:
     torch.manual_seed(0)
     dense = GPT(**sizes)
     tokens = Text(run, sizes["vocabulary"], sizes["length"], batch).batch(0)
     base = None
-    cases = [(1.0, 0), *((d, b) for b in (64, 128) for d in (0.1, 0.2))]
-    for density, b in [(1.0, 0), (0.5, 16)] if run.small else cases:
+    for b, density in [(0, 1.0), *([(16, 0.5)] if run.small else cases)]:
         model = (copy.deepcopy(dense) if not b else _sparse(dense, density, b)).to(run.device)
         optimizer = _adam(run, model)
         step = _step(run, model, optimizer, optimizer.step)
@@ -159,7 +167,7 @@ def step_of_a_model(run: Run) -> None:
         peak = 0 if run.interpreted else torch.cuda.max_memory_allocated()
         base = base or (us, max(1, peak))
         name = f"blocks of {b}, density {density:g}" if b else "dense"
-        run.note(f"a compiled step of a model, {name}", us=us, over_dense=base[0] / us,
+        run.note(f"a compiled step of {what}, {name}", us=us, over_dense=base[0] / us,
                  peak_MB=peak / 1e6, of_dense=peak / base[1],
                  parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
         del model, optimizer, step

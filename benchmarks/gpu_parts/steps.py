@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ def _beside(run: Run, what: str, calls: dict[str, Call], seconds: float, **more:
 
 
 def dense_way(run: Run) -> None:
-    """Beside a dense layer; and its thresholds, each in force and not."""
+    """Beside a dense layer."""
     n, batch, density = run.sizes
     for b, some in ((1, density), (4, density), (16, density), (1, density / 10)):
         d = Data(run.device, n, batch, some, b, weight=True)
@@ -122,29 +121,6 @@ def dense_way(run: Run) -> None:
         ):
             name = f"the dense way, blocks of {b}, density {some:g}, {what}"
             _beside(run, name, {"sparse": ours, "dense": theirs}, 0.3)
-    for n in (64,) if run.small else (512, 1024, 2048, 4096):
-        for b in (1, 16):
-            d = Data(run.device, n, min(n, batch), density, b)
-            found = {}
-            for name, lines in (("torch", 1 << 40), ("triton", 0)):
-                with mock.patch.object(dense, "KEPT_LINES", lines):
-                    for call in (_forward(d), _backward(d)):
-                        call()  # before it is captured: what is derived stays
-                    found[name] = (
-                        run.host(_forward(d)),
-                        run.times(
-                            {"us": captured(run, lambda d=d: (_forward(d)(), _backward(d)()))}
-                        )["us"],
-                    )
-            lines = d.p.nnz * b
-            for name, (host, us) in found.items():
-                run.note(f"{lines} lines of {b} moved by {name}", us=us, host_forward=host)
-    wide = 64 if run.small else 8192
-    d = Data(run.device, wide, batch, density, 1)
-    for megabytes in (64, 256, 1024):
-        with mock.patch.object(dense, "PANEL_BYTES", megabytes << 20):
-            times = run.times({"us": _backward(d)})
-            run.note(f"gradient in panels of {megabytes} MB", **times)
 
 
 def _forward(d: Data) -> Call:

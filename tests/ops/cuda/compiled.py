@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -33,8 +32,7 @@ from dynsparse.ops.linear.cuda.chip import Chip, Numbers
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, HOPPER, OTHERS, Gradient, Rows
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from gpu_parts import tma
-from gpu_parts.candidates import GRADIENT, ROWS, TMA
+from gpu_parts.candidates import GRADIENT, ROWS
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB that one program may have: CUDA C++ Programming Guide, technical specifications."""
@@ -105,7 +103,7 @@ def pretended(capability: int) -> Iterator[list]:
             )
 
     with ExitStack() as stack:
-        for module in (launch, growth, tma):
+        for module in (launch, growth):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 kernel = Compiles(getattr(module, name))
                 stack.enter_context(mock.patch.object(module, name, kernel))
@@ -127,7 +125,8 @@ def read(kernel, capability: int) -> Code:
     usage = _dump(kernel.asm["cubin"], "-res-usage")
     return Code(
         products=ptx.count(product),
-        overlapped="pendings = 1" in kernel.asm["ttgir"] or product != "wgmma.mma_async",
+        overlapped=re.search(r"pendings = [1-9]", kernel.asm["ttgir"]) is not None
+        or product != "wgmma.mma_async",
         copies=len(re.findall(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk\.tensor", ptx)),
         narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global[^;]*, 0x4\b", ptx)),
         buffers=frozenset(map(int, _BUFFERS.findall(kernel.asm["ttgir"]))),
@@ -212,22 +211,9 @@ def rows_jobs(
         p, dy = _layer(b, dtype), _activations(b, dtype, lie)
         launch.grad_input(dy, torch.empty(p.values_shape, dtype=dtype), p, c)
 
-    how = f"b{b} {numbers} {c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}"
+    how = f"b{b} {numbers} {c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}" + " tma" * c.tma
     for run in (forward, grad_input):
         yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
-
-
-def tma_jobs(c: Rows, b: int) -> Iterator[Job]:
-    """The candidate through the copy engine, for Hopper."""
-
-    def run(forward: bool) -> None:
-        p, x = _layer(b, torch.bfloat16), _activations(b, torch.bfloat16, "even")
-        values = torch.empty(p.values_shape, dtype=x.dtype)
-        tma.rows(x, values, p, torch.empty(4 * b) if forward else None, c, forward)
-
-    for name, forward in (("forward", True), ("grad_input", False)):
-        name = f"sm_90 {name} b{b} tma {c.samples}x{c.inputs} w{c.warps} s{c.stages}"
-        yield Job(name, 90, "16-bit", partial(run, forward))
 
 
 def gradient_job(
@@ -241,8 +227,7 @@ def gradient_job(
         launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, sums)
 
     how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
-    how += f" r{c.registers}" if c.registers else ""
-    how += " bias" if bias else ""
+    how += " tma" * c.tma + " bias" * bias
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
 
 
@@ -304,10 +289,6 @@ def others() -> Iterator[Job]:
                 yield from rows_jobs(c, b, numbers, 90)
             for gradient in dict.fromkeys(c._replace(split=1) for c in GRADIENT[numbers][b]):
                 yield gradient_job(gradient, b, numbers, 90)
-                if gradient.registers is not None:
-                    yield gradient_job(gradient, b, numbers, 90, bias=True)
-        for c in TMA.get(b, ()):
-            yield from tma_jobs(c, b)
     for b in SCORED_BLOCKS:
         for pooling in ("avg", "max"):
             yield scores_job(b, pooling, 1, "16-bit", 90)

@@ -28,7 +28,6 @@ def kernels(monkeypatch):
 
     def use(which):
         monkeypatch.setattr(dense, "runs_triton", lambda device: which)
-        monkeypatch.setattr(dense, "KEPT_LINES", 0)
         return made
 
     return use
@@ -96,16 +95,6 @@ def test_rows_that_are_divided(each, kernels, monkeypatch):
     monkeypatch.setattr(launch, "_AT_ONCE", 8)
     same(4, 0.7, torch.bfloat16, True, kernels)
     same(1, 0.7, torch.float32, False, kernels)
-
-
-def test_small_layers_are_left_to_torch(kernels, monkeypatch):
-    made = kernels(True)
-    monkeypatch.setattr(dense, "KEPT_LINES", 200)
-    for nnz, by in ((100, []), (101, ["lay_out"])):
-        pattern = SparsePattern.random((64, 64), nnz=nnz, block_size=2)
-        p = LayerIndex(pattern.index, torch.randn(pattern.values_shape))
-        dense.forward(torch.randn(3, 64), torch.randn(pattern.values_shape), p, None)
-        assert made == by
 
 
 def test_a_pattern_that_was_updated(off_cpu, kernels):

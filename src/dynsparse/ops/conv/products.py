@@ -20,7 +20,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.conv.choice import route
 from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.conv.patches import patches_of
-from dynsparse.ops.linear.cuda.dense import expand, lines
+from dynsparse.ops.linear.cuda.dense import expand, gather
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.products import check_dtype
 
@@ -98,10 +98,8 @@ def _to_dense(values: Tensor, p: LayerIndex, g: Geometry) -> Tensor:
 
 def _from_dense(weight: Tensor, p: LayerIndex) -> Tensor:
     """The reverse of `_to_dense`, for a gradient: like the values."""
-    entries = to_matrix(weight).reshape(-1, p.block_size)
-    if not p.is_full:
-        entries = entries.index_select(0, lines(p))
-    return entries.view(p.values_shape)
+    matrix = to_matrix(weight)
+    return matrix.reshape(p.values_shape) if p.is_full else gather(matrix, p)
 
 
 def _pad(x: Tensor, g: Geometry) -> tuple[Tensor, tuple[int, int]]:

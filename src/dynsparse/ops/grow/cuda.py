@@ -10,34 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynsparse.ops.linear.cuda.chip import TERMS, chip_of, current_device, precision_of
-from dynsparse.ops.linear.cuda.configurations import group_of
-
-
-@triton.jit
-def add_products(
-    acc,
-    dy_columns,
-    x_columns,
-    first,
-    last,
-    dy_sample,
-    x_sample,
-    out_mask,
-    in_mask,
-    BT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """`acc` plus the product of columns of dy and of x over samples."""
-    for t in range(first, last, BT):
-        sample = (t + tl.arange(0, BT)).to(tl.int64)
-        live = sample < last
-        mask = live[None, :] & out_mask
-        a = tl.load(dy_columns + sample[None, :] * dy_sample, mask=mask, other=0.0)
-        mask = live[:, None] & in_mask
-        b = tl.load(x_columns + sample[:, None] * x_sample, mask=mask, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    return acc
+from dynsparse.ops.linear.cuda.chip import Chip, chip_of, current_device, precision_of
 
 
 @triton.jit(do_not_specialize=["group"])
@@ -62,13 +35,11 @@ def scores_kernel(
     MANY: tl.constexpr,
     POOLING: tl.constexpr,
     PRECISION: tl.constexpr,
-    TERMS: tl.constexpr,
 ):
     """scores [height / B, width / B] of |dy^T x| [height, width], BO outputs by BI inputs.
 
     MANY: the products of several pairs are added up. pairs, int64 [3, many], holds for each the
     number of samples, and the offsets of its entries from `dy` and `x`, multiples of 16.
-    TERMS: number of samples that tensor cores add up at a time, or 0.
     """
     # `group` tiles of outputs take all inputs before the next tiles, for the L2 cache.
     tiles_o = tl.cdiv(height, BO)
@@ -93,18 +64,14 @@ def scores_kernel(
             samples = tl.load(pairs + pair).to(tl.int32)
             dy_pair += tl.multiple_of(tl.load(pairs + many + pair), 16)
             x_pair += tl.multiple_of(tl.load(pairs + 2 * many + pair), 16)
-        if TERMS == 0:
-            acc = add_products(
-                acc, dy_pair, x_pair, 0, samples, dy_sample, x_sample, out_mask, in_mask, BT,
-                PRECISION,
-            )  # fmt: skip
-        else:
-            for t in range(0, samples, TERMS):
-                acc += add_products(
-                    tl.zeros((BO, BI), dtype=tl.float32), dy_pair, x_pair, t,
-                    tl.minimum(t + TERMS, samples), dy_sample, x_sample, out_mask, in_mask, BT,
-                    PRECISION,
-                )  # fmt: skip
+        for t in range(0, samples, BT):
+            sample = (t + tl.arange(0, BT)).to(tl.int64)
+            live = sample < samples
+            mask = live[None, :] & out_mask
+            a = tl.load(dy_pair + sample[None, :] * dy_sample, mask=mask, other=0.0)
+            mask = live[:, None] & in_mask
+            b = tl.load(x_pair + sample[:, None] * x_sample, mask=mask, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
     magnitude = tl.reshape(tl.abs(acc), (BO // B, B, BI // B, B))
     if POOLING == "max":
         pooled = tl.max(tl.max(magnitude, 1), 2)
@@ -140,6 +107,12 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     return [(t.data_ptr() - first.data_ptr()) // first.element_size() for t in tensors]
 
 
+def group_of(samples: int, dtype: torch.dtype, chip: Chip) -> int:
+    """Number of tiles of outputs that take all tiles of inputs before the next tiles: theirs of dY
+    take up to a third of the L2 cache."""
+    return max(1, min(8, chip.cache // 3 // (TILE * samples * dtype.itemsize)))
+
+
 def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: str) -> Tensor:
     """float32 [out / b, in / b] of pairs dy [batch, out] and x [batch, in] of one dtype."""
     many, device = len(xs), xs[0].device
@@ -153,7 +126,7 @@ def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: s
     dy, x = dys[0], xs[0]
     height, width = dy.shape[1], x.shape[1]
     pooled = torch.empty(height // b, width // b, dtype=torch.float32, device=device)
-    group = group_of(TILE, max(1, max(map(len, xs))), x.dtype, chip_of(device))
+    group = group_of(max(1, max(map(len, xs))), x.dtype, chip_of(device))
     precision = precision_of(x.dtype)
     with current_device(x):
         scores_kernel[(-(-height // TILE) * -(-width // TILE),)](
@@ -175,7 +148,6 @@ def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: s
             MANY=many > 1,
             POOLING=pooling,
             PRECISION=precision,
-            TERMS=TERMS if precision == "tf32x3" else 0,
             num_warps=8,
             num_stages=3,
         )

@@ -42,8 +42,8 @@ def derive(p: LayerIndex) -> None:
     if p.block_size in BLOCKS and runs_triton(device):
         rows_by_length(p)
         columns_by_length(p)
-        table = table_of(torch.bfloat16, chip_of(device))
-        chunks(p, table.gradient[p.block_size].blocks)  # the same for float32
+        for dtype in (torch.bfloat16, torch.float32):
+            chunks(p, table_of(dtype, chip_of(device)).gradient[p.block_size].blocks)
 
 
 def _launch() -> ModuleType:

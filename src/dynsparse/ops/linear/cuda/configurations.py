@@ -1,10 +1,10 @@
 """How the kernels divide their work: tile sizes by chip, and lists derived from the pattern.
 
-There is one table for Hopper and one for all other chips. Nothing is tuned during training, which
-would stop the first step, and each new batch size, for seconds. Neither table was measured: they
-hold what compiles to tensor core instructions with asynchronous copies and without spilled
-registers (`tests/ops/cuda` compiles them), on other chips in 99 KB of shared memory.
-`benchmarks/gpu.py` measures candidates and prints a table for compute capability 9.0.
+There is one table for Hopper, measured on an H100 by `benchmarks/gpu.py`, and a conservative one
+for all other chips, which was not measured: it holds what compiles to tensor core instructions with
+asynchronous copies and without spilled registers (`tests/ops/cuda` compiles both), in 99 KB of
+shared memory. Nothing is tuned during training, which would stop the first step, and each new batch
+size, for seconds.
 
 The lists have shapes that depend on the sizes of a layer alone, and nothing synchronises, so they
 can be made anew in place, inside a captured graph too.
@@ -32,13 +32,15 @@ class Rows(NamedTuple):
         warps: of a program.
         stages: of its pipeline.
         group: number of tiles of samples that take all block rows before the next tiles.
+        tma: through the copy engine, where the activations allow it.
     """
 
     samples: int
     inputs: int
     warps: int
     stages: int
-    group: int = 8
+    group: int = 2
+    tma: bool = False
 
 
 class Gradient(NamedTuple):
@@ -50,7 +52,7 @@ class Gradient(NamedTuple):
         warps: of a program.
         stages: of its pipeline.
         split: least number of programs that the samples are divided among.
-        registers: a thread's limit, so that more programs share a multiprocessor; None: no limit.
+        tma: through the copy engine, where the activations allow it; up to two blocks.
     """
 
     blocks: int
@@ -58,49 +60,59 @@ class Gradient(NamedTuple):
     warps: int
     stages: int
     split: int = 1
-    registers: int | None = None
+    tma: bool = False
 
 
 class Table(NamedTuple):
-    """For each block size the row tiles by falling size, of which the first that occupies every
-    multiprocessor is used; and the gradient's configuration."""
+    """For each block size the row tiles by falling size, of which the first that gives every
+    multiprocessor enough of them is used; and the gradient's configuration."""
 
     rows: dict[int, tuple[Rows, ...]]
     gradient: dict[int, Gradient]
 
 
-def _table(inner: int, stages: int) -> Table:
-    """Tiles with `inner` terms of the sum at a step; blocks of 128 take 8 warps and 3 stages.
-
-    For blocks up to 64 the tiles of all stages take less than half of Hopper's shared memory, so
-    that two programs share a multiprocessor, and one loads while the other starts or ends.
-    """
-    large = {b: (4, stages) if b < 128 else (8, 3) for b in BLOCKS}
-    return Table(
-        {
-            b: (Rows(128, inner, *large[b]), Rows(64, inner, 4, stages if b < 128 else 3))
-            for b in BLOCKS
-        },
-        {b: Gradient(128 // b, inner, *large[b]) for b in BLOCKS},
-    )
-
-
 HOPPER: dict[Numbers, Table] = {
-    "16-bit": _table(64, 4),
-    "tf32": _table(32, 4),
+    "16-bit": Table(
+        {
+            16: (Rows(256, 64, 8, 2), Rows(128, 64, 4, 4)),
+            32: (Rows(256, 32, 4, 3), Rows(128, 64, 4, 3)),
+            64: (Rows(128, 64, 4, 3, tma=True), Rows(64, 64, 4, 3, tma=True)),
+            128: (Rows(128, 64, 4, 3, tma=True), Rows(64, 64, 4, 3, tma=True)),
+        },
+        {
+            16: Gradient(16, 64, 8, 3),
+            32: Gradient(8, 64, 4, 3),
+            64: Gradient(2, 64, 4, 4, tma=True),
+            128: Gradient(1, 64, 8, 4, tma=True),
+        },
+    ),
+    "tf32": Table(
+        {
+            16: (Rows(128, 32, 4, 4), Rows(64, 32, 4, 3)),
+            32: (Rows(128, 32, 8, 3), Rows(64, 32, 4, 3)),
+            64: (Rows(128, 32, 4, 4), Rows(64, 32, 4, 3)),
+            128: (Rows(128, 32, 8, 3), Rows(64, 32, 4, 3)),
+        },
+        {
+            16: Gradient(8, 32, 4, 3),
+            32: Gradient(4, 32, 4, 4),
+            64: Gradient(2, 32, 4, 4),
+            128: Gradient(1, 32, 8, 3),
+        },
+    ),
     # Sums that are split take twice the registers.
     "tf32x3": Table(
         {
-            16: (Rows(128, 32, 8, 4), Rows(64, 32, 4, 3)),
+            16: (Rows(64, 32, 4, 3),),
             32: (Rows(128, 32, 8, 3), Rows(64, 32, 4, 3)),
-            64: (Rows(128, 32, 8, 4), Rows(64, 32, 4, 3)),
-            128: (Rows(64, 32, 8, 3),),
+            64: (Rows(64, 32, 4, 3),),
+            128: (Rows(128, 32, 8, 3), Rows(64, 32, 4, 3)),
         },
         {
             16: Gradient(8, 32, 4, 4),
-            32: Gradient(4, 32, 8, 3),
-            64: Gradient(2, 32, 8, 4),
-            128: Gradient(1, 16, 8, 4),
+            32: Gradient(4, 32, 4, 4),
+            64: Gradient(2, 32, 4, 4),
+            128: Gradient(1, 32, 8, 3),
         },
     ),
 }
@@ -113,7 +125,16 @@ _FLOAT32 = {
 }
 
 OTHERS: dict[Numbers, Table] = {
-    "16-bit": _table(64, 3),
+    "16-bit": Table(
+        {
+            **{b: (Rows(128, 64, 4, 3), Rows(64, 64, 4, 3)) for b in (16, 32, 64)},
+            128: (Rows(128, 64, 8, 3), Rows(64, 64, 4, 3)),
+        },
+        {
+            **{b: Gradient(128 // b, 64, 4, 3) for b in (16, 32, 64)},
+            128: Gradient(1, 64, 8, 3),
+        },
+    ),
     "tf32": Table({b: (Rows(64, 32, 4, 3),) for b in BLOCKS}, _FLOAT32),
     "tf32x3": Table(
         {
@@ -133,10 +154,11 @@ def table_of(dtype: torch.dtype, chip: Chip) -> Table:
 
 
 def rows_for(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> Rows:
-    """The configuration for `rows` block rows of blocks of `b` over a batch."""
+    """The configuration for `rows` block rows of blocks of `b` over a batch: large tiles if there
+    are at least four for each multiprocessor."""
     tiles = table_of(dtype, chip).rows[b]
     for config in tiles[:-1]:
-        if -(-batch // config.samples) * rows >= chip.multiprocessors:
+        if -(-batch // config.samples) * rows >= 4 * chip.multiprocessors:
             return config
     return tiles[-1]
 
@@ -147,12 +169,18 @@ def gradient_for(
     """The configuration for `nnz` blocks of `b` in `rows` block rows, over a batch.
 
     Few large blocks make few programs: samples are then divided among several, as long as each
-    has enough of them.
+    has enough of them and all of them run at the same time.
     """
     c = table_of(dtype, chip).gradient[b]
-    programs = nnz / c.blocks + rows / 2  # the last program of a row has half of its blocks
+    programs = nnz / c.blocks + rows / 2 * (
+        c.blocks > 1
+    )  # the last of a row has half of its blocks
     split = c.split
-    while split < 8 and programs * split < chip.multiprocessors and batch >= 8 * split * c.samples:
+    while (
+        split < 8
+        and 2 * split * programs <= chip.multiprocessors
+        and batch >= 8 * split * c.samples
+    ):
         split *= 2
     return c._replace(split=split)
 
@@ -161,12 +189,6 @@ def sums_of(chip: Chip) -> int:
     """Rows of the smallest tile of the tensor cores: of the ones whose product with dY is the
     gradient of a bias."""
     return 64 if chip.capability[0] in (9, 10, 11) else 16
-
-
-def group_of(samples: int, features: int, dtype: torch.dtype, chip: Chip) -> int:
-    """Number of tiles of samples that take all block rows before the next tiles: these tiles of X
-    take up to a third of the L2 cache."""
-    return max(1, min(8, chip.cache // 3 // (samples * features * dtype.itemsize)))
 
 
 # ---- lists derived from a pattern ----

@@ -31,17 +31,16 @@ KINDS: tuple[Kind, ...] = ("dense", "blocks")
 
 # Seconds from starting a kernel to its first result, and after its last; torch's kernels overlap.
 _START = {"blocks": 5e-6, "dense": 2e-6}
-# Seconds that the host takes to launch a kernel, while the device computes.
-_LAUNCH = {"blocks": 15e-6, "dense": 5e-6}
+# Seconds that the host takes for each kernel, while the device computes: on the host of the H100.
+_LAUNCH = {"blocks": 40e-6, "dense": 25e-6}
 
 
 class Rates(NamedTuple):
-    """What a chip reaches per second. Rates were measured by others or come from data sheets; the
-    shares are assumed until `benchmarks/gpu.py` has run on such a chip and printed its row.
+    """What a chip reaches per second.
 
     Attributes:
         name: of the chip.
-        measured: whether `share` was measured with these kernels, or is assumed.
+        measured: whether rates and shares were measured, with these kernels, or are assumed.
         source: of the rates.
         multiprocessors: of that chip; rates of others scale with theirs.
         products: operations (a multiply-add is 2) of cuBLAS in a large product of random numbers,
@@ -50,7 +49,8 @@ class Rates(NamedTuple):
             make one of "tf32x3".
         cache, memory: bytes from the L2 cache to the multiprocessors, and of a copy in memory, read
             and written.
-        share: of the bound of a pass that its kernel reaches, by what is multiplied.
+        share: of the bound of a pass that its kernel reaches, by what is multiplied and block:
+            forward and grad_input, grad_weight.
     """
 
     name: str
@@ -61,36 +61,40 @@ class Rates(NamedTuple):
     tensor: dict[Numbers, float]
     cache: float
     memory: float
-    share: dict[Numbers, float]
+    share: dict[Numbers, dict[int, tuple[float, float]]]
 
 
-# First versions of such kernels reach 60 %; splitting operands in registers takes half of the time.
-_ASSUMED: dict[Numbers, float] = {"16-bit": 0.6, "tf32": 0.6, "tf32x3": 0.3}
-
-H200 = Rates(
-    name="H200",
-    measured=False,
-    source="16-bit products and memory measured (torch 2.11), cache measured (gpu-benches, "
-    "h200.txt); tf32 half of the 16-bit products, float32 78 % of the data sheet: assumed",
+H100 = Rates(
+    name="H100",
+    measured=True,
+    source="benchmarks/gpu.py on an H100 with HBM3, torch 2.11, Triton 3.6, 4096 features, 8192 "
+    "samples, density 0.1; cache: gpu-benches, h200.txt",
     multiprocessors=132,
-    products={"16-bit": 790e12, "tf32": 395e12, "tf32x3": 52e12},
-    tensor={"16-bit": 790e12, "tf32": 395e12, "tf32x3": 395e12 / 3},
+    products={"16-bit": 800e12, "tf32": 330e12, "tf32x3": 52e12},
+    tensor={"16-bit": 800e12, "tf32": 400e12, "tf32x3": 400e12 / 3},
     cache=9.7e12,
-    memory=4.3e12,
-    share=_ASSUMED,
+    memory=3.0e12,
+    # Hopper's tensor cores read tf32 along the sum only, so grad_weight transposes in registers.
+    share={
+        "16-bit": {16: (0.45, 0.23), 32: (0.71, 0.58), 64: (0.75, 0.7), 128: (0.65, 0.71)},
+        "tf32": {16: (0.78, 0.13), 32: (0.79, 0.14), 64: (0.68, 0.13), 128: (0.56, 0.16)},
+        "tf32x3": {16: (0.64, 0.53), 32: (0.6, 0.44), 64: (0.49, 0.35), 128: (0.51, 0.26)},
+    },
 )
+
+_ASSUMED: dict[Numbers, float] = {"16-bit": 0.6, "tf32": 0.6, "tf32x3": 0.3}
 
 B200 = Rates(
     name="B200",
     measured=False,
-    source="products 80 %, memory 90 % of the data sheet; a multiprocessor's cache as on the H200: "
-    "all assumed",
+    source="products 80 %, memory 90 % of the data sheet; a multiprocessor's cache as on the H100; "
+    "shares of first versions of such kernels: all assumed",
     multiprocessors=148,
     products={"16-bit": 1800e12, "tf32": 900e12, "tf32x3": 62e12},
     tensor={"16-bit": 1800e12, "tf32": 900e12, "tf32x3": 300e12},
     cache=10.9e12,
     memory=7.2e12,
-    share=_ASSUMED,
+    share={numbers: dict.fromkeys(BLOCKS, (share, share)) for numbers, share in _ASSUMED.items()},
 )
 """For all chips but compute capability 9.0: none has faster dense products relative to its cache,
 so blocks are chosen only where they should be faster on every chip."""
@@ -98,7 +102,7 @@ so blocks are chosen only where they should be faster on every chip."""
 
 def rates_of(chip: Chip) -> Rates:
     """The rates of a chip, scaled to its number of multiprocessors."""
-    row = H200 if chip.capability == (9, 0) else B200
+    row = H100 if chip.capability == (9, 0) else B200
     scale = chip.multiprocessors / row.multiprocessors
     return row._replace(
         products={numbers: scale * rate for numbers, rate in row.products.items()},
@@ -174,7 +178,11 @@ def seconds(
     numbers, rates = numbers_of(dtype), rates_of(chip)
     if kind == "blocks":
         config = config_of(layer, batch, what, dtype, chip)
-        device = bounds(layer, batch, config, numbers, rates).least / rates.share[numbers]
+        share = rates.share[numbers][layer.block_size][what == "grad_weight"]
+        if isinstance(config, Gradient):  # few programs leave multiprocessors idle
+            programs = max(1.0, config.split * layer.nnz / config.blocks)
+            share *= min(1.0, programs / chip.multiprocessors)
+        device = bounds(layer, batch, config, numbers, rates).least / share
         kernels = 1
     else:
         kernels, moved = _moved(layer, batch, what, dtype.itemsize)

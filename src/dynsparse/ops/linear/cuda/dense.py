@@ -6,8 +6,8 @@ which are saved for backward anyway; otherwise it is freed and expanded again. S
 is in proportion to these, and not to its dense weights.
 
 The gradient of the weight is computed a panel of rows at a time, in the type of the values, and its
-entries are gathered. Triton kernels move the entries of large layers, and torch's operators those
-of others, with the same bits. Shapes depend on the layer and not on the pattern, so there is no
+entries are gathered. Triton kernels move the entries where Triton runs, and torch's operators
+elsewhere, with the same bits. Shapes depend on the layer and not on the pattern, so there is no
 host synchronisation. No two entries are written to one position: results are the same on every run.
 """
 
@@ -28,8 +28,7 @@ from dynsparse.pattern.index_arrays import by_slots
 # searched for in each panel: 8192 x 8192 is one panel.
 PANEL_BYTES = 256 << 20
 
-# Layers with at most so many lines of blocks keep their positions, 8 bytes each: launching takes
-# longer than small products, and torch's operators are launched faster than Triton's.
+# Without Triton, layers with at most so many lines of blocks keep their positions, 8 bytes each.
 KEPT_LINES = 1 << 19
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -110,7 +109,7 @@ def _keeps_lines(p: LayerIndex) -> bool:
 
 def derive(p: LayerIndex) -> None:
     """Make what is read besides the index."""
-    if p.nnz and not p.is_full and _keeps_lines(p):
+    if p.nnz and not p.is_full and _keeps_lines(p) and not runs_triton(p.cols.device):
         lines(p)
 
 
@@ -122,8 +121,8 @@ def lines(p: LayerIndex) -> Tensor:
 
 
 def _kernels(p: LayerIndex) -> ModuleType | None:
-    """The kernels that move entries, if they run and are faster; Triton is imported then."""
-    if not p.nnz or _keeps_lines(p) or not runs_triton(p.cols.device):
+    """The kernels that move entries, if they run; Triton is imported then."""
+    if not p.nnz or not runs_triton(p.cols.device):
         return None
     from dynsparse.ops.linear.cuda import launch
 
@@ -144,12 +143,24 @@ def expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     return weight.view(p.out_features, p.in_features)
 
 
+def gather(matrix: Tensor, p: LayerIndex) -> Tensor:
+    """The entries of a matrix [out, in] at the pattern, like values."""
+    kernels = _kernels(p)
+    if kernels is not None:
+        collected = matrix.new_empty(p.values_shape)
+        kernels.collect(matrix.contiguous(), p, 0, collected)
+        return collected
+    return matrix.reshape(-1, p.block_size).index_select(0, lines(p)).view(p.values_shape)
+
+
 def _gather_gradient(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
     """dy^T x at the pattern, like values."""
     b, dtype = p.block_size, values.dtype
     if p.is_full:
         return _product(dy.t(), x, dtype).view_as(values)
     rows = min(p.out_features, max(1, PANEL_BYTES // (4 * p.in_features * b)) * b)
+    if rows == p.out_features:
+        return gather(_product(dy.t(), x, dtype), p)
     kernels = _kernels(p)
     if kernels is not None:
         collected = torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -157,9 +168,6 @@ def _gather_gradient(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Te
             part = dy.narrow(1, first, min(rows, p.out_features - first))
             kernels.collect(_product(part.t(), x, dtype).contiguous(), p, first, collected)
         return collected
-    if rows == p.out_features:
-        gradient = _product(dy.t(), x, dtype).view(-1, b)
-        return gradient.index_select(0, lines(p)).view_as(values)
     # The host does not know which entries are in a panel: each panel is searched for all of them.
     positions, collected = lines(p), values.new_zeros(p.nnz * b, b)
     for first in range(0, p.out_features, rows):

@@ -139,14 +139,12 @@ def rows_kernel(
     BY_SLOT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
-    TERMS: tl.constexpr,
 ):
     """y [batch, rows * B], contiguous, of x [batch, any] with strides (x_sample, x_feature).
 
     w: the values [nnz, B, B] in the dtype of x; TRANSPOSED for forward.
     blocks: the lists of all rows; slots: the slots of their values, BY_SLOT if in another order.
-    BM samples, BK inputs at a step. TERMS: number of terms that tensor cores add up at a time, or
-    0.
+    BM samples, BK inputs at a step.
     """
     tile, row, start, end, block, slot = load_record(records, batch, rows, group, BM)
     m = tile * BM + tl.arange(0, BM)
@@ -157,21 +155,56 @@ def rows_kernel(
     acc = tl.zeros((BM, B), dtype=tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + out).to(tl.float32)[None, :]
-    if TERMS == 0:
-        acc = sum_blocks(
-            acc, x_rows, w, blocks, slots, start, end, block, slot, in_batch, x_feature,
-            B, BK, TRANSPOSED, BY_SLOT, PRECISION,
-        )  # fmt: skip
-    else:
-        for first in range(start, end, TERMS // B):
-            until = tl.minimum(first + TERMS // B, end)
-            block, slot = locate(blocks, slots, first, True, BY_SLOT)
-            acc += sum_blocks(
-                tl.zeros((BM, B), dtype=tl.float32), x_rows, w, blocks, slots, first, until,
-                block, slot, in_batch, x_feature, B, BK, TRANSPOSED, BY_SLOT, PRECISION,
-            )  # fmt: skip
+    acc = sum_blocks(
+        acc, x_rows, w, blocks, slots, start, end, block, slot, in_batch, x_feature,
+        B, BK, TRANSPOSED, BY_SLOT, PRECISION,
+    )  # fmt: skip
     y_at = y + m.to(tl.int64)[:, None] * (rows * B) + out[None, :]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=in_batch)
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "group"])
+def rows_tma_kernel(
+    x,
+    w,
+    y,
+    bias,
+    records,
+    blocks,
+    slots,
+    batch,
+    rows,
+    group,
+    B: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """As `rows_kernel`, through the copy engine (TMA): one instruction loads a tile. For 16 bits
+    and BK <= B.
+
+    x [batch, any], w [nnz * B, B] and y [batch, rows * B] are descriptors. Samples past the end
+    load as zeros and are not stored.
+    """
+    tile, row, start, end, block, slot = load_record(records, batch, rows, group, BM)
+    PARTS: tl.constexpr = B // BK
+    last = tl.maximum(end - 1, start)
+    acc = tl.zeros((BM, B), dtype=tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias + row * B + tl.arange(0, B)).to(tl.float32)[None, :]
+    for step in range(start * PARTS, end * PARTS):
+        k = step % PARTS * BK
+        a = x.load([tile * BM, block * B + k])
+        if TRANSPOSED:
+            b = w.load([slot * B, k]).T
+        else:
+            b = w.load([slot * B + k, 0])
+        acc = tl.dot(a, b, acc)
+        following = tl.minimum((step + 1) // PARTS, last)
+        block, slot = locate(blocks, slots, following, True, BY_SLOT)
+    y.store([tile * BM, row * B], acc.to(y.dtype))
 
 
 # ---- the gradient of the values ----
@@ -236,7 +269,6 @@ def gradient_kernel(
     BY_SLOT: tl.constexpr,
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
-    TERMS: tl.constexpr,
 ):
     """dw [parts, nnz, B, B], by slots, each part the sum over `steps` times BT samples.
 
@@ -246,8 +278,7 @@ def gradient_kernel(
     (`configurations.chunks`).
 
     SUMS: the rows of a tile of the tensor cores; the first program of each block row then also sums
-    its columns of dy to db [parts, height]. 1: db is not written. TERMS: number of samples that
-    tensor cores add up at a time, or 0.
+    its columns of dy to db [parts, height]. 1: db is not written.
     """
     chunk = tl.program_id(0)
     row = tl.load(chunks + chunk)
@@ -277,22 +308,104 @@ def gradient_kernel(
             acc, _ = sum_samples(
                 x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, 1, PRECISION
             )
-    elif TERMS == 0:
+    else:
         acc, _ = sum_samples(
             x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, 1, PRECISION
         )
-    else:
-        acc = tl.zeros((M, B), dtype=tl.float32)
-        for t in range(first, last, TERMS):
-            until = tl.minimum(t + TERMS, last)
-            some, _ = sum_samples(
-                x_columns, dy_columns, t, until, x_sample, dy_sample, M, B, BT, 1, PRECISION
-            )
-            acc += some
     if BY_SLOT:  # read here, so that it takes no registers before
         slot = tl.load(slots + slot, mask=live, other=0)
     at = (part.to(tl.int64) * nnz + slot)[:, None] * (B * B) + n[None, :] * B + (m % B)[:, None]
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def sum_samples_tma(
+    dy,
+    x,
+    first,
+    last,
+    row,
+    block,
+    other,
+    B: tl.constexpr,
+    J: tl.constexpr,
+    BT: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """The products [B, B] of columns of dy and of one or two blocks of columns of x over samples;
+    and the sums of dy's columns, [B, 16] with equal columns.
+
+    dy's tile is the left operand, so that its sums take a product of 16 columns.
+    """
+    acc = tl.zeros((B, B), dtype=tl.float32)
+    acc_other = tl.zeros((B, B), dtype=tl.float32)
+    sums = tl.zeros((B, 16), dtype=tl.float32)
+    ones = tl.full((BT, 16), 1.0, dtype=tl.float32).to(dy.dtype)
+    for t in range(first, last, BT):
+        a = dy.load([t, row * B]).T
+        acc = tl.dot(a, x.load([t, block * B]), acc)
+        if J == 2:
+            acc_other = tl.dot(a, x.load([t, other * B]), acc_other)
+        if SUMS:
+            sums = tl.dot(a, ones, sums)
+    return acc, acc_other, sums
+
+
+@triton.jit(do_not_specialize=["batch", "steps", "nnz", "height"])
+def gradient_tma_kernel(
+    dy,
+    x,
+    dw,
+    db,
+    chunks,
+    ptr,
+    blocks,
+    slots,
+    batch,
+    steps,
+    nnz,
+    height,
+    B: tl.constexpr,
+    J: tl.constexpr,
+    BT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """As `gradient_kernel`, through the copy engine (TMA), for 16 bits and J of 1 or 2.
+
+    dy [batch, height] and x [batch, any] are descriptors. Samples past the end load as zeros.
+    """
+    chunk = tl.program_id(0)
+    row = tl.load(chunks + chunk)
+    if row < 0:
+        return
+    part = tl.program_id(1)
+    start = tl.load(chunks + tl.num_programs(0) + chunk)
+    end = tl.load(ptr + row + 1)
+    # A second block that is not there is computed from block 0, and not stored.
+    block, slot = locate(blocks, slots, start, start < end, BY_SLOT)
+    other, other_slot = locate(blocks, slots, start + 1, start + 1 < end, BY_SLOT)
+    first = part * steps * BT
+    last = tl.minimum(batch, first + steps * BT)
+    m = tl.arange(0, B)
+    if SUMS:
+        if start == tl.load(ptr + row):
+            acc, acc_other, sums = sum_samples_tma(
+                dy, x, first, last, row, block, other, B, J, BT, True
+            )
+            tl.store(db + part.to(tl.int64) * height + row * B + m, tl.sum(sums, 1) / 16)
+        else:
+            acc, acc_other, _ = sum_samples_tma(
+                dy, x, first, last, row, block, other, B, J, BT, False
+            )
+    else:
+        acc, acc_other, _ = sum_samples_tma(dy, x, first, last, row, block, other, B, J, BT, False)
+    part_dw = dw + part.to(tl.int64) * nnz * (B * B) + m[:, None] * B + m[None, :]
+    dtype = dw.dtype.element_ty
+    if start < end:
+        tl.store(part_dw + slot.to(tl.int64) * (B * B), acc.to(dtype))
+    if J == 2 and start + 1 < end:
+        tl.store(part_dw + other_slot.to(tl.int64) * (B * B), acc_other.to(dtype))
 
 
 # ---- values to and from a dense matrix ----

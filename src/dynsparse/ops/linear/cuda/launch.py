@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dynsparse.ops.linear.cuda.chip import TERMS, chip_of, current_device, precision_of
+from dynsparse.ops.linear.cuda.chip import chip_of, current_device, precision_of
 from dynsparse.ops.linear.cuda.configurations import (
     Gradient,
     Rows,
     chunks,
     columns_by_length,
     gradient_for,
-    group_of,
     rows_by_length,
     rows_for,
     sums_of,
 )
-from dynsparse.ops.linear.cuda.kernels import gradient_kernel, move_kernel, rows_kernel
+from dynsparse.ops.linear.cuda.kernels import (
+    gradient_kernel,
+    gradient_tma_kernel,
+    move_kernel,
+    rows_kernel,
+    rows_tma_kernel,
+)
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 # Entries that a program moves at a step, and in all.
-_AT_ONCE, _EACH = 1024, 4096
+_AT_ONCE, _EACH = 512, 1024
+
+
+def _in_tiles(x: Tensor) -> bool:
+    """Whether the copy engine reads these `readable` activations, for Hopper and later: by samples,
+    with rows at multiples of 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
 
 
 def _rows(
@@ -41,11 +53,9 @@ def _rows(
     y = x.new_empty(batch, rows * b)
     if batch == 0:
         return y
-    chip = chip_of(x.device)
     c = config
     if c is None:
-        c = rows_for(b, x.dtype, batch, rows, chip)
-        c = c._replace(group=min(c.group, group_of(c.samples, x.shape[1], x.dtype, chip)))
+        c = rows_for(b, x.dtype, batch, rows, chip_of(x.device))
     grid = (-(-batch // c.samples) * rows,)
     pattern = (bias, records, blocks, slots, batch, rows, c.group)
     options = {
@@ -58,11 +68,19 @@ def _rows(
         "num_warps": c.warps,
         "num_stages": c.stages,
     }
-    precision = precision_of(x.dtype)
-    terms = TERMS if precision == "tf32x3" else 0
     with current_device(x):
+        if c.tma and _in_tiles(x) and len(values):
+            tile = [b, c.inputs] if transposed else [c.inputs, b]
+            rows_tma_kernel[grid](
+                TensorDescriptor.from_tensor(x, [c.samples, c.inputs]),
+                TensorDescriptor.from_tensor(values.view(-1, b), tile),
+                TensorDescriptor.from_tensor(y, [c.samples, b]),
+                *pattern,
+                **options,
+            )
+            return y
         rows_kernel[grid](
-            x, values, y, *pattern, *x.stride(), PRECISION=precision, TERMS=terms, **options
+            x, values, y, *pattern, *x.stride(), PRECISION=precision_of(x.dtype), **options
         )
     return y
 
@@ -76,7 +94,12 @@ def forward(
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
     """dx [batch, in] of `readable` dy [batch, out] and values of its dtype."""
-    return _rows(dy, values, None, (columns_by_length(p), *p.by_columns()), False, config)
+    lists = (columns_by_length(p), *p.by_columns())
+    # Tensor cores read tf32 along the sum only; transposing the blocks first takes half the time.
+    transposed = dy.dtype is torch.float32
+    return _rows(
+        dy, values.mT.contiguous() if transposed else values, None, lists, transposed, config
+    )
 
 
 def grad_weight(
@@ -105,37 +128,40 @@ def grad_weight(
     split = -(-batch // (steps * c.samples))
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
     # Not for float32: products are less exact than its sums.
-    ones = sums_of(chip) if sums is not None and x.element_size() == 2 else 1
-    db = None if ones == 1 else x.new_empty(split, p.out_features, dtype=torch.float32)
+    with_sums = sums is not None and x.element_size() == 2
+    db = x.new_empty(split, p.out_features, dtype=torch.float32) if with_sums else None
     work = chunks(p, c.blocks)
-    precision = precision_of(x.dtype)
+    grid = (work.shape[1], split)
+    pattern = (dw, db, work, p.row_ptr, p.cols, p.slots, batch, steps, nnz, p.out_features)
+    options = {
+        "B": b,
+        "J": c.blocks,
+        "BT": c.samples,
+        "BY_SLOT": len(p.slots) > 0,
+        "num_warps": c.warps,
+        "num_stages": c.stages,
+    }
     with current_device(x):
-        gradient_kernel[(work.shape[1], split)](
-            dy,
-            x,
-            dw,
-            db,
-            work,
-            p.row_ptr,
-            p.cols,
-            p.slots,
-            batch,
-            steps,
-            nnz,
-            p.out_features,
-            *dy.stride(),
-            *x.stride(),
-            B=b,
-            J=c.blocks,
-            BT=c.samples,
-            BY_SLOT=len(p.slots) > 0,
-            SUMS=ones,
-            PRECISION=precision,
-            TERMS=TERMS if precision == "tf32x3" else 0,
-            num_warps=c.warps,
-            num_stages=c.stages,
-            maxnreg=c.registers,
-        )
+        if c.tma and _in_tiles(x) and _in_tiles(dy):
+            tile = [c.samples, b]
+            gradient_tma_kernel[grid](
+                TensorDescriptor.from_tensor(dy, tile),
+                TensorDescriptor.from_tensor(x, tile),
+                *pattern,
+                SUMS=with_sums,
+                **options,
+            )
+        else:
+            gradient_kernel[grid](
+                dy,
+                x,
+                *pattern,
+                *dy.stride(),
+                *x.stride(),
+                SUMS=sums_of(chip) if with_sums else 1,
+                PRECISION=precision_of(x.dtype),
+                **options,
+            )
     if sums is not None and db is not None:
         sums.append(db[0] if split == 1 else db.sum(0))
     return dw[0] if split == 1 else dw.sum(0).to(dtype)
