@@ -223,15 +223,14 @@ def read_text(file: Path | None) -> Tensor:
 def peak_memory(name: str, file: Path | None, threads: int) -> int:
     """Bytes that a fresh process holds at most in three steps above those of importing all."""
     code = (
-        "import sys, resource; sys.path.insert(0, sys.argv[4]); import peers\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "import sys; sys.path.insert(0, sys.argv[4]); import memory, peers\n"
         "import sparselab\n"
         "peers.torch.set_num_threads(int(sys.argv[3]))\n"
-        "before = peak()\n"
+        "before = memory.resident('VmRSS')\n"
         "training = peers.Training(sys.argv[1], "
         "peers.read_text(peers.Path(sys.argv[2]) if sys.argv[2] else None))\n"
         "for _ in range(3): training.step()\n"
-        "print(1024 * (peak() - before))"
+        "print(memory.resident('VmHWM') - before)"
     )
     words = [name, str(file or ""), str(threads), str(Path(__file__).parent)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}

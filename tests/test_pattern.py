@@ -1,5 +1,6 @@
 import copy
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -154,6 +155,31 @@ def test_sampling_without_replacement(population, data):
     assert drawn == sorted(set(drawn))
     assert len(drawn) == count
     assert all(0 <= value < population for value in drawn)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_rows_of_equally_many(height, width, data):
+    nnz = data.draw(st.integers(0, height * width))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    pattern = SparsePattern.random((height, width), nnz=nnz, per_row=True, generator=generator)
+    each = torch.bincount(pattern.rows.long(), minlength=height)
+    assert pattern.nnz == len(pattern.flat.unique()) == nnz
+    assert set(each.tolist()) <= {nnz // height, -(-nnz // height)}
+
+
+def test_rows_of_equally_many_are_uniform():
+    """Each pair of four columns is as likely; the row with one more is any."""
+    generator = torch.Generator().manual_seed(0)
+    pairs, longer = Counter(), Counter()
+    for _ in range(3000):
+        pattern = SparsePattern.random((2, 4), nnz=5, per_row=True, generator=generator)
+        for row in pattern.to_mask():
+            columns = tuple(row.nonzero().flatten().tolist())
+            pairs[columns] += len(columns) == 2
+        longer[int(pattern.rows.long().bincount().argmax())] += 1
+    assert len(pairs - Counter()) == 6
+    assert all(abs(count - 500) < 100 for count in (pairs - Counter()).values())
+    assert abs(longer[0] - 1500) < 150
 
 
 def test_equality_copies_and_pickles():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ARGUMENTS = {
+    "weight_sparse_gpt.py": ["--width", "64", "--heads", "4", "--density", "0.05", "--steps", "50"]
+}
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
@@ -38,6 +42,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
 def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example), *ARGUMENTS.get(example.name, [])])
     runpy.run_path(str(example), run_name="__main__")
     printed = capsys.readouterr().out
     assert printed

@@ -117,11 +117,18 @@ def _sparse(dense: nn.Module, density: float, b: int) -> nn.Module:
     )
 
 
-def _step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, advance: Call) -> Callable:
+def _step(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    advance: Call,
+    mode: str = "default",
+) -> Callable:
     # Block by block, since the whole takes minutes to compile; all blocks share the code.
+    how = {"backend": "aot_eager"} if run.interpreted else {"mode": mode}
     for part in model.modules():
         if isinstance(part, (Block, Loss)):
-            part.compile(backend="aot_eager" if run.interpreted else "inductor")
+            part.compile(**how)
 
     def step(tokens: Tensor) -> Tensor:
         with torch.autocast(run.device.type, torch.bfloat16):
@@ -140,25 +147,34 @@ def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of_a_model(run: Run) -> None:
-    """Compiled dense beside compiled sparse: a whole step, and its peak of memory."""
+    """Compiled dense beside compiled sparse: a whole step, its peak of memory, and what the host
+    takes for it."""
     sizes, batch = _sizes(run)
-    _steps_of(run, "GPT-2 medium", sizes, batch, [(b, d) for b in (64, 128) for d in (0.1, 0.2)])
+    default, graphs = "default", "reduce-overhead"
+    cases = [(0, 1.0, default), *((b, d, default) for b in (64, 128) for d in (0.1, 0.2))]
+    cases += [(0, 1.0, graphs), (64, 0.1, graphs), (128, 0.1, graphs)]
+    if run.small:
+        cases = [(0, 1.0, default), (16, 0.5, default)]
+    _steps_of(run, "GPT-2 medium", sizes, batch, cases)
     if not run.small:
         wide = sizes | {"width": 2048, "layers": 12}
-        _steps_of(run, "12 layers of 2048", wide, batch, [(64, 0.1), (128, 0.1)])
+        cases = [
+            (b, d, how) for how in (default, graphs) for b, d in ((0, 1.0), (64, 0.1), (128, 0.1))
+        ]
+        _steps_of(run, "12 layers of 2048", wide, batch, cases)
 
 
 def _steps_of(
-    run: Run, what: str, sizes: dict[str, int], batch: int, cases: list[tuple[int, float]]
+    run: Run, what: str, sizes: dict[str, int], batch: int, cases: list[tuple[int, float, str]]
 ) -> None:
     torch.manual_seed(0)
     dense = GPT(**sizes)
     tokens = Text(run, sizes["vocabulary"], sizes["length"], batch).batch(0)
     base = None
-    for b, density in [(0, 1.0), *([(16, 0.5)] if run.small else cases)]:
+    for b, density, mode in cases:
         model = (copy.deepcopy(dense) if not b else _sparse(dense, density, b)).to(run.device)
         optimizer = _adam(run, model)
-        step = _step(run, model, optimizer, optimizer.step)
+        step = _step(run, model, optimizer, optimizer.step, mode)
         for _ in range(1 if run.small else 5):
             step(tokens)
         if not run.interpreted:
@@ -167,9 +183,15 @@ def _steps_of(
         peak = 0 if run.interpreted else torch.cuda.max_memory_allocated()
         base = base or (us, max(1, peak))
         name = f"blocks of {b}, density {density:g}" if b else "dense"
+        name += "" if mode == "default" else f", {mode}"
         run.note(f"a compiled step of {what}, {name}", us=us, over_dense=base[0] / us,
-                 peak_MB=peak / 1e6, of_dense=peak / base[1],
-                 parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+                 host=run.host(lambda step=step: step(tokens), 5), peak_MB=peak / 1e6,
+                 of_dense=peak / base[1], parameters=sum(p.numel() for p in model.parameters()),
+                 )  # fmt: skip
+        if b and mode == "default":
+            run.note(
+                f"where the host is in it, {name}", of=run.profile(lambda step=step: step(tokens))
+            )
         del model, optimizer, step
         torch.compiler.reset()
 

@@ -3,12 +3,14 @@
 import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import dynsparse as ds
+from dynsparse._core import native
 from dynsparse.nn import SparseLinear
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -96,8 +98,10 @@ def test_sparsified_trained_saved_and_loaded(name, tmp_path):
     with torch.no_grad():
         mine, *others = (tensors(m.eval()(**batch)) for m in (model, *loaded))
     assert len(mine) > 0
+    # Without the kernels sums run in the order of slots, which a file does not keep.
+    same = partial(torch.allclose, atol=1e-5) if native.load() is None else torch.equal
     for theirs in others:
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg"])

@@ -402,3 +402,12 @@ def test_a_long_table_joins_rows_that_differ_in_the_numbers_of_names_only():
 
 def test_the_table_of_a_model_without_linear_layers():
     assert describe(nn.ReLU()).splitlines()[-1] == "the model: 0 -> 0 parameters (0.0%)"
+
+
+@pytest.mark.parametrize("b", [1, 4])
+def test_random_rows_of_equally_many(b):
+    model = nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 40))
+    ds.sparsify(model, 0.2, b, per_row=True, generator=torch.Generator().manual_seed(0))
+    for layer in (model[0], model[2]):
+        each = torch.bincount(layer.pattern.rows.long(), minlength=layer.pattern.grid[0])
+        assert int(each.max()) - int(each.min()) <= 1

@@ -32,7 +32,12 @@ class Model(nn.Module):
         ),
         ({"start": "nonzero"}, ValueError, "none of the selected layers has 1 % zeros or more"),
         ({"start": "nonzero", "density": 0.1}, ValueError, "density does not apply to start='nonz"),
-        ({"per_row": True}, ValueError, "per_row does not apply to start='random'"),
+        (
+            {"start": "nonzero", "per_row": True},
+            ValueError,
+            "per_row does not apply to start='nonz",
+        ),
+        ({"per_row": 1}, TypeError, "per_row must be True or False, got 1"),
         ({"start": "wanda"}, ValueError, "start='wanda' needs calibration=, batches for"),
         ({"start": "wanda", "calibration": []}, ValueError, "calibration has no batches"),
         (

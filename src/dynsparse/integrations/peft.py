@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,15 @@ class SparseLora(lora.Linear):
             warnings.filterwarnings("ignore", "Unsupported layer type")
             super().__init__(base_layer, *args, **kwargs)
 
+    def get_base_layer(self) -> SparseLinear:
+        """The sparse layer."""
+        return cast(SparseLinear, super().get_base_layer())
+
     def delta_values(self, adapter: str) -> Tensor:
         """scaling * (B A) at the pattern, like the values of the layer; differentiable."""
-        layer, a, b = (
-            self.get_base_layer(),
-            self.lora_A[adapter].weight,
-            self.lora_B[adapter].weight,
-        )
+        layer = self.get_base_layer()
+        a = cast(Tensor, self.lora_A[adapter].weight)
+        b = cast(Tensor, self.lora_B[adapter].weight)
         with torch.autocast(a.device.type, enabled=False):
             delta = grad_weight(b.t(), a, layer.values.detach().to(a.dtype), layer.index)
         return (delta * self.scaling[adapter]).to(layer.values.dtype)
@@ -100,7 +102,8 @@ class SparseLora(lora.Linear):
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
         layer = self.get_base_layer()
-        values, y = layer.values, None
+        values: Tensor = layer.values
+        y: Tensor | None = None
         for adapter in self.active_adapters:
             if adapter not in self.lora_A:
                 continue

@@ -112,9 +112,9 @@ def sparsify(
             them in evaluation mode, one of its blocks after another, so that each block is pruned
             with the inputs that the pruned blocks before it give; layers outside of the chain of
             blocks come last. Linear layers only.
-        per_row: whether all rows of blocks of a layer keep equally many, but for one; for
-            "magnitude", "wanda" and "sparsegpt". Defaults to True for "wanda", whose paper compares
-            scores within a row, and to False for the others.
+        per_row: whether all rows of blocks of a layer begin with equally many, but for one: a fixed
+            fan-in. Defaults to True for "wanda", whose paper compares scores within a row, and to
+            False for the others. Trainers do not preserve it, but for `Static`.
         generator: random generator of the patterns.
         keep_sparse: whether layers of density 1 become sparse layers with every weight present.
             With density=1 this is the start of gradual pruning (`GMP`, `GraNet`), in which every
@@ -222,7 +222,7 @@ def _check_model(model: Any) -> None:
 
 
 _UNUSED = {
-    "random": ("calibration", "per_row"),
+    "random": ("calibration",),
     "magnitude": ("calibration",),
     "wanda": (),
     "sparsegpt": (),
@@ -331,7 +331,9 @@ def _initial_weight(
     if start != "random":
         flat = best_blocks(block_scores(matrix, sums, b), nnz, per_row).cpu()
         return SparsePattern.from_flat(flat, shape=shape, block_size=b), matrix
-    pattern = SparsePattern.random(shape, nnz=nnz, block_size=b, generator=generator)
+    pattern = SparsePattern.random(
+        shape, nnz=nnz, block_size=b, per_row=per_row, generator=generator
+    )
     fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)
     scale = (shape[1] / (fan_in * b)).sqrt().repeat_interleave(b)
     return pattern, matrix * scale.to(matrix.device, matrix.dtype)[:, None]

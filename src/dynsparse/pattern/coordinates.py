@@ -79,3 +79,28 @@ def sample_without_replacement(
         drawn.sort()
         drawn = drawn[np.concatenate([[True], drawn[1:] != drawn[:-1]])]
     return torch.from_numpy(drawn)
+
+
+def sample_per_row(
+    rows: int, width: int, count: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """`count` distinct positions row * width + column, as many in each row as in the others, but
+    for one; uniform over such sets, sorted, int64.
+
+    Memory is in proportion to `count`: columns are drawn in rounds, as many for each row as are
+    still missing, and duplicates are dropped.
+    """
+    each = np.full(rows, count // max(1, rows))
+    more = torch.randperm(rows, generator=generator, device="cpu")[: count - int(each.sum())]
+    each[more.numpy()] += 1
+    is_full = 2 * count > rows * width
+    if is_full:  # the columns that are absent are fewer
+        each = width - each
+    drawn = np.zeros(0, np.int64)
+    while (missing := each - np.bincount(drawn // width, minlength=rows)).any():
+        row = np.repeat(np.arange(rows), missing)
+        column = torch.randint(width, (len(row),), generator=generator, device="cpu").numpy()
+        drawn = np.unique(np.concatenate([drawn, row * width + column]))
+    if is_full:
+        drawn = np.setdiff1d(np.arange(rows * width), drawn, assume_unique=True)
+    return torch.from_numpy(drawn)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dynsparse._core.checks import (
+    check_flag,
+    check_generator,
     check_integer,
     check_kind,
     check_tensor,
@@ -27,6 +29,7 @@ from dynsparse.pattern.coordinates import (
     INT32_MAX,
     block_grid,
     check_coordinates,
+    sample_per_row,
     sample_without_replacement,
 )
 from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, empty, slots_of
@@ -238,11 +241,13 @@ class SparsePattern:
         *,
         nnz: int | None = None,
         block_size: int = 1,
+        per_row: bool = False,
         generator: torch.Generator | None = None,
     ) -> SparsePattern:
         """A uniformly random pattern with an exact number of blocks.
 
-        Give either `density` in [0, 1] (the count is rounded to the nearest block) or `nnz`.
+        Give either `density` in [0, 1] (the count is rounded to the nearest block) or `nnz`. With
+        `per_row` all rows of blocks have equally many, but for one: a fixed fan-in of the outputs.
         Memory is in proportion to the blocks drawn, not to the matrix.
         """
         shape, block_size, grid = block_grid(shape, block_size)
@@ -254,7 +259,11 @@ class SparsePattern:
         count = check_integer("nnz", nnz, 0)
         if count > total:
             raise ValueError(f"nnz {count} is more than the {total} blocks of the shape {shape}")
-        flat = sample_without_replacement(total, count, generator)
+        if check_flag("per_row", per_row):
+            check_generator(generator)
+            flat = sample_per_row(*grid, count, generator)
+        else:
+            flat = sample_without_replacement(total, count, generator)
         return cls.from_flat(flat, shape=shape, block_size=block_size)
 
     @classmethod

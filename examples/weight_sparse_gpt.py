@@ -1,0 +1,189 @@
+"""Train a language model of very few weights: 1 to 10 in a thousand.
+
+After Gao et al. 2025, "Weight-sparse transformers have interpretable circuits": wide layers, few
+weights, activations of which only the largest magnitudes stay, RMSNorm, sparse biases. Their rule
+trains dense matrices and keeps the largest weights after each step of AdamW (`--method keep`).
+RigL and gradual magnitude pruning hold only the weights that are there.
+
+    python examples/weight_sparse_gpt.py --width 1024 --density 0.01 --method rigl
+    python examples/weight_sparse_gpt.py --width 1024 --density 0.01 --method keep
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import dynsparse as ds
+from dynsparse.data.text import read_stdlib, read_text
+
+LENGTH, BATCH = 128, 8
+
+
+class AbsTopK(nn.Module):
+    """Keeps the largest magnitudes of the last dimension, a share of them; the rest is zero, and so
+    is its gradient."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.abs().topk(max(1, round(self.share * x.shape[-1])), -1).indices
+        return torch.zeros_like(x).scatter(-1, kept, x.gather(-1, kept))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part of a transformer, norms first."""
+
+    def __init__(self, width: int, heads: int, share: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.keep = AbsTopK(share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.keep(self.norm1(x))).unflatten(-1, (3, self.heads, -1)).movedim(2, 0)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(self.keep(mixed))
+        hidden = self.keep(nn.functional.gelu(self.up(self.keep(self.norm2(x)))))
+        return x + self.down(hidden)
+
+
+class GPT(nn.Module):
+    """Returns the loss of bytes [batch, length + 1]."""
+
+    def __init__(self, width: int, layers: int, heads: int, share: float) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, heads, share) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
+        for part in self.modules():
+            if isinstance(part, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(part.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens[:, :-1]) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def keep_largest(weight: Tensor, count: int, least: int = 0) -> None:
+    """Set all but `count` of the largest magnitudes to zero, but for the `least` largest of every
+    row and column."""
+    size = weight.abs()
+    if least and weight.dim() == 2:
+        for dim in (0, 1):
+            best = size.topk(min(least, size.shape[dim]), dim).indices
+            size.scatter_(dim, best, float("inf"))
+    flat = size.flatten()
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask[flat.topk(min(max(count, int(flat.isinf().sum())), len(flat))).indices] = True
+    weight.mul_(mask.view_as(weight))
+
+
+class KeepLargest:
+    """Their rule: dense weights and gradients; after each step the largest weights stay. The
+    density falls from 1 in the first half of the training."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, density: float, total_steps: int
+    ) -> None:
+        self.optimizer, self.density = optimizer, density
+        self.total_steps, self.steps = total_steps, 0
+        parts = [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]
+        self.weights = [part.weight for part in parts]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        falling = max(0.0, 1 - 2 * self.steps / self.total_steps)
+        density = self.density + (1 - self.density) * falling
+        for weight in self.weights:
+            keep_largest(weight.detach(), round(density * weight.numel()), least=4)
+
+
+def make(
+    method: str, density: float, steps: int, width: int, layers: int, heads: int, share: float
+):
+    """The model, and what takes its steps."""
+    model = GPT(width, layers, heads, share)
+    start = {"rigl": density, "gmp": min(0.5, 10 * density)}.get(method)
+    if start is not None:
+        ds.sparsify(
+            model, start, allocation="uniform", exclude=["tokens", "places", "head"], verbose=False
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    interval = max(1, min(20, steps // 20))
+    if method == "rigl":
+        return model, ds.RigL(model, optimizer, total_steps=steps, update_interval=interval)
+    if method == "gmp":
+        return model, ds.GMP(
+            model, optimizer, total_steps=steps, final_density=density, update_interval=interval,
+            end_fraction=0.5,
+        )  # fmt: skip
+    return model, KeepLargest(model, optimizer, density, steps)
+
+
+def sample(data: Tensor, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=generator)
+    return data[starts + torch.arange(LENGTH + 1)].long()
+
+
+def main(arguments: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--method", choices=["rigl", "gmp", "keep"], default="rigl")
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--activations", type=float, default=0.25, help="share that AbsTopK keeps")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--data", type=Path, help="a text; the sources of Python's library without")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    torch.manual_seed(args.seed)
+    text = read_text(args.data) if args.data else read_stdlib()
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    train, test = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
+    model, trainer = make(
+        args.method, args.density, args.steps, args.width, args.layers, args.heads, args.activations
+    )
+    biases = [part.bias for name, part in model.named_modules()
+              if name.startswith("blocks") and getattr(part, "bias", None) is not None]  # fmt: skip
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, args.steps)
+    generator, times = torch.Generator().manual_seed(args.seed), []
+    for step in range(1, args.steps + 1):
+        begin = time.perf_counter()
+        loss = model(sample(train, generator))
+        trainer.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        trainer.step()
+        for bias in biases:
+            keep_largest(bias.detach(), len(bias) // 10)
+        decay.step()
+        times.append(time.perf_counter() - begin)
+        if step % 50 == 0 or step == args.steps:
+            print(f"step {step:5}  loss {loss.item():.3f}  {statistics.median(times):.3f} s a step")
+    generator.manual_seed(1)
+    with torch.no_grad():
+        final = statistics.fmean(model(sample(test, generator)).item() for _ in range(50))
+    weights = [p for name, p in model.blocks.named_parameters()
+               if name.endswith(("weight", "values")) and "norm" not in name]  # fmt: skip
+    count = sum(int((w != 0).sum()) for w in weights)
+    print(f"test loss {final:.3f}  {count:,} weights in the blocks  {args.method}")
+    return final
+
+
+if __name__ == "__main__":
+    main()

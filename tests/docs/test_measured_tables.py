@@ -1,0 +1,66 @@
+"""Tables of pages that were measured on the Xeon with AMX are those of the stored figures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("768 -> 768", "768 -> 3072", "3072 -> 768")
+
+
+def figures(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "figures" / name).read_text())
+
+
+def cells_after(page: str, text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table with this heading after the text."""
+    found = (ROOT / "docs" / page).read_text().partition(text)[2].partition(heading)[2]
+    lines = itertools.takewhile(bool, found.splitlines()[2:])
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_onnxruntime():
+    rows = cells_after(
+        "deploy.md", "What it gains: times of onnxruntime", "| layer or model, samples "
+    )
+    measured = figures("deploy-xeon.json")["onnxruntime"]
+    assert [row[1:] for row in rows] == [
+        [f"{ratio:.2f}" for ratio in row.values()] for row in measured.values()
+    ]
+
+
+def test_int8():
+    rows = cells_after("deploy.md", "The same on one thread of a Xeon", "| blocks, samples ")
+    measured, first = figures("deploy-xeon.json")["int8"], ""
+    assert len(rows) == 21
+    kinds = {"int8 weights and activations": "int8 both"}
+    for name, kind, *ratios in rows:
+        first = name or first
+        blocks, samples = first.replace("elements", "1").split(", ")
+        found = [measured[f"{layer}, blocks of {blocks}, {samples} samples"] for layer in LAYERS]
+        assert ratios == [f"{row[kinds.get(kind, kind)]:.2f}" for row in found]
+
+
+def test_peers():
+    rows = cells_after("comparison.md", "one thread of a Xeon", "| features | samples ")
+    measured = figures("peers-xeon.json")["layers"]
+    assert 4 * len(rows) == len(measured)
+    names = ("sparselab", "SparseProp", "torch CSR", "masked, compiled")
+    for features, samples, *ratios in rows:
+        layer = f"{features.replace(',', '')}, batch {samples.replace(',', '')}, "
+        for name, told in zip(names, ratios, strict=True):
+            found = [row[name] for what, row in measured.items() if what.startswith(layer)]
+            assert told == f"{min(found):.1f} to {max(found):.1f}"
+
+
+def test_weight_sparse_transformers():
+    rows = cells_after("weight-sparse.md", "## What a step costs", "| width | weights ")
+    for (width, weights, ratio, spread), row in zip(
+        rows, figures("weight-sparse-xeon.json"), strict=True
+    ):
+        assert int(width.replace(",", "")) == row["width"]
+        assert float(weights.split()[0]) == float(f"{12 * row['width'] ** 2 / 1e6:.3g}")
+        assert ratio == f"{row['ratio']:.1f}"
+        assert spread == f"{row['least']:.1f} to {row['largest']:.1f}"
