@@ -120,15 +120,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
+    """With the whole time of the dense training as the unit."""
+    whole = found["losses"]["dense"][-1][1]
     with figure(7.0, 3.6) as page:
         axes = page.subplots()
         for name, losses in found["losses"].items():
-            minutes = [seconds / 60 for _, seconds, _ in losses]
+            times = [seconds / whole for _, seconds, _ in losses]
             values = [loss for *_, loss in losses]
-            label = f"{name}: {values[-1]:.2f} in {minutes[-1]:.1f} minutes"
-            axes.plot(minutes, values, color=COLOURS[name], label=label)
+            label = f"{name}: {values[-1]:.2f} after {times[-1]:.2f}"
+            axes.plot(times, values, color=COLOURS[name], label=label)
         axes.set_ylim(top=3.2)
-        axes.set_xlabel("minutes of training")
+        axes.set_xlabel("training time, that of the dense training is 1")
         axes.set_ylabel("test loss, nats per byte")
         axes.legend()
         save(page, path)

@@ -55,6 +55,16 @@ def test_peers():
             assert told == f"{min(found):.1f} to {max(found):.1f}"
 
 
+def test_the_demonstration_of_sparselab():
+    text = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
+    step, memory, loss = figures("peers-xeon.json")["gpt"].values()
+    assert f"takes {step['sparselab'][1]:.1f} times as long with sparselab" in text
+    assert f"and {step['dense'][1]:.1f} times as long dense" in text
+    assert f"is {memory['sparselab']:.2f} and {memory['dense']:.2f} times" in text
+    assert f"{loss['dynsparse']:.4f}" == f"{loss['sparselab']:.4f}"
+    assert f"the same loss, {loss['sparselab']:.4f}" in text
+
+
 def test_weight_sparse_transformers():
     rows = cells_after("weight-sparse.md", "## What a step costs", "| width | weights ")
     for (width, weights, ratio, spread), row in zip(
@@ -64,3 +74,16 @@ def test_weight_sparse_transformers():
         assert float(weights.split()[0]) == float(f"{12 * row['width'] ** 2 / 1e6:.3g}")
         assert ratio == f"{row['ratio']:.1f}"
         assert spread == f"{row['least']:.1f} to {row['largest']:.1f}"
+
+
+def test_the_picture_of_the_readme():
+    found = json.loads((ROOT / "docs" / "pictures" / "loss-against-time.json").read_text())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    settings, weights, losses = (found[k] for k in ("settings", "parameters", "losses"))
+    assert f"{settings['layers']} layers of {settings['width']} features" in text
+    assert f"{weights['dense'] / 1e6:.1f} million weights dense" in text
+    assert f"{weights['sparse'] / 1e6:.1f} million in all; {settings['steps']} steps" in text
+    times = {name: curve[-1][1] for name, curve in losses.items()}
+    assert f"in {times['sparse'] / times['masked']:.2f} of the time" in text
+    for (*_, own), (*_, twin) in zip(losses["sparse"], losses["masked"], strict=True):
+        assert abs(own - twin) < 2e-3
