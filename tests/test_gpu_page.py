@@ -15,7 +15,7 @@ from dynsparse.ops.linear.cuda.dense import KEPT_LINES, PANEL_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
-MEASURED = json.loads((ROOT / "benchmarks" / "figures" / "gpu-h100.json").read_text())["sections"]
+MEASURED = json.loads((ROOT / "benchmarks" / "results" / "gpu-h100.json").read_text())["sections"]
 
 
 def rows(section: str) -> dict[str, dict]:

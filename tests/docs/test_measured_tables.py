@@ -11,7 +11,7 @@ LAYERS = ("768 -> 768", "768 -> 3072", "3072 -> 768")
 
 
 def figures(name: str) -> dict:
-    return json.loads((ROOT / "benchmarks" / "figures" / name).read_text())
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
 def cells_after(page: str, text: str, heading: str) -> list[list[str]]:
