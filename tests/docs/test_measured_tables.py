@@ -68,12 +68,17 @@ def test_the_demonstration_of_sparselab():
 def test_weight_sparse_transformers():
     rows = cells_after("weight-sparse.md", "## What a step costs", "| width | weights ")
     for (width, weights, ratio, spread), row in zip(
-        rows, figures("weight-sparse-xeon.json"), strict=True
+        rows, figures("weight-sparse-xeon.json")["steps"], strict=True
     ):
         assert int(width.replace(",", "")) == row["width"]
         assert float(weights.split()[0]) == float(f"{12 * row['width'] ** 2 / 1e6:.3g}")
         assert ratio == f"{row['ratio']:.1f}"
         assert spread == f"{row['least']:.1f} to {row['largest']:.1f}"
+    losses = figures("weight-sparse-xeon.json")["losses"]
+    for method, loss in cells_after(
+        "weight-sparse.md", "## What it learns", "| method | test loss"
+    ):
+        assert loss == f"{losses[method.strip('`')]:.3f}"
 
 
 def test_the_picture_of_the_readme():
