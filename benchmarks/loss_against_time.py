@@ -26,7 +26,7 @@ from masked_rigl import MaskedRigL
 from torch import Tensor, nn
 
 import dynsparse as ds
-from dynsparse.bench.contenders import MaskedLinear
+from dynsparse.bench.contenders import mask_layers
 from dynsparse.data.text import read_text
 from dynsparse.report.figure import figure, save
 from dynsparse.training import CosineSchedule
@@ -70,10 +70,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Contender]:
         exclude=["loss.head"],
         verbose=False,
     )
-    masked = copy.deepcopy(sparse)
-    for name, layer in list(masked.named_modules()):
-        if isinstance(layer, ds.nn.SparseLinear):
-            masked.set_submodule(name, MaskedLinear(layer))
+    masked = mask_layers(copy.deepcopy(sparse))
     schedule = CosineSchedule(args.steps, args.interval)
 
     def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from memory import resident
 from torch import Tensor, nn
 
 from dynsparse._core.processor import available_memory
@@ -453,7 +454,7 @@ def _measure_apart(cell: ModelCell, who: str) -> dict[str, int]:
 def _train(cell: ModelCell, who: str) -> dict[str, int]:
     torch.set_num_threads(cell.threads)
     MODELS[cell.model].make(1)  # imports
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     model = build_model(cell, who, MODELS[cell.model].blocks)
     # The peak so far, of making the model dense first, is forgotten.
     Path("/proc/self/clear_refs").write_text("5")
@@ -461,17 +462,10 @@ def _train(cell: ModelCell, who: str) -> dict[str, int]:
     for _ in range(2):
         step()
     return {
-        "peak": _resident("VmHWM") - before,
+        "peak": resident("VmHWM") - before,
         "state": _state(model),
         "blocks": _state(find_blocks(model)[1]),
     }
-
-
-def _resident(field: str) -> int:
-    """Of this process, in bytes: VmRSS now, VmHWM at its peak."""
-    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
 
 
 def _state(model: nn.Module) -> int:

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import _LEAN, _resident, _transformers
+from memory import resident
+from models import _LEAN, _transformers
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.bench.contenders import MaskedLinear
+from dynsparse.bench.contenders import mask_layers
 
 CONTENDERS = ("sparse vocabulary", "sparse", "masked", "dense")
 VOCABULARY = ["transformer.wte", "lm_head"]
@@ -52,11 +53,7 @@ def build(case: Case, contender: str) -> nn.Module:
     ds.sparsify(model, case.density, allocation="uniform", verbose=False)
     if contender == "sparse vocabulary":
         ds.sparsify(model, case.density, include=VOCABULARY, verbose=False)
-    if contender == "masked":
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, ds.nn.SparseLinear):
-                model.set_submodule(name, MaskedLinear(layer))
-    return model
+    return mask_layers(model) if contender == "masked" else model
 
 
 def training_step(case: Case, model: Any) -> Callable[[], float]:
@@ -110,13 +107,13 @@ def measure_peak(case: Case, contender: str) -> int:
     """Bytes that the resident memory rises above that of the imports, in two steps."""
     torch.set_num_threads(1)
     _transformers()
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     model = build(case, contender)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making it dense first
     step = training_step(case, model)
     for _ in range(2):
         step()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def main() -> None:

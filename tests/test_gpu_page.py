@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_tables import cells_of
 
 from dynsparse.ops.linear.cuda.dense import KEPT_LINES, PANEL_BYTES
 
@@ -22,15 +22,9 @@ def rows(section: str) -> dict[str, dict]:
     return {row["what"]: row for row in MEASURED[section]}
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the rows under the table's heading row."""
-    lines = PAGE.partition(heading)[2].splitlines()[2:]
-    return [[c.strip() for c in line.split("|")[1:-1]] for line in itertools.takewhile(bool, lines)]
-
-
 def test_layers_are_as_fast_as_was_measured():
     steps = {what.partition(", eager")[0]: row for what, row in rows("steps").items()}
-    for b, *ratios in table("| blocks | times faster than masked dense "):
+    for b, *ratios in cells_of("gpu.md", "| blocks | times faster than masked dense "):
         wanted = []
         for dtype in ("bfloat16", "autocast"):
             row = steps.get(f"step, blocks of {b}, {dtype}")
@@ -39,7 +33,7 @@ def test_layers_are_as_fast_as_was_measured():
 
 
 def test_models_are_as_fast_as_was_measured():
-    found, model = table("| model | blocks | density "), ""
+    found, model = cells_of("gpu.md", "| model | blocks | density "), ""
     measured = {what: row for what, row in rows("model").items() if "dense" not in what}
     assert len(found) == len(measured)
     for name, b, density, *ratios in found:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
+
+from page_tables import cells_of
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("768 -> 768", "768 -> 3072", "3072 -> 768")
@@ -14,16 +15,9 @@ def figures(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
-def cells_after(page: str, text: str, heading: str) -> list[list[str]]:
-    """The cells of the first table with this heading after the text."""
-    found = (ROOT / "docs" / page).read_text().partition(text)[2].partition(heading)[2]
-    lines = itertools.takewhile(bool, found.splitlines()[2:])
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
 def test_onnxruntime():
-    rows = cells_after(
-        "deploy.md", "What it gains: times of onnxruntime", "| layer or model, samples "
+    rows = cells_of(
+        "deploy.md", "| layer or model, samples ", after="What it gains: times of onnxruntime"
     )
     measured = figures("deploy-xeon.json")["onnxruntime"]
     assert [row[1:] for row in rows] == [
@@ -32,7 +26,7 @@ def test_onnxruntime():
 
 
 def test_int8():
-    rows = cells_after("deploy.md", "The same on one thread of a Xeon", "| blocks, samples ")
+    rows = cells_of("deploy.md", "| blocks, samples ", after="The same on one thread of a Xeon")
     measured, first = figures("deploy-xeon.json")["int8"], ""
     assert len(rows) == 21
     kinds = {"int8 weights and activations": "int8 both"}
@@ -44,7 +38,7 @@ def test_int8():
 
 
 def test_peers():
-    rows = cells_after("comparison.md", "one thread of a Xeon", "| features | samples ")
+    rows = cells_of("comparison.md", "| features | samples ", after="one thread of a Xeon")
     measured = figures("peers-xeon.json")["layers"]
     assert 4 * len(rows) == len(measured)
     names = ("sparselab", "SparseProp", "torch CSR", "masked, compiled")
@@ -66,7 +60,7 @@ def test_the_demonstration_of_sparselab():
 
 
 def test_weight_sparse_transformers():
-    rows = cells_after("weight-sparse.md", "## What a step costs", "| width | weights ")
+    rows = cells_of("weight-sparse.md", "| width | weights ", after="## What a step costs")
     for (width, weights, ratio, spread), row in zip(
         rows, figures("weight-sparse-xeon.json")["steps"], strict=True
     ):
@@ -75,8 +69,8 @@ def test_weight_sparse_transformers():
         assert ratio == f"{row['ratio']:.1f}"
         assert spread == f"{row['least']:.1f} to {row['largest']:.1f}"
     losses = figures("weight-sparse-xeon.json")["losses"]
-    for method, loss in cells_after(
-        "weight-sparse.md", "## What it learns", "| method | test loss"
+    for method, loss in cells_of(
+        "weight-sparse.md", "| method | test loss", after="## What it learns"
     ):
         assert loss == f"{losses[method.strip('`')]:.3f}"
 

@@ -52,6 +52,14 @@ class MaskedLinear(nn.Linear):
         return F.linear(x, product, self.bias)
 
 
+def mask_layers(model: nn.Module) -> nn.Module:
+    """Put a `MaskedLinear` in the place of every `SparseLinear` inside, and return the model."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, SparseLinear):
+            model.set_submodule(name, MaskedLinear(layer))
+    return model
+
+
 def masked_twin(model: nn.Sequential) -> nn.Sequential:
     """The same network with `MaskedLinear` for `SparseLinear`; other layers are copied."""
     twins: list[nn.Module] = []
