@@ -18,7 +18,7 @@ from popsparse.estimates import (
     UpdateEstimate,
     estimate,
 )
-from popsparse.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
+from popsparse.formats import COOMatrix, CSCMatrix, CSRMatrix
 from popsparse.layer import Layer
 from popsparse.machine import Target
 from popsparse.planning.options import Options, PlanConstraints, Update
@@ -50,7 +50,6 @@ from popsparse.triplets import (
 )
 
 __all__ = [
-    "BSRMatrix",
     "BucketOverflowError",
     "COOMatrix",
     "CSCMatrix",

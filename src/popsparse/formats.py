@@ -1,8 +1,8 @@
 """Formats of sparse matrices and lists of blocks.
 
-In COO, CSR and CSC indices count elements of the dense matrix also for blocks (so they are
-multiples of the block's sides) and offsets count values, as in PopSparse; BSR counts blocks, as in
-SciPy. Values of a block are row-major, in CSC column-major.
+Indices count elements of the dense matrix also for blocks (so they are multiples of the block's
+sides) and offsets count values, as in PopSparse. Values of a block are row-major, in CSC
+column-major. SciPy's matrices go through `SparsePattern.from_scipy` and `to_scipy`.
 
     matrix = CSRMatrix.from_pattern(pattern, values)
     pattern, values = matrix.to_csc().to_pattern()
@@ -212,9 +212,6 @@ class SparseMatrix(ABC):
     def to_csc(self) -> CSCMatrix:
         return self._as(CSCMatrix)
 
-    def to_bsr(self) -> BSRMatrix:
-        return self._as(BSRMatrix)
-
     def canonical(self: M) -> M:
         """The same matrix sorted: row-major (CSC column-major)."""
         return self._as(type(self))
@@ -226,7 +223,7 @@ class SparseMatrix(ABC):
         return type(self)._of(swapped, self.shape[::-1], self.block_dimensions[::-1])
 
     def with_blocks(self: M, block_dimensions: Sequence[int]) -> M:
-        """The same matrix in smaller blocks that divide its own; COO and BSR in larger ones too.
+        """The same matrix in smaller blocks that divide its own; COO in larger ones too.
 
         Raises:
             ValueError: sides that do not divide each other, or larger blocks some of whose parts
@@ -381,28 +378,3 @@ class CSCMatrix(SparseMatrix):
         row, col, data = (a[order] for a in blocks)
         offsets = offsets_of(col, shape[1] // block[1]) * (block[0] * block[1])
         return cls(data.transpose(0, 2, 1).ravel(), offsets, row * block[0], shape, block)
-
-
-class BSRMatrix(SparseMatrix):
-    """SciPy's blocks: `nz_values` [blocks, height, width], `column_indices` a block column for
-    each, `row_indices` [rows / height + 1] the blocks before each block row."""
-
-    def _check(self) -> None:
-        (rows, cols), (height, width) = self.shape, self.block_dimensions
-        blocks = len(self.column_indices)
-        if self.nz_values.shape != (blocks, height, width):
-            raise ValueError(
-                f"nz_values must have the shape {[blocks, height, width]}, "
-                f"got {list(self.nz_values.shape)}"
-            )
-        check_offsets(self.row_indices, "row_indices", rows // height, blocks, 1)
-        check_positions(self.column_indices, "column_indices", cols // width, 1)
-
-    def blocks(self) -> Blocks:
-        row = np.repeat(np.arange(len(self.row_indices) - 1), np.diff(self.row_indices))
-        return Blocks(row, self.column_indices, self.nz_values)
-
-    @classmethod
-    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> BSRMatrix:
-        row, col, data = row_major(blocks)
-        return cls(data, col, offsets_of(row, shape[0] // block[0]), shape, block)

@@ -38,7 +38,7 @@ from popsparse.planning.options import Options, PlanConstraints, Update
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.search import make_plan
-from popsparse.programs.dense_weights import DensePatterns, operations
+from popsparse.programs.dense_weights import DensePartitioner, operations
 from popsparse.programs.update import UpdatePrograms
 
 _FORMAT = "dynsparse layer 1"
@@ -129,7 +129,7 @@ class Layer:
             "check_memory": check_memory,
         }
         self.profiles: dict[str, Profile] = {}
-        self._encoded: EncodedPattern | DensePatterns | None = None
+        self._encoded: EncodedPattern | None = None
         build = operations(plan)
         self._partitioner = build.partitioner(plan)
         graph = Graph(plan.target)
@@ -168,7 +168,7 @@ class Layer:
 
     @property
     def encoding(self) -> EncodedPattern | None:
-        return self._encoded if isinstance(self._encoded, EncodedPattern) else None
+        return None if self.plan.use_dense else self._encoded
 
     @typed
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -248,12 +248,8 @@ class Layer:
             values = self.engine.read("values")
         else:
             values = np.zeros(self._partitioner.nz_size, self.plan.dtype.name)
-        if isinstance(encoded, DensePatterns):
-            gather = encoded.partitioner.gather
-            return [
-                COOMatrix.from_pattern(pattern, gather(pattern, values, group))
-                for group, pattern in enumerate(encoded.patterns)
-            ]
+        if isinstance(self._partitioner, DensePartitioner):
+            return self._partitioner.matrices(encoded, values)
         decoded = self._partitioner.decode(self.engine.read("words"), values)
         groups = decoded if isinstance(decoded, list) else [decoded]
         return [o if isinstance(o, COOMatrix) else COOMatrix.from_pattern(*o) for o in groups]
@@ -270,9 +266,7 @@ class Layer:
 
     def set_values(self, values: Any) -> None:
         """Write values [nnz] or [nnz, b, b] of the pattern that was set."""
-        if self.encoding is None:
-            raise ValueError("set a pattern first")
-        self.engine.write("values", self.encoding.place(to_numpy(values)))
+        self.engine.write("values", self._held().place(to_numpy(values)))
 
     def set_weights(self, pattern: Any, values: Any) -> None:
         """`set_pattern` and `set_values`; for several groups, sequences of both."""
@@ -302,12 +296,11 @@ class Layer:
 
     def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
         """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
-        if self._encoded is None:
-            raise ValueError("set a pattern first")
+        encoded = self._held()
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("grad_weight")
-        return self._gathered(self.engine.read("grad_weight result"))
+        return encoded.gather(self.engine.read("grad_weight result"))
 
     def scores(self, gradient: Any, inputs: Any) -> np.ndarray:
         """Growth scores: magnitudes of the dense dW = dY^T X, pooled per block as the update says.
@@ -335,17 +328,17 @@ class Layer:
     @property
     def returned_values(self) -> np.ndarray:
         """The values that came to the host with the last scores: [nnz] or [nnz, b, b]."""
-        return self._gathered(self._updating().values())
+        return self._held().gather(self._updating().values())
 
     @property
     def returned_slots(self) -> list[np.ndarray]:
         """The optimizer state that came to the host with the last scores, each like the values."""
-        return [self._gathered(slot) for slot in self._updating().slots()]
+        return [self._held().gather(slot) for slot in self._updating().slots()]
 
-    def _gathered(self, nz_values: np.ndarray) -> np.ndarray:
+    def _held(self) -> EncodedPattern:
         if self._encoded is None:
             raise ValueError("set a pattern first")
-        return self._encoded.gather(nz_values)
+        return self._encoded
 
     def rewire(self, pattern: Any, values: Any, optimizer_slots: Sequence_[Any] = ()) -> Profile:
         """Send a new pattern and its values, and optimizer state like them, over the host link.

@@ -240,7 +240,7 @@ class Partitioner:
         """The values of a matrix in device order, [nnz x block area], their dtype kept.
 
         Args:
-            matrix: a COO, CSR, CSC or BSR matrix; or a pattern with `values`, [nnz] or
+            matrix: a COO, CSR or CSC matrix; or a pattern with `values`, [nnz] or
                 [nnz, b, b].
 
         Raises:

@@ -108,9 +108,9 @@ class _Runner:
         layer, before = self._find(
             self.layers, pattern, values, batch, lambda planned: Layer(planned, update=self.update)
         )
-        if before is pattern and not layer.plan.use_dense:
+        if before is pattern:
             layer.set_values(values)
-        elif before is None or before is pattern or self.update is None:
+        elif before is None or self.update is None:
             layer.set_weights(pattern, values)
         else:
             self.profiles["rewire"] = layer.rewire(pattern, values)

@@ -96,7 +96,6 @@ MATRICES = {
     "popsparse.COOMatrix": matrix(popsparse.COOMatrix, [0, 1], [0, 1]),
     "popsparse.CSRMatrix": matrix(popsparse.CSRMatrix, [0, 1], [0, 1, 2]),
     "popsparse.CSCMatrix": matrix(popsparse.CSCMatrix, [0, 1, 2], [0, 1]),
-    "popsparse.BSRMatrix": matrix(popsparse.BSRMatrix, [0, 1], [0, 1, 2], np.ones((2, 1, 1))),
 }
 
 

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
 from popsparse.formats import (
-    BSRMatrix,
     COOMatrix,
     CSCMatrix,
     CSRMatrix,
     SparseMatrix,
 )
 
-KINDS = [COOMatrix, CSRMatrix, CSCMatrix, BSRMatrix]
+KINDS = [COOMatrix, CSRMatrix, CSCMatrix]
 
 
 @st.composite
@@ -54,11 +53,6 @@ def test_agrees_with_scipy(case):
     expected = scipy.sparse.csr_array(pattern.to_mask().numpy().astype(np.float32))
     assert elements.column_indices.tolist() == expected.indices.tolist()
     assert elements.row_indices.tolist() == expected.indptr.tolist()
-    bsr = BSRMatrix.from_pattern(pattern, values)
-    theirs = scipy.sparse.bsr_array(
-        (bsr.nz_values, bsr.column_indices, bsr.row_indices), shape=pattern.shape
-    )
-    assert np.array_equal(theirs.toarray(), pattern.to_dense(values).numpy())
 
 
 def test_unsorted_coo_comes_out_sorted():
@@ -98,8 +92,6 @@ def test_bad_input():
         COOMatrix([], [], [], (0, 2))
     with pytest.raises(ValueError, match="row_indices must begin with 0 and not decrease"):
         CSRMatrix([1.0], [0], [0, 2, 1], (2, 2))
-    with pytest.raises(ValueError, match=r"nz_values must have the shape \[1, 2, 2\], got \[4\]"):
-        BSRMatrix(np.ones(4), [0], [0, 1], (2, 2), (2, 2))
     with pytest.raises(TypeError, match="abstract class"):
         SparseMatrix([], [], [], (2, 2))
     with pytest.raises(ValueError, match="duplicate"):

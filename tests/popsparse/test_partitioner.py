@@ -81,7 +81,7 @@ def cases(draw):
 def test_round_trip(case):
     layout, block, nnz, flags, seed = case
     pattern, values = random_pattern((layout.rows, layout.cols), nnz, block, seed)
-    partitioner = Partitioner(layout, **flags)
+    partitioner = Partitioner(layout, options=flags)
     encoded = partitioner.encode(pattern, values)
     found, found_values = partitioner.decode(encoded)
     assert found == pattern
@@ -110,7 +110,9 @@ def test_spills_go_where_they_are_met_soonest():
     encoded = Partitioner(layout).encode(pattern, torch.ones(3))
     assert encoded.info.nz_used.tolist() == [0, 1, 2, 0]
     assert encoded.info.overflow.kept_offsets == [(0, 1)]
-    emptiest = Partitioner(layout, optimise_for_speed=False).encode(pattern, torch.ones(3))
+    emptiest = Partitioner(layout, options={"optimise_for_speed": False}).encode(
+        pattern, torch.ones(3)
+    )
     assert emptiest.info.nz_used.tolist() == [1, 0, 2, 0]
     assert emptiest.info.overflow.kept_offsets == [(0, 1), (0, 2)]
 
@@ -144,7 +146,7 @@ def test_actual_worker_costs_make_room():
     )
     with pytest.raises(BucketOverflowError):
         Partitioner(layout).encode(pattern, torch.ones(4))
-    partitioner = Partitioner(layout, use_actual_worker_split_costs=True)
+    partitioner = Partitioner(layout, options={"use_actual_worker_split_costs": True})
     assert partitioner.decode(partitioner.encode(pattern, torch.ones(4)))[0] == pattern
 
 

@@ -32,7 +32,7 @@ def pattern_of(nnz, shape=(12, 12), block=1):
 
 def test_52_more_non_zeros_than_all_buckets_hold():
     with pytest.raises(BucketOverflowError) as caught:
-        Partitioner(layout(), oversize=0.3).encode_pattern(pattern_of(60))
+        Partitioner(layout()).encode_pattern(pattern_of(60))
     message = str(caught.value)
     assert "buckets overflow: 12 of 60 non-zeros" in message
     assert "all buckets together hold 476 words and 48 values" in message
@@ -63,7 +63,7 @@ def test_52_the_proportion_named_does(block):
 def test_52_forced_spills_with_one_bucket():
     one = layout(partition=(1, 1, 1))
     with pytest.raises(BucketOverflowError, match="nothing may stay in its own bucket"):
-        Partitioner(one, force_bucket_spills=True).encode_pattern(pattern_of(3))
+        Partitioner(one, options={"force_bucket_spills": True}).encode_pattern(pattern_of(3))
 
 
 def test_48_more_parts_than_grains():

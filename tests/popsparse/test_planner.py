@@ -379,12 +379,3 @@ def test_wrong_params():
         make_plan(Target.mk2(), "float16", 3)
     with pytest.raises(TypeError, match="params must be MatmulParams"):
         matmul_plan(Target.mk2(), "float16", layer())
-
-
-@pytest.mark.parametrize("grad_weight", [False, True])
-def test_tiles_are_used_once(grad_weight):
-    options = {"do_grad_w_pass": True}
-    plan = make_plan(Target(tiles=24), "float16", layer(), options)
-    group, x, y, z = np.indices(plan.partition).reshape(4, -1)
-    tiles = plan.tile(x, y, z, group, grad_weight=grad_weight)
-    assert sorted(tiles.tolist()) == list(range(plan.tiles_used))

@@ -31,7 +31,8 @@ from popsparse.encoding.buckets import (
 )
 from popsparse.encoding.meta_info import MetaInfoWriter, read_buckets
 from popsparse.encoding.spilling import BucketOverflowError, spill
-from popsparse.formats import COOMatrix, SparseMatrix, stable_order, to_numpy
+from popsparse.formats import Blocks, COOMatrix, SparseMatrix, split_blocks, to_numpy
+from popsparse.planning.options import Options
 from popsparse.planning.params import FullyConnectedParams, MatmulParams
 from popsparse.planning.plan import Plan, PlanningCache
 from popsparse.planning.search import make_plan, matmul_plan
@@ -124,7 +125,7 @@ class EncodedPattern:
         nz_size: values of all buckets together.
         block: rows and columns of the plan's blocks.
         pattern_block: rows and columns of the pattern's blocks.
-        info: figures.
+        info: figures; None of dense weights, which have no buckets.
     """
 
     meta_info: np.ndarray
@@ -132,7 +133,7 @@ class EncodedPattern:
     nz_size: int
     block: tuple[int, int]
     pattern_block: tuple[int, int]
-    info: EncodingInfo
+    info: Any
 
     @property
     def _cuts(self) -> tuple[int, int, int, int]:
@@ -182,7 +183,9 @@ class Encoded:
 
     @property
     def info(self) -> EncodingInfo:
-        return self.pattern.info
+        """The figures of the buckets."""
+        info: EncodingInfo = self.pattern.info
+        return info
 
 
 class Partitioner:
@@ -192,12 +195,10 @@ class Partitioner:
 
     Args:
         plan: a `Plan`, or a `BucketLayout` for buckets of one's own choice.
-        pattern_block: rows and columns of the pattern's blocks, where the plan works in smaller
-            ones. Default: the plan's parameters say, or the layout's block.
-        groups: how many matrices share the plan, each with buckets of its own.
-        oversize: what `meta_info_bucket_oversize_proportion` made the buckets; for error messages.
-        optimise_for_speed, force_bucket_spills, use_actual_worker_split_costs: as in `Options`.
-            With a plan, all these come from the plan.
+        pattern_block: rows and columns of the pattern's blocks, where the layout's are smaller.
+            Defaults to the layout's.
+        options: how spills go, and for error messages what made the buckets; an `Options` or a
+            mapping. With a plan, both come from the plan.
 
     Raises:
         ValueError: a plan that keeps its weights dense, or blocks that do not divide each other.
@@ -209,35 +210,24 @@ class Partitioner:
         plan: Plan | BucketLayout,
         *,
         pattern_block: tuple[int, int] | None = None,
-        groups: int = 1,
-        oversize: float | None = None,
-        optimise_for_speed: bool = True,
-        force_bucket_spills: bool = False,
-        use_actual_worker_split_costs: bool = False,
+        options: Any = None,
     ) -> None:
+        self.groups = 1  # Matrices that share the plan, each with buckets of its own.
         if isinstance(plan, BucketLayout):
             self.layout = plan
+            self.options = Options.parse(options)
         else:
             if plan.use_dense:
                 raise ValueError("a plan with use_dense has no buckets: use DensePartitioner")
             self.layout = bucket_layout(plan)
-            options = plan.options
+            self.options = plan.options
+            self.groups = plan.partition.groups
             pattern_block = plan.params.sparsity_params.block_dimensions
-            groups = plan.partition.groups
-            oversize = options.meta_info_bucket_oversize_proportion
-            optimise_for_speed = options.optimise_for_speed
-            force_bucket_spills = options.force_bucket_spills
-            use_actual_worker_split_costs = options.use_actual_worker_split_costs
         self.block = self.layout.block if pattern_block is None else pattern_block
         if any(b % small for b, small in zip(self.block, self.layout.block, strict=True)):
             raise ValueError(
                 f"the plan's blocks {self.layout.block} do not divide the pattern's {self.block}"
             )
-        self.groups = groups
-        self.oversize = oversize
-        self.optimise_for_speed = optimise_for_speed
-        self.force_bucket_spills = force_bucket_spills
-        self.use_actual_worker_split_costs = use_actual_worker_split_costs
 
     @classmethod
     @typed
@@ -339,21 +329,25 @@ class Partitioner:
         if isinstance(meta_info, Encoded):
             meta_info, nz_values = meta_info.meta_info, meta_info.nz_values
         words = np.asarray(meta_info)
-        values = to_numpy(nz_values, "nz_values")
         if words.shape != (self.meta_info_size,):
             raise ValueError(
                 f"meta_info must have the shape [{self.meta_info_size}], got {list(words.shape)}"
             )
-        if values.shape != (self.nz_size,):
-            raise ValueError(
-                f"nz_values must have the shape [{self.nz_size}], got {list(values.shape)}"
-            )
+        values = self._checked_values(nz_values)
         words = words[self.layout.overflow_words :].reshape(self.groups, -1)
         decoded = [
             self._decode_group(w, v)
             for w, v in zip(words, values.reshape(self.groups, -1), strict=True)
         ]
         return decoded[0] if self.groups == 1 else decoded
+
+    def _checked_values(self, nz_values: Any) -> np.ndarray:
+        values = to_numpy(nz_values, "nz_values")
+        if values.shape != (self.nz_size,):
+            raise ValueError(
+                f"nz_values must have the shape [{self.nz_size}], got {list(values.shape)}"
+            )
+        return values
 
     def _per_group(self, value: Any, what: str) -> list[Any]:
         if self.groups == 1:
@@ -401,12 +395,9 @@ class Partitioner:
         cut_x, cut_y = (b // small for b, small in zip(block, self.layout.block, strict=True))
         if cut_x == cut_y == 1:
             return rows, cols, None
-        fine_rows = rows[:, None, None] * cut_x + np.arange(cut_x)[:, None]
-        fine_cols = cols[:, None, None] * cut_y + np.arange(cut_y)
-        fine_rows, fine_cols = (a.ravel() for a in np.broadcast_arrays(fine_rows, fine_cols))
-        order = stable_order(fine_cols)
-        order = order[stable_order(fine_rows[order])]
-        return fine_rows[order], fine_cols[order], order
+        number = np.arange(len(rows) * cut_x * cut_y).reshape(-1, cut_x, cut_y)
+        fine = split_blocks(Blocks(rows, cols, number), (cut_x, cut_y))
+        return fine.row, fine.col, fine.data.ravel()
 
     def _encode_group(self, pattern: Any, out: np.ndarray) -> tuple[np.ndarray, EncodingInfo]:
         """Write one group's words; where each block's values go, and the figures."""
@@ -447,14 +438,7 @@ class Partitioner:
         limit = np.full(layout.buckets, layout.capacity, np.int64)
         while True:
             try:
-                spilled = spill(
-                    assignment,
-                    layout,
-                    limit=limit,
-                    optimise_for_speed=self.optimise_for_speed,
-                    force=self.force_bucket_spills,
-                    actual_workers=self.use_actual_worker_split_costs,
-                )
+                spilled = spill(assignment, layout, limit, self.options)
             except BucketOverflowError as error:
                 raise self._explained(error, limit) from None
             groups = SubGroups.collect(
@@ -477,11 +461,12 @@ class Partitioner:
     def _explained(self, error: BucketOverflowError, limit: np.ndarray) -> BucketOverflowError:
         narrowed = int((limit < self.layout.capacity).sum())
         note = f" ({narrowed} buckets are full in grad_input's meta-info)" if narrowed else ""
-        raise_to = "raise meta_info_bucket_oversize_proportion"
-        if self.oversize is not None:
-            needed = math.ceil(100 * ((1 + self.oversize) * error.growth - 1)) / 100
-            raise_to += f" (now {self.oversize:g}; about {needed:g} should do)"
-        advice = f"{raise_to}, or plan for more non-zeros"
+        oversize = self.options.meta_info_bucket_oversize_proportion
+        needed = math.ceil(100 * ((1 + oversize) * error.growth - 1)) / 100
+        advice = (
+            f"raise meta_info_bucket_oversize_proportion (now {oversize:g}; about {needed:g} "
+            "should do), or plan for more non-zeros"
+        )
         return BucketOverflowError(f"{error}{note}; {advice}", error.left, error.growth)
 
     def _decode_group(self, words: np.ndarray, values: np.ndarray) -> Any:

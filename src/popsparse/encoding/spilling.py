@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from popsparse.encoding.buckets import Assignment, BucketLayout, Runs
+from popsparse.planning.options import Options
 
 
 class BucketOverflowError(ValueError):
@@ -144,27 +145,25 @@ class _Balancer:
 def spill(
     assignment: Assignment,
     layout: BucketLayout,
-    *,
     limit: np.ndarray,
-    optimise_for_speed: bool,
-    force: bool,
-    actual_workers: bool,
+    options: Options,
 ) -> SpillResult:
     """Make every bucket fit.
 
     Args:
         assignment: rows in the buckets they start in.
         limit: blocks each bucket may hold, int64 [buckets].
-        optimise_for_speed: try buckets in the order the propagation phase meets them; otherwise
-            the emptiest first.
-        force: empty every bucket into others, first the same x's last (for tests of propagation).
-        actual_workers: count only the workers a sub-group uses (`BucketLayout.header_words`).
+        options: `optimise_for_speed` tries buckets in the order the propagation phase meets them,
+            otherwise the emptiest first; `force_bucket_spills` empties every bucket into others,
+            first the same x's last; `use_actual_worker_split_costs` counts only the workers a
+            sub-group uses (`BucketLayout.header_words`).
 
     Raises:
         BucketOverflowError: some rows found no room.
     """
     runs = assignment.runs
     buckets = layout.buckets
+    force, actual_workers = options.force_bucket_spills, options.use_actual_worker_split_costs
     first = np.searchsorted(runs.piece, np.arange(buckets))
     before_nz = np.cumsum(runs.length)
     nz = before_nz - (before_nz - runs.length)[first[runs.piece]]
@@ -193,7 +192,7 @@ def spill(
         spans[1:] = spans[:0:-1]
     for span in spans:
         for cut_rows in (False, True):
-            balancer.rebalance(span, cut_rows, optimise_for_speed, force)
+            balancer.rebalance(span, cut_rows, options.optimise_for_speed, force)
     if balancer.pending:
         raise _overflow(balancer, int(runs.length.sum()), force)
     return _joined(stay, balancer.moves)

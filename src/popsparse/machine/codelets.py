@@ -1,9 +1,9 @@
 """Codelets that programs share: elementary arithmetic, and control.
 
-All but `DOT` share their elements among a tile's workers (`runs_on="workers"`, so a tile spends
-workers x the figure). Sums are made in float32 and round once when stored.
+Arithmetic but `DOT` shares its elements among a tile's workers (`runs_on="workers"`, so a tile
+spends workers x the figure). Sums are made in float32 and round once when stored.
 
-Each handles integers, costs one worker a load, an operation and a store with their addresses,
+Control handles integers, costs one worker a load, an operation and a store with their addresses,
 and is meant for one element. No source gives these estimates; a control vertex is a few dozen
 cycles of a superstep that costs hundreds.
 """
@@ -32,11 +32,6 @@ def _width(v: VertexView, dtype: np.dtype) -> int:
     return v.target.data_path_bits // (8 * dtype.itemsize)
 
 
-def _vectors(v: VertexView, array: np.ndarray) -> int:
-    """Vectors of the data path the busiest worker handles."""
-    return -(-_share(v, _elements(v, array)) // _width(v, array.dtype))
-
-
 def _fill(v: VertexView) -> None:
     v.out[...] = v.value
 
@@ -60,15 +55,6 @@ FILL = Codelet(
     scalars=("value",),
 )
 
-COPY = Codelet(
-    "copy",
-    {"src": In(), "out": Out()},
-    _copy,
-    # As zeroing: a load and a store issue together (Target::getMemcpyBytesPerCycle is 8).
-    _store_cycles,
-    "workers",
-)
-
 
 def _cast_cycles(v: VertexView) -> int:
     share = _share(v, _elements(v, v.out))
@@ -84,10 +70,6 @@ def _add(v: VertexView) -> None:
     np.add(v.a, v.b, out=v.out, dtype=np.float32, casting="same_kind")
 
 
-def _multiply(v: VertexView) -> None:
-    np.multiply(v.a, v.b, out=v.out, dtype=np.float32, casting="same_kind")
-
-
 def _add_scaled(v: VertexView) -> None:
     scale = np.asarray(v.scale, np.float32)
     scale = scale.reshape(scale.shape + (1,) * (v.a.ndim - v.rank)) if scale.ndim else scale
@@ -97,21 +79,13 @@ def _add_scaled(v: VertexView) -> None:
 def _add_cycles(v: VertexView) -> int:
     # Section 7.3 of docs/popsparse-formulas.md: 11 + workers x (58 + 3 each vector); the 11 of
     # the supervisor is spread over the workers' 6 slots, rounded up.
-    return 58 + 2 + 3 * _vectors(v, v.a)
+    return 58 + 2 + 3 * -(-_share(v, _elements(v, v.a)) // _width(v, v.a.dtype))
 
 
 ADD = Codelet(
     "add",
     {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
     _add,
-    _add_cycles,
-    "workers",
-    flops=lambda v: _elements(v, v.out),
-)
-MULTIPLY = Codelet(
-    "multiply",
-    {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
-    _multiply,
     _add_cycles,
     "workers",
     flops=lambda v: _elements(v, v.out),
@@ -125,38 +99,6 @@ ADD_SCALED = Codelet(
     "workers",
     scalars=("scale",),
     flops=lambda v: 2 * _elements(v, v.b),
-)
-
-
-def _reduce(v: VertexView) -> None:
-    v.out[...] = v.partials.sum(v.rank, dtype=np.float32)
-
-
-def _reduce_cycles(v: VertexView) -> int:
-    # Reduce: section 3.4 of docs/popsparse-formulas.md.
-    n, depth = _elements(v, v.out), v.partials.shape[v.rank]
-    half_in, half_out = v.partials.itemsize == 2, v.out.itemsize == 2
-    width = 8 if half_in else 4
-    loops = n // width + (n % width).bit_count()
-    full, rest = divmod(loops, v.target.workers)
-    extra = 0
-    if rest:
-        if n % width:
-            extra = 2 * depth + (11 if half_in else 13)
-        else:
-            full += 1
-    each = (8 if half_out else 9) if half_in else (6 if half_out else 7)
-    return 32 + extra + full * (3 * depth + each)
-
-
-# partials [depth, ...] to out [...].
-REDUCE = Codelet(
-    "reduce",
-    {"partials": In(*_REAL), "out": Out(*_REAL)},
-    _reduce,
-    _reduce_cycles,
-    "workers",
-    flops=lambda v: _elements(v, v.partials),
 )
 
 
@@ -192,26 +134,10 @@ def _decrement(v: VertexView) -> None:
     v.value[...] -= 1
 
 
-def _toggle(v: VertexView) -> None:
-    v.value[...] = 1 - v.value
-
-
 def _not_zero(v: VertexView) -> None:
     v.out[...] = v.value != 0
 
 
-def _equal_zero(v: VertexView) -> None:
-    v.out[...] = v.value == 0
-
-
-def _logical_not(v: VertexView) -> None:
-    v.out[...] = ~v.value
-
-
 INCREMENT = Codelet("increment", {"value": InOut(*_WHOLE)}, _increment, _cycles)
 DECREMENT = Codelet("decrement", {"value": InOut(*_WHOLE)}, _decrement, _cycles)
-# 0 becomes 1 and 1 becomes 0: which of two buffers is current.
-TOGGLE = Codelet("toggle", {"value": InOut(*_WHOLE)}, _toggle, _cycles)
 NOT_ZERO = Codelet("not zero", {"value": In(*_WHOLE), "out": Out(BOOL)}, _not_zero, _cycles)
-EQUAL_ZERO = Codelet("equal zero", {"value": In(*_WHOLE), "out": Out(BOOL)}, _equal_zero, _cycles)
-LOGICAL_NOT = Codelet("not", {"value": In(BOOL), "out": Out(BOOL)}, _logical_not, _cycles)

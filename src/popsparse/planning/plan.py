@@ -194,18 +194,6 @@ class Plan:
         """Elements of each dimension on the fullest tile, padded to full groups."""
         return Sizes(*(t * g for t, g in zip(self.groups_per_tile, self.grouping, strict=True)))
 
-    def tile(self, x: int, y: int, z: int, group: int = 0, *, grad_weight: bool = False) -> int:
-        """The tile that works on part (x, y, z).
-
-        Neighbouring tiles share an exchange bus, so the innermost dimension is the one whose
-        parts receive the same data: x in forward and grad_input. grad_weight keeps that order
-        when the buckets move, else z is innermost.
-        """
-        p = self.partition
-        if grad_weight and not self.grad_w_exchange_buckets:
-            return ((group * p.x + x) * p.y + y) * p.z + z
-        return ((group * p.y + y) * p.z + z) * p.x + x
-
 
 @dataclass(frozen=True)
 class TileMemory:

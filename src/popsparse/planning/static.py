@@ -145,7 +145,7 @@ def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.nda
         pattern = matrix
     else:
         raise TypeError(
-            "the sparse operand must be a COO, CSR, CSC or BSR matrix or a SparsePattern, got "
+            "the sparse operand must be a COO, CSR or CSC matrix or a SparsePattern, got "
             f"{type(matrix).__name__}"
         )
     if tuple(pattern.shape) != params.sparse_shape:

@@ -16,9 +16,8 @@ import torch
 
 from dynsparse._core.checks import typed
 from dynsparse.pattern import SparsePattern
-from dynsparse.tracing import spanned
-from popsparse.encoding.partitioner import Partitioner
-from popsparse.formats import SparseMatrix, to_numpy
+from popsparse.encoding.partitioner import Encoded, EncodedPattern, Partitioner
+from popsparse.formats import COOMatrix, SparseMatrix
 from popsparse.machine import Graph, Sequence, Tensor
 from popsparse.planning.plan import Plan
 from popsparse.programs import dense as product
@@ -99,32 +98,12 @@ def add_dense_grad_weight(
     return result.flatten()
 
 
-class DensePatterns(NamedTuple):
-    """The pattern of each group, which the dense weights do not tell."""
-
-    partitioner: DensePartitioner
-    patterns: list[SparsePattern]
-
-    def gather(self, nz_values: Any) -> np.ndarray:
-        """Values at the patterns, one group after the other: [nnz] or [nnz, b, b]."""
-        take = self.partitioner.gather
-        return np.concatenate([take(p, nz_values, g).numpy() for g, p in enumerate(self.patterns)])
-
-
-class DenseWeights(NamedTuple):
-    """No meta-info (uint16 [0]), the dense weights, [groups * in * out] flattened, and what they
-    were made of."""
-
-    meta_info: np.ndarray
-    nz_values: np.ndarray
-    pattern: DensePatterns
-
-
-class DensePartitioner:
+class DensePartitioner(Partitioner):
     """Encodes patterns and values as dense weights, zeros included, and back.
 
-    Unlike buckets, dense weights do not tell a stored zero from a missing one: decoding gives the
-    blocks that have a value other than zero.
+    There is no meta-info; the weights are [groups * in * out], flattened. Unlike buckets, dense
+    weights do not tell a stored zero from a missing one: decoding gives the blocks that have a
+    value other than zero.
 
     Args:
         plan: a plan with `use_dense`.
@@ -134,24 +113,16 @@ class DensePartitioner:
     def __init__(self, plan: Plan) -> None:
         if not plan.use_dense:
             raise ValueError("this plan has buckets: use Partitioner")
+        self.block = plan.params.sparsity_params.block_dimensions
+        if self.block[0] != self.block[1]:
+            raise ValueError(f"dense weights are for square blocks, got {self.block}")
         self.groups = plan.partition.groups
         self.shape = (plan.sizes.x, plan.sizes.y)
-        block = plan.params.sparsity_params.block_dimensions
-        if block[0] != block[1]:
-            raise ValueError(f"dense weights are for square blocks, got {block}")
-        self.block_size = block[0]
 
     @property
     def nz_size(self) -> int:
         """Values of the weights of all groups."""
         return self.groups * self.shape[0] * self.shape[1]
-
-    def _check(self, pattern: SparsePattern) -> None:
-        if (tuple(pattern.shape), pattern.block_size) != (self.shape, self.block_size):
-            raise ValueError(
-                f"expected a pattern of the shape {self.shape} with blocks of {self.block_size}, "
-                f"got {pattern}"
-            )
 
     def encode_pattern(self, pattern: Any) -> NoReturn:
         """Refused: a pattern alone changes nothing on the machine.
@@ -161,49 +132,47 @@ class DensePartitioner:
         """
         raise ValueError("dense weights have no pattern of their own: use set_weights")
 
-    @spanned("encode")
-    def encode(self, pattern: Any, values: Any = None) -> DenseWeights:
-        """As `Partitioner.encode`; errors as there."""
-        patterns = [pattern] if self.groups == 1 else list(pattern)
-        if len(patterns) != self.groups:
-            raise ValueError(f"pattern must be a sequence of {self.groups}, one for each group")
-        given = [values] if self.groups == 1 or values is None else list(values)
-        parts, kept = [], []
-        for group, group_pattern in enumerate(patterns):
-            if isinstance(group_pattern, SparseMatrix):
-                group_pattern, tensor = group_pattern.to_pattern()
-            else:
-                tensor = torch.from_numpy(to_numpy(given[group]))
-            self._check(group_pattern)
-            kept.append(group_pattern)
-            parts.append(group_pattern.to_dense(tensor).T.reshape(-1).numpy())
-        none = np.zeros(0, np.uint16)
-        return DenseWeights(none, np.concatenate(parts), DensePatterns(self, kept))
+    def _encode_patterns(self, patterns: list[Any]) -> EncodedPattern:
+        (rows, cols), edge = self.shape, self.block[0]
+        positions = []
+        for group, pattern in enumerate(patterns):
+            if isinstance(pattern, SparseMatrix):
+                pattern, _ = pattern.to_pattern()
+            if (tuple(pattern.shape), pattern.block_size) != (self.shape, edge):
+                raise ValueError(
+                    f"expected a pattern of the shape {self.shape} with blocks of {edge}, "
+                    f"got {pattern}"
+                )
+            row, col = (
+                at.numpy().astype(np.int64)[:, None, None] * edge
+                for at in (pattern.rows, pattern.cols)
+            )
+            row, col = row + np.arange(edge)[:, None], col + np.arange(edge)
+            positions.append(((group * cols + col) * rows + row).ravel())
+        none, at = np.zeros(0, np.uint16), np.concatenate(positions)
+        return EncodedPattern(none, at, self.nz_size, (1, 1), self.block, None)
 
-    def decode(self, weights: Any, nz_values: Any = None) -> Any:
+    def decode(self, meta_info: Any, nz_values: Any = None) -> Any:
         """As `Partitioner.decode`: pattern and values of the blocks that are not all zero."""
-        if isinstance(weights, DenseWeights):
-            nz_values = weights.nz_values
-        dense = self._dense(nz_values)
-        patterns = [SparsePattern.from_mask(weight != 0, self.block_size) for weight in dense]
-        pairs = [(p, p.values_of(weight)) for p, weight in zip(patterns, dense, strict=True)]
+        if isinstance(meta_info, Encoded):
+            nz_values = meta_info.nz_values
+        array = np.ascontiguousarray(self._checked_values(nz_values))
+        weights = torch.from_numpy(array).reshape(self.groups, *self.shape[::-1]).mT
+        patterns = [SparsePattern.from_mask(weight != 0, self.block[0]) for weight in weights]
+        pairs = [(p, p.values_of(weight)) for p, weight in zip(patterns, weights, strict=True)]
         return pairs[0] if self.groups == 1 else pairs
 
-    def gather(self, pattern: SparsePattern, nz_values: Any, group: int = 0) -> torch.Tensor:
-        """Values at a pattern, e.g. of a weight gradient: [nnz] or [nnz, b, b]."""
-        self._check(pattern)
-        return pattern.values_of(self._dense(nz_values)[group])
-
-    def _dense(self, nz_values: Any) -> list[torch.Tensor]:
-        """The weights of each group, [out, in]."""
-        array = to_numpy(nz_values, "nz_values")
-        if array.shape != (self.nz_size,):
-            raise ValueError(
-                f"nz_values must have the shape [{self.nz_size}], got {list(array.shape)}"
-            )
-        rows, cols = self.shape
-        weights = torch.from_numpy(np.ascontiguousarray(array)).reshape(self.groups, cols, rows)
-        return [weight.T.contiguous() for weight in weights]
+    def matrices(self, encoded: EncodedPattern, nz_values: np.ndarray) -> list[COOMatrix]:
+        """The blocks of each group at the positions that were encoded, zeros among them."""
+        area = self.block[0] * self.block[1]
+        group, at = np.divmod(encoded.positions[::area], self.shape[0] * self.shape[1])
+        col, row = np.divmod(at, self.shape[0])
+        values = nz_values[encoded.positions].reshape(-1, area)
+        of_group = (np.flatnonzero(group == number) for number in range(self.groups))
+        return [
+            COOMatrix(values[own].ravel(), col[own], row[own], self.shape, self.block)
+            for own in of_group
+        ]
 
 
 class Operations(NamedTuple):
@@ -219,7 +188,7 @@ class Operations(NamedTuple):
         add_grad_weight: (graph, weights, gradient, input, program) to [values].
     """
 
-    partitioner: Callable[[Plan], Partitioner | DensePartitioner]
+    partitioner: Callable[[Plan], Partitioner]
     create_weights: Callable[[Graph, Plan, str], SparseTensor]
     create_operand: Callable[[Graph, Plan, str, str], Tensor]
     add_product: Callable[[Graph, SparseTensor, Tensor, Sequence, str], Tensor]

@@ -31,10 +31,11 @@ from popsparse.programs.layout import (
     SparseTensor,
     execute,
     machine_type,
+    rectangles,
     reorder,
     tile_grid,
 )
-from popsparse.programs.product import Propagation, RotatingBuckets, rectangles
+from popsparse.programs.product import Propagation, RotatingBuckets
 
 _ORDER = "gyzx"
 _HOST_ORDER = "gxyz"

@@ -42,12 +42,21 @@ def machine_type(plan: Plan | StaticPlan, *, partials: bool = False) -> DType:
 
 
 def tile_grid(plan: Plan, order: str) -> np.ndarray:
-    """The tile of every part, the dimensions in the order given, e.g. "gyzx"."""
+    """The tile of every part, the dimensions in the order given, e.g. "gyzx".
+
+    Neighbouring tiles share an exchange bus, so x is innermost: its parts receive the same data in
+    forward and grad_input.
+    """
     parts = plan.partition
-    sizes = {"g": parts.groups, "x": parts.x, "y": parts.y, "z": parts.z}
-    at = dict(zip(order, np.indices([sizes[dim] for dim in order]), strict=True))
-    # Plan.tile is plain arithmetic, so it takes arrays as well.
-    return np.asarray(plan.tile(at["x"], at["y"], at["z"], at["g"]), np.int64)
+    tiles = np.arange(plan.tiles_used).reshape(parts.groups, parts.y, parts.z, parts.x)
+    return tiles.transpose(["gyzx".index(dim) for dim in order])
+
+
+def rectangles(plan: Plan, order: str) -> np.ndarray:
+    """x * Ny + y of every part, the dimensions in the order given."""
+    groups, x, y, z = plan.partition
+    grid = np.broadcast_to(np.arange(x * y).reshape(1, x, y, 1), (groups, x, y, z))
+    return grid.transpose(["gxyz".index(dim) for dim in order])
 
 
 def execute(

@@ -53,6 +53,7 @@ from popsparse.programs.layout import (
     control_tile,
     execute,
     machine_type,
+    rectangles,
     reorder,
     tile_grid,
 )
@@ -267,14 +268,6 @@ _CAST = Codelet(
     _cast,
     CONTROL_INSTRUCTIONS,
 )
-
-
-def rectangles(plan: Plan, order: str) -> np.ndarray:
-    """x * Ny + y of every tile, the grid's dimensions in the order given."""
-    parts = plan.partition
-    sizes = {"g": parts.groups, "x": parts.x, "y": parts.y, "z": parts.z}
-    at = dict(zip(order, np.indices([sizes[dim] for dim in order]), strict=True))
-    return np.asarray(at["x"] * parts.y + at["y"])
 
 
 class RotatingBuckets(NamedTuple):

@@ -33,6 +33,18 @@ from popsparse.machine import (
 SMALL = Target(tiles=4, bytes_per_tile=4096, sync_cycles=100)
 
 
+def is_zero(v):
+    v.out[...] = v.value == 0
+
+
+def flip(v):
+    v.value[...] = 1 - v.value
+
+
+ENDED = Codelet("equal zero", {"value": In(INT), "out": Out(BOOL)}, is_zero, 6)
+FLIP = Codelet("flip", {"value": InOut(INT)}, flip, 6)
+
+
 def counter(graph):
     """A whole number on tile 0, with compute sets that step it and test it."""
     value = graph.add_variable(INT, [], "value", tiles=0)
@@ -42,8 +54,8 @@ def counter(graph):
         ("down", codelets.DECREMENT, {"value": value}),
         ("up", codelets.INCREMENT, {"value": value}),
         ("test", codelets.NOT_ZERO, {"value": value, "out": going}),
-        ("ended", codelets.EQUAL_ZERO, {"value": value, "out": going}),
-        ("flip", codelets.TOGGLE, {"value": value}),
+        ("ended", ENDED, {"value": value, "out": going}),
+        ("flip", FLIP, {"value": value}),
     ):
         compute_set = graph.add_compute_set(name)
         graph.add_vertex(compute_set, codelet, 0, fields)

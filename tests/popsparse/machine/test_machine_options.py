@@ -8,16 +8,19 @@ import pytest
 from popsparse.machine import (
     FLOAT,
     HALF,
+    Codelet,
     Engine,
     Execute,
     Graph,
+    In,
+    Out,
     OutOfMemoryError,
     ProgramError,
     Target,
-    codelets,
 )
 
 SMALL = Target(tiles=2, bytes_per_tile=4096)
+SQUARE = Codelet("square", {"a": In(), "out": Out()}, lambda v: np.square(v.a, out=v.out), 6)
 
 
 def squares(elements=8, dtype=FLOAT, target=SMALL):
@@ -25,7 +28,7 @@ def squares(elements=8, dtype=FLOAT, target=SMALL):
     x = graph.add_variable(dtype, [2, elements], "x", tiles=[0, 1])
     y = graph.add_variable(dtype, [2, elements], "y", tiles=[0, 1])
     made = graph.add_compute_set("square")
-    graph.add_vertices(made, codelets.MULTIPLY, [0, 1], {"a": x, "b": x, "out": y})
+    graph.add_vertices(made, SQUARE, [0, 1], {"a": x, "out": y})
     return graph, Execute(made)
 
 
@@ -50,7 +53,7 @@ def test_floating_point_exceptions():
     strict.write("x", 100)
     strict.run()
     strict.write("x", 1000)
-    with pytest.raises(ProgramError, match="square: 'multiply': overflow"):
+    with pytest.raises(ProgramError, match="square: 'square': overflow"):
         strict.run()
 
 
