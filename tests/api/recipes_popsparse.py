@@ -195,11 +195,7 @@ RECIPES = MATRICES | {
     "popsparse.Partitioner": call(
         popsparse.Partitioner,
         plan=plan,
-        groups=lambda: 1,
-        oversize=lambda: 0.3,
-        optimise_for_speed=lambda: True,
-        force_bucket_spills=lambda: False,
-        use_actual_worker_split_costs=lambda: False,
+        options=lambda: {"force_bucket_spills": False},
     ),
     "popsparse.Partitioner.for_params": planned(popsparse.Partitioner.for_params, params),
     "popsparse.Partitioner.encode": of(partitioner, "encode", pattern=pattern, values=values),
