@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, Union
 
@@ -229,6 +229,13 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     return value
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
+    # Mostly the sum tells in one pass; that of finite numbers may overflow.
+    total = tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None)
+    return math.isfinite(total.item()) or bool(tensor.isfinite().all())
+
+
 def check_flag(name: str, value: Any) -> bool:
     """`value`, True or False.
 
@@ -262,15 +269,16 @@ def typed(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def checked(*args: Any, **named: Any) -> Any:
-        parameters, hints = _parameters(function), _hints(function)
+        positional, hints = _hints(function)
         # The function itself reports too many or unknown arguments.
-        for name, value in zip(parameters, args, strict=False):
-            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-                break
-            _check(name, value, hints.get(name, Any))
-        if "sparsity" in named and "density" in parameters and "sparsity" not in parameters:
-            raise TypeError("there is no argument sparsity: pass density=, which is 1 - sparsity")
+        for (name, hint), value in zip(positional, args, strict=False):
+            if type(value) is not hint or hint is Tensor:
+                _check(name, value, hint)
         for name, value in named.items():
+            if name == "sparsity" and "density" in hints and name not in hints:
+                raise TypeError(
+                    "there is no argument sparsity: pass density=, which is 1 - sparsity"
+                )
             _check(name, value, hints.get(name, Any))
         return function(*args, **named)
 
@@ -278,15 +286,20 @@ def typed(function: _Function) -> _Function:
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Read at the first call: a program calls few of the public functions."""
-    return inspect.signature(function).parameters
-
-
-@functools.cache
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Read at the first call: by then every module is imported."""
-    return typing.get_type_hints(function)
+def _hints(function: Callable[..., Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """Names and types of the positional parameters, and the type of each parameter by name. Read at
+    the first call: by then every module is imported, and a program calls few of the public
+    functions."""
+    found = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    hints = {name: found.get(name, Any) for name in parameters}
+    positional = [
+        (name, hint)
+        for name, hint in hints.items()
+        if parameters[name].kind
+        in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return positional, hints
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

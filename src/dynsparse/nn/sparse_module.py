@@ -12,6 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -368,10 +369,16 @@ class SparseModule(nn.Module):
                     row_ptr = new.index.row_ptr
                     if self._row_ptr is not None and self._row_ptr.data_ptr() != row_ptr.data_ptr():
                         capture.replace(self._row_ptr, row_ptr, self.values)
-                    self._pattern, self._state, self._row_ptr = pattern, new, row_ptr
+                    # Assigning them as attributes of a module takes ten times as long.
+                    vars(self).update(
+                        _pattern=pattern,
+                        _state=new,
+                        _row_ptr=row_ptr,
+                        _substitutes=None,
+                        _own_index=None,
+                        executor=executor,
+                    )
                     _owners[self.values] = weakref.ref(self)
-                    self._substitutes = self._own_index = None
-                    self.executor = executor
                 for follow in switches:
                     follow()
 
@@ -661,14 +668,18 @@ class SparseModule(nn.Module):
         """Whether these are the coordinates of the layer's slots."""
         if self.is_on_device:
             return False
-        given = zip((rows, cols), (self._pattern.rows, self._pattern.cols), strict=True)
-        return all(
-            isinstance(tensor, Tensor)
-            and tensor.is_cpu
-            and tensor.dtype is current.dtype
-            and torch.equal(tensor, current)
-            for tensor, current in given
-        )
+        pattern = self._pattern
+        for tensor in (rows, cols):
+            if not (isinstance(tensor, Tensor) and tensor.is_cpu and tensor.dtype is torch.int32):
+                return False
+        # Columns first, as those of other patterns differ and rows have to be computed; by numpy,
+        # whose calls are shorter, as models of many small layers spend their time on calls.
+        if not torch.equal(cols, pattern.cols):
+            return False
+        if not pattern._is_row_major:
+            return torch.equal(rows, pattern.rows)
+        counts = np.diff(pattern.row_ptr.numpy())
+        return np.array_equal(rows.numpy(), np.arange(len(counts)).repeat(counts))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with changing:

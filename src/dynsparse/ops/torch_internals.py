@@ -116,6 +116,16 @@ def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
         )
 
 
+def refuse_onnx_export() -> None:
+    """Raise RuntimeError inside `torch.onnx.export`, whose own error names no way out."""
+    onnx = sys.modules.get("torch.onnx")  # imported by its first use
+    if onnx is not None and not is_dynamo_compiling() and onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "torch.onnx.export does not support sparse layers: use "
+            "dynsparse.integrations.onnx.export(model, args, file)"
+        )
+
+
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 

@@ -46,8 +46,9 @@ def empty(
             if it is not full.
     """
     size = math.prod(shape) * dtype.itemsize
-    enough = _LARGE_PAGE // 2 if brief else _LARGE
-    library = native.load() if size >= enough and torch.device(device).type == "cpu" else None
+    if size < (_LARGE_PAGE // 2 if brief else _LARGE):
+        return torch.empty(shape, dtype=dtype, device=device)
+    library = native.load() if torch.device(device).type == "cpu" else None
     if library is None:
         return torch.empty(shape, dtype=dtype, device=device)
     advised = -(-size // _LARGE_PAGE) * _LARGE_PAGE if brief else size

@@ -273,7 +273,7 @@ class Rewiring:
             return move(tensor, self._source_on(tensor.device), fill)
         if self._reused is not None:
             out = tensor.clone() if tensor.requires_grad else copy_tensor(tensor)
-            out[self._reused] = 0
+            out.index_fill_(0, self._reused, 0)
         elif tensor.requires_grad and len(tensor):  # differentiable
             out = tensor.index_select(0, self.source.clamp(min=0))
             out[self.source < 0] = 0
@@ -333,4 +333,10 @@ def _check_alike(before: SparsePattern, after: SparsePattern) -> None:
 
 def _integers(name: str, given: Any) -> Tensor:
     """int64 [any] on the CPU, from a tensor or what can be one."""
+    # Of the right kind already, as components of trainers give them.
+    kind = torch.int64, torch.strided, "cpu", 1
+    if isinstance(given, Tensor) and kind == (
+        given.dtype, given.layout, given.device.type, given.dim()
+    ):  # fmt: skip
+        return given
     return torch.from_numpy(check_coordinates(given, name, 2**63 - 1, least=-(2**63)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -95,7 +96,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
         raise ValueError(f"expected one drop score per block, [nnz], got {list(scores.shape)}")
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")
-    if len(scores) and bool(torch.isnan(scores.min())):
+    if len(scores) and math.isnan(scores.min().item()):
         raise ValueError(NAN_SCORES)
     return select(scores, count, largest=False).cpu()
 

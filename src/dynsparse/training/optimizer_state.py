@@ -66,7 +66,7 @@ def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callab
     def follow() -> None:
         with torch.no_grad():
             for entry in in_place:
-                entry.tensor[reused] = entry.fill
+                entry.tensor.index_fill_(0, rewiring.grown, entry.fill)
             for entry, tensor in prepared:
                 if rewiring.keeps_size:
                     entry.tensor.copy_(tensor)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynsparse._core.checks import is_finite
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.backends import scores_of
 from dynsparse.nn.sharded import (
@@ -43,7 +44,6 @@ from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.deferred_checks import (
     check_one_per_block,
     check_scores,
-    is_finite,
     layer_errors,
 )
 from dynsparse.training.drop import lowest_over_ranks
@@ -585,6 +585,6 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         return to_device(fill, local.device) if on_host else fill.to(local.device)
     if not isinstance(fill, (int, float)) or isinstance(fill, bool):
         raise TypeError(f"grown weights must start with a number or a tensor, got {fill!r}")
-    if not torch.isfinite(torch.tensor(fill, dtype=values.dtype, device="cpu")):
+    if not abs(fill) <= torch.finfo(values.dtype).max:
         raise ValueError(f"grown weights must start with finite numbers, got {fill!r}")
     return fill

@@ -134,6 +134,7 @@ def embedding(
         RuntimeError: index tensors that do not fit or point outside. IndexError: an id outside the
             table; on a CPU only, since it would synchronise with an accelerator.
     """
+    refuse_onnx_export()
     compiling = torch.compiler.is_compiling()
     if not compiling:
         check_kind("ids", ids, Tensor, "a tensor")

@@ -175,7 +175,7 @@ class RunningBest:
     def _scan(self, scores: Tensor, offset: int) -> None:
         above = (scores > self.threshold).nonzero().flatten()
         if self.count + len(above) > len(self.scores):
-            self.compact()
+            self._make_room()
             above = above[scores[above] > self.threshold]
         end = self.count + len(above)
         torch.index_select(scores, 0, above, out=self.scores[self.count : end])
@@ -198,11 +198,16 @@ class RunningBest:
                 raise MemoryError("no memory for a scan of growth scores")
             if count <= room:
                 break
-            self.compact()
+            self._make_room()
         self.count += count
 
-    def compact(self) -> None:
+    def _make_room(self) -> None:
         """Keep only the best `k`, and raise the threshold to the last of them."""
+        self.compact()
+        self.threshold = float(self.scores[: self.k].min())
+
+    def compact(self) -> None:
+        """Keep only the best `k`."""
         if self.count > self.k and self._is_compiled:
             threads = torch.get_num_threads()
             if native.call(
@@ -214,8 +219,6 @@ class RunningBest:
             self.scores[: self.k] = self.scores[keep]
             self.flat[: self.k] = self.flat[keep]
         self.count = min(self.count, self.k)
-        if self.count == self.k:
-            self.threshold = float(self.scores[: self.k].min())
 
 
 # ---- thresholds from a sample ----

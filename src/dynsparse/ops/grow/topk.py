@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_tensor, shortened, typed
+from dynsparse._core.checks import check_tensor, is_finite, shortened, typed
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.on_device import topk_on_device
@@ -115,7 +115,9 @@ def best_positions(
     k = check_free_positions(pattern, k)
     dtype = check_pairs(pairs, pattern)
     candidates = _search(pairs, pattern, k, check_pooling(pooling), dtype, scored=False)
-    ranked = candidates.flat.index_select(0, select(candidates.scores, k - len(candidates.sure)))
+    ranked, scored = candidates.flat, k - len(candidates.sure)
+    if scored < len(ranked):
+        ranked = ranked.index_select(0, select(candidates.scores, scored))
     return merge_sorted(candidates.sure, ranked)
 
 
@@ -183,9 +185,7 @@ def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
                     f"all of x and dY must be on one device, got {pairs[0][0].device} and "
                     f"{tensor.device}"
                 )
-            if not tensor.is_cpu or not tensor.numel():
-                continue
-            if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
+            if tensor.is_cpu and not is_finite(tensor):
                 raise ValueError(
                     f"{name} holds NaN or infinity, so positions cannot be ranked: "
                     "the training has diverged"

@@ -39,6 +39,7 @@ from dynsparse.ops.torch_internals import (
     is_plain_eager,
     is_transformed,
     raw_apply,
+    refuse_onnx_export,
 )
 from dynsparse.pattern import PatternIndex, SparsePattern
 
@@ -437,6 +438,7 @@ def _lower(x: Any, device: str) -> Any:
 
 
 def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
+    refuse_onnx_export()
     if not is_compiling():
         _check_operands(x=x, values=values, bias=bias)
         if is_transformed():  # torch.func calls Functions, and no operators that contain one

@@ -53,10 +53,13 @@ class TensorCache:
 
     def put(self, sources: Sequence[Tensor], value: Any) -> None:
         """Store a value; not for inference tensors, which have no version counter."""
-        if any(source.is_inference() for source in sources):
-            return
-        versions = [source._version for source in sources]
-        self._entries[sources[0]] = _Entry([weakref.ref(s) for s in sources], versions, value)
+        references, versions = [], []
+        for source in sources:
+            if source.is_inference():
+                return
+            references.append(weakref.ref(source))
+            versions.append(source._version)
+        self._entries[sources[0]] = _Entry(references, versions, value)
 
     def discard(self, first: Tensor) -> None:
         """Remove what was made from tensors that begin with this one."""
