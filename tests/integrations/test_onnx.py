@@ -1,6 +1,9 @@
 """Sparse models in ONNX: onnxruntime computes what the model does, and patterns come back."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -16,7 +19,11 @@ with warnings.catch_warnings():
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx2torch")
+    importing = pytest.importorskip("dynsparse.integrations.onnx.importing")
+    try:
+        importing.import_onnx2torch()
+    except ImportError as error:
+        pytest.skip(str(error), allow_module_level=True)
 
 from dynsparse.apps.lm.model import build_model
 from dynsparse.apps.lm.options import Options
@@ -490,3 +497,45 @@ def test_a_small_file_that_stands_for_a_large_matrix_is_refused(tmp_path):
     onnx.save(make.make_model(graph), tmp_path / "large.onnx")
     with pytest.raises(ValueError, match="at most 268,435,456 bytes when they are dense, got 160,"):
         import_(tmp_path / "large.onnx")
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (lambda: SparseLinear(8, 8, 0.5), torch.randn(2, 8)),
+        (lambda: ds.nn.SparseConv2d(2, 4, 3, density=0.5), torch.randn(1, 2, 8, 8)),
+        (lambda: SparseEmbedding(10, 8, 0.5), torch.tensor([1, 2])),
+    ],
+)
+def test_torchs_own_exporter_names_this_one(layer, x, dynamo, tmp_path):
+    with pytest.raises(
+        Exception, match=r"sparse layers: use dynsparse\.integrations\.onnx\.export"
+    ):
+        torch.onnx.export(layer(), (x,), tmp_path / "a.onnx", dynamo=dynamo)
+
+
+@pytest.mark.parametrize("torchvision", ["of another torch", "missing"])
+def test_import_needs_no_torchvision(torchvision, tmp_path):
+    model, x = mlp(), torch.randn(2, 24)
+    export(model, (x,), tmp_path / "a.onnx", "sparse")
+    if torchvision == "of another torch":
+        (tmp_path / "torchvision.py").write_text(
+            "raise RuntimeError('no operator torchvision::nms')"
+        )
+    else:
+        (tmp_path / "torchvision.py").write_text("raise ModuleNotFoundError")
+    code = (
+        "import sys, torch; from dynsparse.integrations.onnx import import_\n"
+        "torch.save(import_(sys.argv[1]).state_dict(), sys.argv[2])\n"
+        "assert 'torchvision' not in sys.modules"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, tmp_path / "a.onnx", tmp_path / "state"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    values = torch.load(tmp_path / "state")["0.values"]
+    assert torch.equal(values, model[0].values)

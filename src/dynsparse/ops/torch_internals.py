@@ -9,6 +9,7 @@ every call goes through the dispatcher, which is correct and slower.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -116,14 +117,21 @@ def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
         )
 
 
-def refuse_onnx_export() -> None:
-    """Raise RuntimeError inside `torch.onnx.export`, whose own error names no way out."""
-    onnx = sys.modules.get("torch.onnx")  # imported by its first use
-    if onnx is not None and not is_dynamo_compiling() and onnx.is_in_onnx_export():
-        raise RuntimeError(
-            "torch.onnx.export does not support sparse layers: use "
-            "dynsparse.integrations.onnx.export(model, args, file)"
-        )
+def not_in_onnx_export(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward function of an operator, for `Library.impl`, refused in `torch.onnx.export`:
+    that calls it before its own error, which names no way out."""
+
+    @functools.wraps(forward)
+    def refused(*operands: Any) -> Tensor:
+        onnx = sys.modules.get("torch.onnx")  # imported by its first use
+        if onnx is not None and onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "torch.onnx.export does not support sparse layers: use "
+                "dynsparse.integrations.onnx.export(model, args, file)"
+            )
+        return forward(*operands)
+
+    return refused
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +36,36 @@ class Trilu(nn.Module):
     def forward(self, x: Tensor, k: Tensor | None = None) -> Tensor:
         diagonal = 0 if k is None else int(k)
         return torch.triu(x, diagonal) if self.upper else torch.tril(x, diagonal)
+
+
+def import_onnx2torch() -> Any:
+    """onnx2torch, also where torchvision is missing or was built for another torch.
+
+    It imports torchvision for the operators NonMaxSuppression and RoiAlign alone, and none of its
+    converters without.
+    """
+    try:
+        import_module("torchvision")
+    except (ImportError, OSError, RuntimeError):
+        pass
+    else:
+        return import_library("onnx2torch")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"NonMaxSuppression and RoiAlign need a torchvision for torch {torch.__version__}"
+        )
+
+    package: Any = ModuleType("torchvision")
+    package.ops = ModuleType("torchvision.ops")
+    vars(package.ops).update(nms=refuse, box_convert=refuse, roi_align=refuse)
+    substitutes = {"torchvision": package, "torchvision.ops": package.ops}
+    sys.modules.update(substitutes)
+    try:
+        return import_library("onnx2torch")
+    finally:
+        for name in substitutes:
+            del sys.modules[name]
 
 
 def register_trilu() -> None:
@@ -71,7 +104,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
         ValueError: not an ONNX file, a damaged one, or one with an operator or a dtype (such as
             bfloat16) that onnx2torch does not support. OSError: the file cannot be read.
     """
-    converter = import_library("onnx2torch")
+    converter = import_onnx2torch()
     register_trilu()
     model = read_model(file)
     patterns = densify_initializers(model)

@@ -62,7 +62,6 @@ def conv(
             a transform of torch.func.
     """
     index = _index_of(pattern)
-    refuse_onnx_export()
     if not is_compiling():
         _check(geometry, x=x, values=values, bias=bias)
         if has_modes():

@@ -19,7 +19,7 @@ from dynsparse.ops.linear.autograd import (
     prepare,
     under_autocast,
 )
-from dynsparse.ops.torch_internals import is_gradient_needed
+from dynsparse.ops.torch_internals import is_gradient_needed, not_in_onnx_export
 
 _library = torch.library.Library("dynsparse", "FRAGMENT")
 _library.define(f"conv(Tensor x, Tensor values, {INDEX}, Tensor? bias, int[] geometry) -> Tensor")
@@ -50,7 +50,7 @@ def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple
     return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
 
 
-_library.impl("conv", _forward, "CompositeExplicitAutograd")
+_library.impl("conv", not_in_onnx_export(_forward), "CompositeExplicitAutograd")
 _library.impl("conv_backward", _backward, "CompositeExplicitAutograd")
 
 
@@ -75,7 +75,7 @@ def _backward_shapes(
     return dx, values.new_empty(0) if x is None else torch.empty_like(values)
 
 
-_library.impl("conv", _forward_shapes, "Meta")
+_library.impl("conv", not_in_onnx_export(_forward_shapes), "Meta")
 _library.impl("conv_backward", _backward_shapes, "Meta")
 
 

@@ -38,8 +38,8 @@ from dynsparse.ops.torch_internals import (
     is_gradient_needed,
     is_plain_eager,
     is_transformed,
+    not_in_onnx_export,
     raw_apply,
-    refuse_onnx_export,
 )
 from dynsparse.pattern import PatternIndex, SparsePattern
 
@@ -114,10 +114,10 @@ def _backward_shapes(
     )
 
 
-_library.impl("linear", _forward, "CompositeExplicitAutograd")
+_library.impl("linear", not_in_onnx_export(_forward), "CompositeExplicitAutograd")
 _library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
 # `register_fake` inspects every loaded module to find its caller.
-_library.impl("linear", _forward_shapes, "Meta")
+_library.impl("linear", not_in_onnx_export(_forward_shapes), "Meta")
 _library.impl("linear_backward", _backward_shapes, "Meta")
 
 
@@ -438,7 +438,6 @@ def _lower(x: Any, device: str) -> Any:
 
 
 def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
-    refuse_onnx_export()
     if not is_compiling():
         _check_operands(x=x, values=values, bias=bias)
         if is_transformed():  # torch.func calls Functions, and no operators that contain one
