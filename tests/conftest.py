@@ -18,7 +18,7 @@ from dynsparse.pattern import SparsePattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
-import torchvision_names  # noqa: F401
+import torchvision_names
 
 # What was measured or downloaded on this machine before is not for tests.
 _cache = tempfile.TemporaryDirectory(prefix="dynsparse-cache-", ignore_cleanup_errors=True)
@@ -30,6 +30,15 @@ settings.load_profile("dynsparse")
 
 # Many processes, kills, sanitizers, installations: slow, but for what is marked `quick`.
 _SLOW_FOLDERS = {"distributed", "faults", "fuzz", "packaging", "sanitize", "soak"}
+
+
+def pytest_report_header():
+    if torchvision_names.library is None:
+        return "torchvision: as installed"
+    return (
+        "torchvision: built for another torch; it and what imports it load because the tests "
+        "declare the names of its operators"
+    )
 
 
 def pytest_addoption(parser):
