@@ -55,7 +55,6 @@ from popsparse.programs.layout import (
     check_weights,
     control_tile,
     execute,
-    machine_type,
     reorder,
     tile_grid,
 )
@@ -207,7 +206,7 @@ _LEAST_INDICES = 32
 def create_indices_tensor(
     graph: Graph, params: FullyConnectedParams, num_indices: int, *, name: str = "indices"
 ) -> Tensor:
-    """Indices of rows, unsigned [num_indices], spread over the tiles.
+    """Indices of rows, uint32 [num_indices], spread over the tiles.
 
     Raises:
         ValueError: fewer than one index; several groups.
@@ -238,7 +237,7 @@ def create_slice_tensor(
     _require_one_group(params)
     plan = make_plan(graph.target, dtype, params, options, cache)
     layout = SliceLayout(plan, _count(num_indices, graph))
-    return layout.natural(layout.add(graph, machine_type(plan), name))
+    return layout.natural(layout.add(graph, plan.dtype, name))
 
 
 def _count(num_indices: Any, graph: Graph) -> int:
@@ -269,7 +268,7 @@ def _require(
         raise ValueError("an embedding needs sparse weights: leave out use_dense")
     if indices.ndim != 1 or indices.dtype != UNSIGNED_INT:
         raise ValueError(
-            "indices must be unsigned int [num_indices] as create_indices_tensor makes them, got "
+            "indices must be uint32 [num_indices] as create_indices_tensor makes them, got "
             f"{indices.dtype.name} {list(indices.shape)}"
         )
     return plan
@@ -289,7 +288,7 @@ def embedding_slice(
 
     Args:
         weights: of a fully connected layer, [entries, size].
-        indices: unsigned int [num_indices], below the number of entries.
+        indices: uint32 [num_indices], below the number of entries.
         cache: keeps the plan of the weights.
 
     Returns:
@@ -304,7 +303,7 @@ def embedding_slice(
     steps = Sequence(name="embedding slice")
     program.add(steps)
     local = layout.add_indices(graph, indices, steps, "slice indices")
-    slices = layout.add(graph, machine_type(plan), "embedding slices")
+    slices = layout.add(graph, plan.dtype, "embedding slices")
     zero = {"out": slices, "value": 0}
     steps.add(execute(graph, "zero slices", codelets.FILL, layout.tiles, zero))
     codelet = EmbeddingCodelets(plan).gather
@@ -335,8 +334,8 @@ def embedding_update_add(
 
     Args:
         slices: [num_indices, size], of the weights' type.
-        indices: unsigned int [num_indices]; an index may come several times.
-        scale: a number, or a scalar tensor (half or float).
+        indices: uint32 [num_indices]; an index may come several times.
+        scale: a number, or a scalar tensor (float16 or float32).
         cache: keeps the plan of the weights.
 
     Raises:
@@ -347,7 +346,7 @@ def embedding_update_add(
     if not plan.options.do_grad_w_pass:
         raise ValueError("embedding_update_add needs the option do_grad_w_pass=True")
     layout = SliceLayout(plan, indices.shape[0])
-    dtype = machine_type(plan)
+    dtype = plan.dtype
     if list(slices.shape) != list(layout.shape) or slices.dtype != dtype:
         raise ValueError(
             f"slices must be {dtype.name} {list(layout.shape)}, got {slices.dtype.name} "
@@ -390,7 +389,7 @@ def _spread_scale(graph: Graph, scale: Any, tiles: np.ndarray, steps: Sequence) 
         return graph.add_constant(FLOAT, tiles.shape, float(scale), "scale", tiles=tiles)
     if scale.numel != 1 or scale.dtype not in (FLOAT, HALF):
         raise ValueError(
-            f"scale must be a number or one half or float, got {scale.dtype.name} "
+            f"scale must be a number or one float16 or float32, got {scale.dtype.name} "
             f"{list(scale.shape)}"
         )
     local = graph.add_variable(scale.dtype, tiles.shape, "scale of tile", tiles=tiles)

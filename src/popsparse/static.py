@@ -20,7 +20,7 @@ from dynsparse._core.checks import check_kind
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
 from popsparse.formats import CSRMatrix, SparseMatrix
-from popsparse.machine import Graph, Sequence, Target, Tensor, as_dtype
+from popsparse.machine import Graph, Sequence, Target, Tensor
 from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams
 from popsparse.planning.plan import PlanningCache, keep
@@ -203,10 +203,9 @@ def _check_operands(
     if options is not None and (given := Options.parse(options, "static")) != plan.options:
         raise ValueError(f"the sparse operand was made with {plan.options}, not with {given}")
     check_kind("the dense operand", dense, Tensor, "a Tensor")
-    dtype = as_dtype(plan.dtype.name)
-    if dense.dtype != dtype:
+    if dense.dtype != plan.dtype:
         raise TypeError(
-            f"the sparse operand is {dtype.name}, the dense one {dense.dtype.name}: cast one"
+            f"the sparse operand is {plan.dtype}, the dense one {dense.dtype}: cast one"
         )
     if transpose_dense:
         dense = dense.transpose(0, 2, 1)

@@ -160,8 +160,8 @@ def elementwise(
     Args:
         graph: of the tensors.
         operation: one of `OPERATIONS`.
-        operands: tensors (half or float) and numbers. Tensors broadcast to the shape of the first,
-            or of `out`.
+        operands: tensors (float16 or float32), broadcast to the shape of the first or of `out`, and
+            numbers.
         program: the steps are appended to it.
         out: what takes the result; it may be an operand. Without it a new tensor, which lies as the
             first operand does and has its type.
@@ -188,7 +188,7 @@ def elementwise(
     for operand in [*tensors, *([] if out is None else [out])]:
         if operand.dtype not in (HALF, FLOAT):
             raise TypeError(
-                f"operands must be half or float, got {operand.dtype.name} ({operand.name})"
+                f"operands must be float16 or float32, got {operand.dtype.name} ({operand.name})"
             )
 
     def compute(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -391,7 +391,7 @@ def softmax(graph: Graph, tensor: Tensor, program: Program, *, name: str = "soft
     """Add exp(x - max) / sum(exp(x - max)) along the last dimension to a program.
 
     Args:
-        tensor: half or float, [..., n].
+        tensor: float16 or float32, [..., n].
         name: of the steps.
 
     Returns:
@@ -427,7 +427,7 @@ def matmul(
     """Add a [m, k] times b [k, n] to a program, cut over the tiles as `dense.plan` finds best.
 
     Args:
-        a, b: of one type, half or float, wherever they lie; brought to where the plan wants them.
+        a, b: both float16 or both float32, wherever they lie; brought to where the plan wants them.
         partials: type of the partial sums, by default that of the operands.
         available_memory_proportion: the part of a tile's memory for temporary data.
         name: of the steps.
@@ -437,13 +437,13 @@ def matmul(
 
     Raises:
         ValueError: shapes that do not fit; operands the machine's memory cannot hold.
-        TypeError: operands of different types, or neither half nor float.
+        TypeError: operands of different types, or of others than float16 and float32.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected a [m, k] and b [k, n], got {list(a.shape)} and {list(b.shape)}")
     if a.dtype != b.dtype or a.dtype not in (HALF, FLOAT):
         raise TypeError(
-            f"a and b must both be half or both float, got {a.dtype.name} and {b.dtype.name}"
+            f"a and b must both be float16 or both float32, got {a.dtype.name} and {b.dtype.name}"
         )
     plan = planner.plan(
         a.shape[0],

@@ -29,6 +29,7 @@ import numpy as np
 
 from popsparse.encoding.buckets import OverflowInfo, SubGroups
 from popsparse.encoding.partitioner import Partitioner
+from popsparse.machine.dtypes import DType
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (
     CONTROL_INSTRUCTIONS,
@@ -38,7 +39,6 @@ from popsparse.planning.cycles import (
     grid_split,
     split_rows,
 )
-from popsparse.planning.params import DataType
 from popsparse.planning.plan import Method, Plan
 
 Ints = Any
@@ -83,7 +83,7 @@ _FORWARD = {2: _Rows(13, 17, 4, 11, 10, 1), 4: _Rows(13, 12, 4, 8, 8, 0)}
 _GRAD_INPUT = {2: _Rows(12, 13, 4, 9, 9, 1), 4: _Rows(12, 11, 4, 7, 7, 0)}
 
 
-def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Kernel:
+def element_product(z: Ints, dtype: DType, *, grad_input: bool = False) -> Kernel:
     """forward, or grad_input from buckets of its own, with `z` elements of the batch a worker."""
     z = np.asarray(z)
     counts = (_GRAD_INPUT if grad_input else _FORWARD)[dtype.size]
@@ -107,7 +107,7 @@ def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Ke
     return Kernel(start, row, each, 46 + 46 if grad_input else 47 + 46)
 
 
-def element_transposed(z: int, dtype: DataType) -> Kernel:
+def element_transposed(z: int, dtype: DType) -> Kernel:
     """grad_input from the forward buckets. `each` counts turns of a row's loop: its non-zeros
     are shared among the workers. A turn sets up its pointers anew."""
     half = dtype.size == 2
@@ -125,8 +125,8 @@ def element_transposed(z: int, dtype: DataType) -> Kernel:
 def block_product(
     z: int,
     block: tuple[int, int],
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     conv_units: int,
     *,
     retain: bool,
@@ -146,7 +146,7 @@ def block_product(
 
 
 def grad_weight(
-    z: int, block: tuple[int, int], dtype: DataType, partials: DataType, *, amp: bool
+    z: int, block: tuple[int, int], dtype: DType, partials: DType, *, amp: bool
 ) -> Kernel:
     """grad_weight of elements and blocks; with `amp` all workers share each block."""
 

@@ -177,9 +177,7 @@ RECIPES = {
     "popsparse.machine.In": call(lambda dtype: m.In(dtype), dtype=lambda: "half"),
     "popsparse.machine.Out": call(lambda dtype: m.Out(dtype), dtype=lambda: "half"),
     "popsparse.machine.InOut": call(lambda dtype: m.InOut(dtype), dtype=lambda: "half"),
-    "popsparse.machine.DType": call(
-        m.DType, name=lambda: "half", numpy=lambda: np.dtype(np.float16)
-    ),
+    "popsparse.machine.DType": call(m.DType, numpy=lambda: np.dtype(np.float16)),
     "popsparse.machine.as_dtype": call(m.as_dtype, value=lambda: "half"),
     "popsparse.machine.Ragged": call(
         m.Ragged,

@@ -2,10 +2,11 @@
 
 import pytest
 
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.planning import cost as sizes
-from popsparse.planning.params import FLOAT16, FLOAT32, overflow_words
+from popsparse.planning.params import overflow_words
 
-H, F = FLOAT16, FLOAT32
+H, F = HALF, FLOAT
 CASES = [
     # in, out, dtype, partials, ratio, block, partition, grad_weight, oversize,
     # -> values, forward words, grad_input words, overflow words

@@ -264,7 +264,7 @@ STATIC = {
     ),
     "72-types": (
         lambda: product(dtype="float32"),
-        "the sparse operand is half, the dense one float: cast one",
+        "the sparse operand is float16, the dense one float32: cast one",
     ),
     "73-groups": (lambda: product((2, 16, 8)), SHAPE + r"\[2, 16, 8\]"),
     "73-k": (lambda: product((1, 15, 8)), SHAPE + r"\[1, 15, 8\]"),

@@ -2,10 +2,10 @@
 
 import pytest
 
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.planning import cycles as dense
 from popsparse.planning import cycles as tile
 from popsparse.planning import cycles as vertex
-from popsparse.planning.params import FLOAT16, FLOAT32
 
 
 @pytest.mark.parametrize(
@@ -19,19 +19,19 @@ from popsparse.planning.params import FLOAT16, FLOAT32
     ids=["forward", "grad_input", "transposed", "grad_weight"],
 )
 def test_element_half_z8(formula, cycles):
-    assert formula(5, 20, 8, FLOAT16, 6) == cycles
+    assert formula(5, 20, 8, HALF, 6) == cycles
 
 
 def test_element_forward_float_z4():
-    assert vertex.element_forward(5, 20, 4, FLOAT32, 6) == 2463
+    assert vertex.element_forward(5, 20, 4, FLOAT, 6) == 2463
 
 
 @pytest.mark.parametrize(
     ("block", "dtype", "partials", "units", "many", "single"),
     [
-        (16, FLOAT16, FLOAT16, 16, 20578, 854),
-        (4, FLOAT16, FLOAT32, 8, 11152, 608),
-        (8, FLOAT32, FLOAT32, 16, 33114, 1218),
+        (16, HALF, HALF, 16, 20578, 854),
+        (4, HALF, FLOAT, 8, 11152, 608),
+        (8, FLOAT, FLOAT, 16, 33114, 1218),
     ],
     ids=["16x16-half-half", "4x4-half-float", "8x8-float"],
 )
@@ -42,32 +42,32 @@ def test_block_forward(block, dtype, partials, units, many, single):
 
 
 def test_block_grad_weight_amp():
-    found = vertex.block_grad_weight_amp(5, 7, 32, (16, 16), FLOAT16, FLOAT16, 6)
+    found = vertex.block_grad_weight_amp(5, 7, 32, (16, 16), HALF, HALF, 6)
     assert found == 16711
 
 
 def test_block_grad_weight():
-    assert vertex.block_grad_weight(5, 7, 16, (8, 8), FLOAT16, FLOAT32, 6) == 104897
+    assert vertex.block_grad_weight(5, 7, 16, (8, 8), HALF, FLOAT, 6) == 104897
 
 
-@pytest.mark.parametrize(("result", "cycles"), [(FLOAT32, 4728), (FLOAT16, 2712)])
+@pytest.mark.parametrize(("result", "cycles"), [(FLOAT, 4728), (HALF, 2712)])
 def test_reduce_1000_by_4(result, cycles):
-    partials, out = (FLOAT32, FLOAT16) if result is FLOAT32 else (FLOAT16, FLOAT16)
+    partials, out = (FLOAT, HALF) if result is FLOAT else (HALF, HALF)
     assert tile.reduce(1000, 4, partials, out, 6) == cycles
 
 
 def test_cast_1000():
-    assert tile.cast(1000, FLOAT32, FLOAT16, 6) == 660
+    assert tile.cast(1000, FLOAT, HALF, 6) == 660
 
 
 @pytest.mark.parametrize(("edge", "cycles"), [(4, 397), (8, 2449), (16, 5473)])
 def test_transpose_50_half_blocks(edge, cycles):
-    assert tile.transpose_blocks(50, edge, edge, FLOAT16, 6) == cycles
+    assert tile.transpose_blocks(50, edge, edge, HALF, 6) == cycles
 
 
 def test_rearrange_batch():
-    assert tile.rearrange_batch(10, 16, 32, FLOAT16, 6) == 2538
-    assert tile.rearrange_batch(10, 8, 32, FLOAT32, 6) == 2706
+    assert tile.rearrange_batch(10, 16, 32, HALF, 6) == 2538
+    assert tile.rearrange_batch(10, 8, 32, FLOAT, 6) == 2706
 
 
 AMP_GOLDEN = [
@@ -84,8 +84,8 @@ AMP_GOLDEN = [
 @pytest.mark.parametrize(("field", "half", "single"), AMP_GOLDEN)
 def test_dense_amp(field, half, single):
     sizes = (field, 16, 3)
-    by_half = dense.AMP(16, 16, 16), FLOAT16, FLOAT16
-    by_single = dense.AMP(16, 8, 16), FLOAT32, FLOAT32
+    by_half = dense.AMP(16, 16, 16), HALF, HALF
+    by_single = dense.AMP(16, 8, 16), FLOAT, FLOAT
     assert dense.amp(*sizes, *by_half, 6, 8) == half
     assert dense.amp(*sizes, *by_single, 6, 8) == single
     assert dense.amp(*sizes, *by_half, 6, 16) == half - 1536
@@ -95,13 +95,13 @@ def test_dense_amp(field, half, single):
 @pytest.mark.parametrize(
     ("dtype", "partials", "cycles"),
     [
-        (FLOAT16, FLOAT16, (4810, 10642, 33970)),
-        (FLOAT16, FLOAT32, (4020, 9204, 29940)),
-        (FLOAT32, FLOAT32, (7173, 17397, 58293)),
+        (HALF, HALF, (4810, 10642, 33970)),
+        (HALF, FLOAT, (4020, 9204, 29940)),
+        (FLOAT, FLOAT, (7173, 17397, 58293)),
     ],
 )
 def test_dense_hmac(dtype, partials, cycles):
-    kind = dense.HMAC(256, 2 if partials is FLOAT16 else 1)
+    kind = dense.HMAC(256, 2 if partials is HALF else 1)
     found = [
         int(dense.hmac(field, 2, 3, kind, dtype, partials, 6, zeroing=False))
         for field in (4, 16, 64)
@@ -109,9 +109,7 @@ def test_dense_hmac(dtype, partials, cycles):
     assert tuple(found) == cycles
 
 
-@pytest.mark.parametrize(
-    ("dtype", "joined", "split"), [(FLOAT16, 2361, 3264), (FLOAT32, 4377, 6144)]
-)
+@pytest.mark.parametrize(("dtype", "joined", "split"), [(HALF, 2361, 3264), (FLOAT, 4377, 6144)])
 def test_dense_reduce_768_by_8(dtype, joined, split):
     # A tile so small that the partials do not fit together takes the slower way.
     assert dense.reduce_stage(768, 8, dtype, dtype, 6, 638976) == joined
@@ -128,5 +126,5 @@ def test_dense_reduction_depths(depth, left):
 
 
 def test_dense_cast_1000():
-    assert tile.cast(1000, FLOAT16, FLOAT32, 6) == 660
-    assert tile.cast(1000, FLOAT16, FLOAT16, 6) == 408
+    assert tile.cast(1000, HALF, FLOAT, 6) == 660
+    assert tile.cast(1000, HALF, HALF, 6) == 408

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popsparse import dense
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.machine.target import Target
 from popsparse.planning.cycles import AMP
 from popsparse.planning.dense import Cut, least_cycles, price, tile_bytes
-from popsparse.planning.params import FLOAT16, FLOAT32, all_partitions, even_parts
+from popsparse.planning.params import all_partitions, even_parts
 
 
 def test_golden_plan():
@@ -63,8 +64,8 @@ def test_no_partition_beats_the_plan(m, k, n, dtype, tiles):
     """No split of the first vertex over (field, out, in) that fills its parts is faster."""
     target = Target(tiles=tiles)
     found = dense.plan(m, k, n, dtype, target)
-    kind = FLOAT16 if dtype == "float16" else FLOAT32
-    vertex = AMP(16, 16, 16) if kind is FLOAT16 else AMP(16, 8, 16)
+    kind = HALF if dtype == "float16" else FLOAT
+    vertex = AMP(16, 16, 16) if kind is HALF else AMP(16, 8, 16)
     sizes = (n, -(-m // vertex.out_channels), -(-k // vertex.in_channels))
     splits = all_partitions(tiles)
     filled = [even_parts(size, parts) == parts for size, parts in zip(sizes, splits, strict=True)]

@@ -102,7 +102,7 @@ def test_bad_input():
     slices = create_slice_tensor(graph, "float32", params, 3)
     with pytest.raises(ValueError, match="do_grad_w_pass=True"):
         embedding_update_add(graph, weights, slices, indices, 1.0, program, params)
-    with pytest.raises(ValueError, match="indices must be unsigned int"):
+    with pytest.raises(ValueError, match="indices must be uint32"):
         embedding_slice(graph, weights, slices, program, params)
     with pytest.raises(ValueError, match="num_indices must be an integer of at least 1"):
         create_indices_tensor(graph, params, 0)
@@ -112,7 +112,7 @@ def test_bad_input():
     options = {"do_grad_w_pass": True}
     trained = create_fully_connected_weights(graph, "float32", params, options)
     wrong = create_slice_tensor(graph, "float32", params, 2, options)
-    with pytest.raises(ValueError, match=r"slices must be float \[3, 8\]"):
+    with pytest.raises(ValueError, match=r"slices must be float32 \[3, 8\]"):
         embedding_update_add(graph, trained, wrong, indices, 1.0, program, params, options)
-    with pytest.raises(ValueError, match="scale must be a number or one half or float"):
+    with pytest.raises(ValueError, match="scale must be a number or one float16 or float32"):
         embedding_update_add(graph, trained, slices, indices, slices, program, params, options)

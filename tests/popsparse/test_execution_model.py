@@ -6,15 +6,10 @@ import torch
 
 from dynsparse.pattern import SparsePattern
 from popsparse import timing as execution_cycles
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as vertex_cycles
-from popsparse.planning.params import (
-    FLOAT16,
-    FLOAT32,
-    FullyConnectedParams,
-    MatmulParams,
-    SparsityParams,
-)
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 from popsparse.planning.search import make_plan, matmul_plan
 from popsparse.plans import predict, tile_memory
 
@@ -24,7 +19,7 @@ def pattern(size, density, edge=1, seed=0):
     return SparsePattern.random((size, size), density=density, block_size=edge, generator=generator)
 
 
-@pytest.mark.parametrize(("dtype", "exact"), [(FLOAT16, (4, 8)), (FLOAT32, (2, 4))])
+@pytest.mark.parametrize(("dtype", "exact"), [(HALF, (4, 8)), (FLOAT, (2, 4))])
 def test_special_batches_take_what_the_estimator_says(dtype, exact):
     for z in exact:
         kernel = execution_cycles.element_product(z, dtype)
@@ -34,21 +29,21 @@ def test_special_batches_take_what_the_estimator_says(dtype, exact):
 
 def test_general_batches_pay_for_each_vector():
     """Instructions counted by hand: 13 a row, 17 + 3 y for each 8, 11 + 2 y for 4 more."""
-    kernel = execution_cycles.element_product(28, FLOAT16)
+    kernel = execution_cycles.element_product(28, HALF)
     assert kernel.worker(2, 2 * 5) == 33 + 2 * (13 + 3 * (17 + 3 * 5) + 4 + 11 + 2 * 5)
-    kernel = execution_cycles.element_product(11, FLOAT16)
+    kernel = execution_cycles.element_product(11, HALF)
     assert kernel.worker(1, 6) == 33 + 13 + 17 + 3 * 6 + 4 + 1 + 3 * (10 + 2 * 6)
-    kernel = execution_cycles.element_product(14, FLOAT32)
+    kernel = execution_cycles.element_product(14, FLOAT)
     assert kernel.worker(1, 7) == 30 + 13 + 3 * (12 + 3 * 7) + 4 + 8 + 2 * 7
 
 
 def test_grad_input_kernels():
     """Own buckets: 13 + 3 y for each 8, 9 + 2 y for 4 more; shared ones: 9 + 2 + 5 z / 4 a turn."""
-    kernel = execution_cycles.element_product(28, FLOAT16, grad_input=True)
+    kernel = execution_cycles.element_product(28, HALF, grad_input=True)
     assert kernel.worker(1, 5) == 32 + 12 + 3 * (13 + 3 * 5) + 4 + 9 + 2 * 5
-    kernel = execution_cycles.element_transposed(64, FLOAT16)
+    kernel = execution_cycles.element_transposed(64, HALF)
     assert kernel.worker(3, 7) == 26 + 3 * 22 + 7 * (11 + 5 * 16)
-    kernel = execution_cycles.element_transposed(7, FLOAT32)
+    kernel = execution_cycles.element_transposed(7, FLOAT)
     assert kernel.worker(3, 7) == 23 + 3 * 24 + 7 * (10 + 3 * 3 + 4)
 
 
@@ -56,10 +51,10 @@ def test_grad_input_kernels():
 @pytest.mark.parametrize("edge", [4, 8, 16])
 @pytest.mark.parametrize("retain", [True, False])
 def test_block_kernel_is_linear(z, edge, retain):
-    kernel = execution_cycles.block_product(z, (edge, edge), FLOAT16, FLOAT16, 16, retain=retain)
+    kernel = execution_cycles.block_product(z, (edge, edge), HALF, HALF, 16, retain=retain)
     found = 6 * kernel.worker(3, 3 * 7) + kernel.supervisor
     found += 3 * kernel.by_row + 3 * 7 * kernel.by_each
-    sizes = ((edge, edge), FLOAT16, FLOAT16, 16, 6)
+    sizes = ((edge, edge), HALF, HALF, 16, 6)
     assert found == vertex_cycles.block_forward(3, 7, z, *sizes, retain=retain)
 
 
@@ -67,11 +62,11 @@ def test_half_with_float_partials_loads_twice():
     """16 x 16 blocks: 32 products a cycle with float32 partials, 64 with float16."""
 
     def rate(partials):
-        kernel = execution_cycles.block_product(6000, (16, 16), FLOAT16, partials, 16, retain=True)
+        kernel = execution_cycles.block_product(6000, (16, 16), HALF, partials, 16, retain=True)
         return 256 * 6000 / int(kernel.each)
 
-    assert rate(FLOAT32) == pytest.approx(32, rel=0.01)
-    assert rate(FLOAT16) == pytest.approx(64, rel=0.01)
+    assert rate(FLOAT) == pytest.approx(32, rel=0.01)
+    assert rate(HALF) == pytest.approx(64, rel=0.01)
 
 
 @pytest.mark.parametrize(("bytes_", "cycles"), [(0, 72), (8, 78), (48, 78), (49, 84)])

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.planning.cycles import kernel_edge
 from popsparse.planning.options import Options, PlanConstraints
 from popsparse.planning.params import (
-    FLOAT16,
-    FLOAT32,
     FullyConnectedParams,
     MatmulParams,
     SparsityParams,
@@ -51,12 +50,12 @@ def test_block_sparsity_by_one_number():
     [(16, 16, 8), (12, 4, 4), (32, 16, 8), (8, 8, 8), (4, 4, 4), (2, 2, 2), (1, 1, 1)],
 )
 def test_planned_block(block, half, single):
-    assert block_for_plan((block, block), FLOAT16) == (half, half)
-    assert block_for_plan((block, block), FLOAT32) == (single, single)
+    assert block_for_plan((block, block), HALF) == (half, half)
+    assert block_for_plan((block, block), FLOAT) == (single, single)
 
 
 def test_planned_block_keeps_oblong_blocks():
-    assert block_for_plan((8, 16), FLOAT16) == (8, 16)
+    assert block_for_plan((8, 16), HALF) == (8, 16)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +63,8 @@ def test_planned_block_keeps_oblong_blocks():
     [((4, 4), 4, 4), ((2, 2), 4, 4), ((4, 8), 8, 8), ((16, 16), 16, 8), ((32, 32), 16, 8)],
 )
 def test_kernel_that_holds_a_block(block, half, single):
-    assert kernel_edge(block, FLOAT16) == half
-    assert kernel_edge(block, FLOAT32) == single
+    assert kernel_edge(block, HALF) == half
+    assert kernel_edge(block, FLOAT) == single
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half", None, True])
@@ -102,9 +101,9 @@ def test_bad_sparsity():
 
 @pytest.mark.parametrize("value", ["half", "float16", torch.float16, np.float16, np.dtype("f2")])
 def test_data_types(value):
-    assert data_type(value) is FLOAT16
-    assert FLOAT16.vector_width == 4
-    assert FLOAT32.vector_width == 2
+    assert data_type(value) is HALF
+    assert HALF.vector_width == 4
+    assert FLOAT.vector_width == 2
 
 
 def test_unknown_data_type():
@@ -116,7 +115,7 @@ def test_option_defaults():
     options = Options()
     assert options.available_memory_proportion == 0.6
     assert options.meta_info_bucket_oversize_proportion == 0.3
-    assert options.partials_type is FLOAT32
+    assert options.partials_type is FLOAT
     assert options.shared_buckets
     assert options.optimise_for_speed
     assert not options.do_grad_a_pass
@@ -147,9 +146,9 @@ def test_bad_option_values(name, value):
 
 def test_partials_are_repaired():
     half = Options(partials_type="half")
-    assert half.repaired(FLOAT16, is_element=False).partials_type is FLOAT16
-    assert half.repaired(FLOAT16, is_element=True).partials_type is FLOAT32
-    assert half.repaired(FLOAT32, is_element=False).partials_type is FLOAT32
+    assert half.repaired(HALF, is_element=False).partials_type is HALF
+    assert half.repaired(HALF, is_element=True).partials_type is FLOAT
+    assert half.repaired(FLOAT, is_element=False).partials_type is FLOAT
 
 
 def test_constraints_are_read():

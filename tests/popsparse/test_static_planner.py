@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.planning import static as static_cycles
-from popsparse.planning.params import FLOAT16, FLOAT32
 from popsparse.planning.static_layout import (
     Interval,
     column_bands,
@@ -34,27 +34,27 @@ def random_pattern(rows, columns, density, block=1, seed=0):
 
 def test_element_cycles():
     # Two rows of 5 elements in all: 31 + 2 x 7 + (5 - 2) x 2.
-    assert static_cycles.element_product(2, 5, 4, FLOAT16) == 51
+    assert static_cycles.element_product(2, 5, 4, HALF) == 51
     # One row of 3, n = 20: 33 + 11 + 2 x (14 + 3 x 2) + 9 + 2 x 2.
-    assert static_cycles.element_product(1, 3, 20, FLOAT16) == 97
+    assert static_cycles.element_product(1, 3, 20, HALF) == 97
     # Two rows of 3, n = 6: 31 + 2 x (12 + (10 + 3 x 2) + (10 + 2 x 2)).
-    assert static_cycles.element_product(2, 6, 6, FLOAT32) == 115
+    assert static_cycles.element_product(2, 6, 6, FLOAT) == 115
 
 
 def test_block_cycles():
     # 24 columns are 4 a worker: 30 + 13 x 6 + 2 x (6 + 17) + 3 x (16 + 64 + (19 + 4 x 3) x 6).
-    assert static_cycles.block_product(2, 3, 24, 16, FLOAT16, 6) == 952
+    assert static_cycles.block_product(2, 3, 24, 16, HALF, 6) == 952
     # A 4 x 4 float32 block, one column a worker: 30 + 13 x 6 + (6 + 17) + 16 + 8 + 12 x 6.
-    assert static_cycles.block_product(1, 1, 6, 4, FLOAT32, 6) == 227
+    assert static_cycles.block_product(1, 1, 6, 4, FLOAT, 6) == 227
 
 
 def test_reduce_and_zero_cycles():
     # 100 results of depth 3, 17 a worker in 3 vectors: 6 x (16 + 3 x (6 + 2 + 8)).
-    assert static_cycles.reduce(18, 54, FLOAT16, 6) == 384
+    assert static_cycles.reduce(18, 54, HALF, 6) == 384
     # 2 x 8 x 10 floats are 80 words, 14 a worker: 6 x (12 + 14).
-    assert static_cycles.zero(2, 10, 8, FLOAT32, 6) == 156
-    assert static_cycles.zero(2, 10, 8, FLOAT16, 6) == 0
-    assert static_cycles.zero(2, 10, 4, FLOAT32, 6) == 0
+    assert static_cycles.zero(2, 10, 8, FLOAT, 6) == 156
+    assert static_cycles.zero(2, 10, 8, HALF, 6) == 0
+    assert static_cycles.zero(2, 10, 4, FLOAT, 6) == 0
 
 
 def test_bands_and_tiles():

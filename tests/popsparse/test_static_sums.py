@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Target
+from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.measure import run_plans
-from popsparse.planning.params import FLOAT16, FLOAT32
 from popsparse.planning.static_layout import vertex_cycles
 from popsparse.static_timing import code_bytes, exchange_code
 
@@ -25,10 +25,10 @@ def test_vertices_by_hand():
     """Strided: 15, and 13 + depth for each four halves (10 + depth for each two floats). A width
     of three floats: 57 and 4 of checks, 11 + 19 a partial for no pair of vectors; then the last
     two, 9 + 16, and one, 7 + 16."""
-    assert vertex_cycles(16, 5, FLOAT16) == 15 + 4 * (13 + 5)
-    assert vertex_cycles(8, 2, FLOAT32) == 15 + 4 * (10 + 2)
-    assert vertex_cycles(3, 5, FLOAT32) == 61 + (9 + 16 * 5) + (7 + 16 * 5)
-    assert vertex_cycles(12, 3, FLOAT16) == 63 + (15 + 19 * 3) + (13 + 16 * 3)
+    assert vertex_cycles(16, 5, HALF) == 15 + 4 * (13 + 5)
+    assert vertex_cycles(8, 2, FLOAT) == 15 + 4 * (10 + 2)
+    assert vertex_cycles(3, 5, FLOAT) == 61 + (9 + 16 * 5) + (7 + 16 * 5)
+    assert vertex_cycles(12, 3, HALF) == 63 + (15 + 19 * 3) + (13 + 16 * 3)
 
 
 def test_few_outputs_stay_at_home_and_many_do_not():

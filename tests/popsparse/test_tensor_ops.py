@@ -142,8 +142,8 @@ def test_bad_input():
             make()
     for make, line in (
         (lambda: elementwise(graph, "add", [x, "1"], program), "tensors or numbers"),
-        (lambda: elementwise(graph, "exp", [whole], program), "half or float, got int"),
-        (lambda: matmul(graph, x, y.transpose(), program), "both be half or both float"),
+        (lambda: elementwise(graph, "exp", [whole], program), "float16 or float32, got int32"),
+        (lambda: matmul(graph, x, y.transpose(), program), "both be float16 or both float32"),
     ):
         with pytest.raises(TypeError, match=line):
             make()

@@ -31,8 +31,9 @@ from dynsparse._core.checks import (
 )
 from dynsparse.pattern import SparsePattern
 from popsparse.machine import Target
+from popsparse.machine.dtypes import FLOAT, HALF, DType
 from popsparse.planning.options import Options
-from popsparse.planning.params import FLOAT16, FLOAT32, DataType, data_type
+from popsparse.planning.params import data_type
 
 _RATIO = 0.2
 
@@ -90,9 +91,9 @@ class MatmulParams:
     block_size: tuple[int, int, int]
     mask: np.ndarray
     transposed: bool
-    dtype: DataType
-    out_dtype: DataType
-    partials_type: DataType
+    dtype: DType
+    out_dtype: DType
+    partials_type: DType
     subblock_mask: str
     groups: int
 
@@ -169,8 +170,8 @@ class MatmulParams:
             if size % block:
                 raise ValueError(f"{name} must be a multiple of its block {block}, got {size}")
         data = data_type(dtype)
-        partials = FLOAT32 if partials_type is None else data_type(partials_type, "partials_type")
-        if data is FLOAT32 and partials is FLOAT16:
+        partials = FLOAT if partials_type is None else data_type(partials_type, "partials_type")
+        if data is FLOAT and partials is HALF:
             raise ValueError("float32 operands need float32 partial sums, got float16")
         out = data if out_dtype is None else data_type(out_dtype, "out_dtype")
         grid = [size // block for size, block in zip(sizes, blocks, strict=True)]

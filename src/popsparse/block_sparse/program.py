@@ -26,18 +26,18 @@ from popsparse.machine import (
     Sequence,
     Tensor,
     VertexView,
-    as_dtype,
 )
+from popsparse.machine.dtypes import FLOAT
 from popsparse.machine.intervals import Runs
 from popsparse.planning.cycles import AMP, amp, transpose_blocks
 from popsparse.planning.cycles import reduce as reduce_cycles
-from popsparse.planning.params import FLOAT32, DataType, ceil_div
+from popsparse.planning.params import ceil_div
 from popsparse.programs.layout import execute
 
 Spent = Callable[[VertexView], Any]
 
 
-def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DataType) -> Codelet:
+def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DType) -> Codelet:
     """Blocks [rows, cols] of a tile, `counts` of them, to [cols, rows]."""
 
     def compute(v: VertexView) -> None:
@@ -51,19 +51,19 @@ def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DataType) -> Code
     return Codelet("block transpose", {"src": In(), "out": Out()}, compute, spent, "supervisor")
 
 
-def _units(dtype: DataType, partials: DataType) -> AMP:
+def _units(dtype: DType, partials: DType) -> AMP:
     """The matrix units as a dense product of these types finds them."""
-    if dtype is FLOAT32:
+    if dtype is FLOAT:
         return AMP(8, 8, 8)
-    return AMP(8, 16, 8) if partials is FLOAT32 else AMP(16, 16, 16)
+    return AMP(8, 16, 8) if partials is FLOAT else AMP(16, 16, 16)
 
 
 def multiply(
     tile_of: np.ndarray,
     products: np.ndarray,
     block_size: tuple[int, int, int],
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
 ) -> Codelet:
     """The pieces of each tile: sums of products of blocks a [bm, bk] and b [bn, bk].
 
@@ -100,8 +100,8 @@ def reduce(
     tile_of: np.ndarray,
     depth: np.ndarray,
     area: int,
-    partials: DataType,
-    result: DataType,
+    partials: DType,
+    result: DType,
     mask: np.ndarray | None,
 ) -> Codelet:
     """The blocks of the result of each tile, from their partial sums, one after the other.
@@ -135,7 +135,7 @@ def reduce(
 
 
 def elementwise_cycles(
-    elements: Any, dtype: DataType, workers: int, *, vector: int = 1, single: int = 0
+    elements: Any, dtype: DType, workers: int, *, vector: int = 1, single: int = 0
 ) -> Any:
     """A tile's cycles for element-wise operations: so many that work on vectors, by section 7.3 of
     docs/popsparse-formulas.md, and so many that do not."""
@@ -169,7 +169,7 @@ class _Product:
     def __init__(self, graph: Graph, plan: BlockSparsePlan, name: str) -> None:
         self.graph, self.plan, self.name = graph, plan, name
         self.params, self.pieces = plan.params, plan.pieces
-        self.dtype = as_dtype(self.params.dtype.name)
+        self.dtype = self.params.dtype
 
     def stretches(self, dtype: DType, what: str, tiles: np.ndarray, each: int) -> Tensor:
         """A variable [.., each] of blocks, each on its tile."""
@@ -194,7 +194,7 @@ class _Product:
         """
         steps = Sequence(name=self.name)
         program.add(steps)
-        count, kind = len(self.pieces.products.row), as_dtype(self.params.partials_type.name)
+        count, kind = len(self.pieces.products.row), self.params.partials_type
         area = self.params.block_size[0] * self.params.block_size[2]
         out = self._results(count, area)
         partials = self.stretches(kind, "partials", self.pieces.tile, area)
@@ -209,7 +209,7 @@ class _Product:
         """Where the result is: each block on the tile of its first piece."""
         home = np.full(count, -1)
         home[self.pieces.result[::-1]] = self.pieces.tile[::-1]
-        dtype = as_dtype(self.params.out_dtype.name)
+        dtype = self.params.out_dtype
         return add_blocks(self.graph, dtype, home, (area,), f"{self.name} result")
 
     def _multiply(
@@ -356,7 +356,7 @@ def _add_operand(
     home = np.full(count, -1)
     read = getattr(pieces.products, which)[pieces.chosen]
     home[read[::-1]] = np.repeat(pieces.tile, np.diff(pieces.first))[::-1]
-    return add_blocks(graph, as_dtype(plan.params.dtype.name), home, shape, name)
+    return add_blocks(graph, plan.params.dtype, home, shape, name)
 
 
 def create_matmul_lhs(
@@ -439,7 +439,7 @@ def _expect(tensor: Any, shape: list[int], params: MatmulParams, what: str) -> N
     check_kind(what, tensor, Tensor, "a Tensor of a graph")
     if list(tensor.shape) != shape:
         raise ValueError(f"{what} must have the shape {shape}, got {list(tensor.shape)}")
-    if tensor.dtype != as_dtype(params.dtype.name):
+    if tensor.dtype != params.dtype:
         raise TypeError(
             f"{what} must be {params.dtype.name} as the parameters say, got {tensor.dtype.name}"
         )

@@ -31,7 +31,7 @@ from popsparse.machine import (
     VertexView,
 )
 from popsparse.planning.cycles import reduce as reduce_cycles
-from popsparse.planning.params import FLOAT32, ceil_div, data_type
+from popsparse.planning.params import ceil_div, data_type
 from popsparse.programs.layout import execute
 
 
@@ -238,7 +238,7 @@ class _Rows:
         def spent(v: VertexView) -> Any:
             rows = self.rows_of
             depth = ceil_div(np.diff(self.held), np.maximum(rows, 1))
-            return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
+            return reduce_cycles(rows, depth, FLOAT, FLOAT, v.target.workers)
 
         return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
 

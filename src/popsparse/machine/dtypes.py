@@ -8,16 +8,26 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DType:
-    """An element type. `size` in bytes; `numpy` is how the simulation stores it."""
+    """An element type; `numpy` is how the simulation stores it."""
 
-    name: str
     numpy: np.dtype
 
     @property
+    def name(self) -> str:
+        """NumPy's, such as "float16"."""
+        return self.numpy.name
+
+    @property
     def size(self) -> int:
+        """Bytes of an element."""
         return self.numpy.itemsize
+
+    @property
+    def vector_width(self) -> int:
+        """Elements of 64 bits, what a tile of an IPU loads in a cycle."""
+        return 8 // self.size
 
     @property
     def is_floating(self) -> bool:
@@ -36,29 +46,31 @@ class DType:
         return self.name
 
 
-HALF = DType("half", np.dtype(np.float16))
-"""IEEE half precision, 2 bytes."""
-FLOAT = DType("float", np.dtype(np.float32))
-"""IEEE single precision, 4 bytes."""
-INT = DType("int", np.dtype(np.int32))
-"""Signed, 4 bytes."""
-UNSIGNED_INT = DType("unsigned int", np.dtype(np.uint32))
-"""Unsigned, 4 bytes."""
-SHORT = DType("short", np.dtype(np.int16))
-"""Signed, 2 bytes."""
-UNSIGNED_SHORT = DType("unsigned short", np.dtype(np.uint16))
-"""Unsigned, 2 bytes."""
-UNSIGNED_CHAR = DType("unsigned char", np.dtype(np.uint8))
-"""Unsigned, 1 byte."""
-BOOL = DType("bool", np.dtype(np.bool_))
-"""True or false, 1 byte."""
+HALF = DType(np.dtype(np.float16))
+FLOAT = DType(np.dtype(np.float32))
+INT = DType(np.dtype(np.int32))
+UNSIGNED_INT = DType(np.dtype(np.uint32))
+SHORT = DType(np.dtype(np.int16))
+UNSIGNED_SHORT = DType(np.dtype(np.uint16))
+UNSIGNED_CHAR = DType(np.dtype(np.uint8))
+BOOL = DType(np.dtype(np.bool_))
 
-_ALL = (HALF, FLOAT, INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT, UNSIGNED_CHAR, BOOL)
-_BY_NAME = {t.name: t for t in _ALL} | {t.numpy.name: t for t in _ALL}
+_POPLAR = {
+    "half": HALF,
+    "float": FLOAT,
+    "int": INT,
+    "unsigned int": UNSIGNED_INT,
+    "short": SHORT,
+    "unsigned short": UNSIGNED_SHORT,
+    "unsigned char": UNSIGNED_CHAR,
+    "bool": BOOL,
+}
+_BY_NAME = {t.name: t for t in _POPLAR.values()} | _POPLAR
 
 
 def as_dtype(value: Any) -> DType:
-    """The element type meant by a `DType`, a name, or a NumPy or torch dtype.
+    """The element type meant by a `DType`, NumPy's or Poplar's name ("float16", "half"), or a NumPy
+    or torch dtype.
 
     Raises:
         TypeError: a type the machine does not have.
@@ -70,7 +82,7 @@ def as_dtype(value: Any) -> DType:
     else:
         dtype = _BY_NAME.get(np.dtype(value).name) if issubclass(value, np.generic) else None
     if dtype is None:
-        names = ", ".join(t.name for t in _ALL)
+        names = ", ".join(t.name for t in _POPLAR.values())
         raise TypeError(f"expected an element type ({names}), got {value!r}")
     return dtype
 

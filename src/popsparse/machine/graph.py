@@ -34,7 +34,7 @@ Callers = tuple[tuple[CodeType, int], ...]
 _MACHINE = str(Path(__file__).parent)
 _SOURCE = Path(__file__).parents[2]
 _PACKAGES = tuple(str(_SOURCE / name) for name in ("popsparse", "dynsparse"))
-_CHECKS = str(_SOURCE / "dynsparse" / "checks.py")
+_CHECKS = str(_SOURCE / "dynsparse" / "_core" / "checks.py")
 _NEAREST = 2
 
 

@@ -335,11 +335,11 @@ class Target:
         return self.data_path_bits // (8 * as_dtype(dtype).size)
 
     def conv_units(self, inputs: Any, partials: Any) -> int:
-        """Matrix units usable for these types (half or float): 16, 8 for half to float."""
+        """Matrix units usable for these types: 16, of float16 to float32 8."""
         pair = (as_dtype(inputs), as_dtype(partials))
         if pair not in _CONV_UNITS:
             raise ValueError(
-                f"matrix units take half to half, half to float and float to float, "
+                f"matrix units take float16 to float16, float16 to float32 and float32 to float32, "
                 f"got {pair[0].name} to {pair[1].name}"
             )
         return _CONV_UNITS[pair]

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import bdtrc
 
+from popsparse.machine.dtypes import DType
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import LOOP_CONTROL, LOOP_STEPS, ExchangeCost, grid_splits
 from popsparse.planning.options import Options
@@ -30,7 +31,6 @@ from popsparse.planning.params import (
     GRAD_W_WORKER,
     ROW_ENTRY,
     WORD_LIMIT,
-    DataType,
     FullyConnectedParams,
     all_partitions,
     block_for_plan,
@@ -47,7 +47,7 @@ class SearchSpace:
 
     params: FullyConnectedParams
     options: Options
-    dtype: DataType
+    dtype: DType
     target: Any
     method: Method
 
@@ -140,7 +140,7 @@ def _round_half_up(value: Any) -> Ints:
 
 
 def groups_per_bucket(
-    groups: int, tiles: Ints, oversize: float, area: int, dtype: DataType, exchange_bytes: float
+    groups: int, tiles: Ints, oversize: float, area: int, dtype: DType, exchange_bytes: float
 ) -> Ints:
     """Elements or blocks a bucket has room for, when `groups` of them are spread over `tiles`."""
     perfect = -(-groups // np.asarray(tiles))
@@ -149,7 +149,7 @@ def groups_per_bucket(
     return align_up(_round_half_up(perfect * (1 + oversize)), grain)
 
 
-def value_elements(groups: Ints, area: int, partials: DataType, *, grad_weight: bool) -> Ints:
+def value_elements(groups: Ints, area: int, partials: DType, *, grad_weight: bool) -> Ints:
     """Values of a bucket; a multiple of 64 bits of partials where grad_weight uses them as such."""
     return align_up(groups * area, 8 // partials.size if grad_weight else 1)
 

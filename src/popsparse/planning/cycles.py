@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from popsparse.planning.params import DataType, ceil_div
+from popsparse.machine.dtypes import DType
+from popsparse.planning.params import ceil_div
 
 CONTROL_INSTRUCTIONS = 20
 """Worker instructions of a vertex that reads, computes and writes one number. 10 to 40."""
@@ -68,14 +69,14 @@ def clear_memory(size: Ints, workers: int) -> Ints:
     return workers * (12 + ceil_div(words, workers))
 
 
-def cast(elements: Ints, source: DataType, result: DataType, workers: int) -> Ints:
+def cast(elements: Ints, source: DType, result: DType, workers: int) -> Ints:
     """Converting `elements` numbers."""
     share = ceil_div(elements, workers)
     slowest = min(source.vector_width, result.vector_width)
     return workers * (26 + ceil_div(share, slowest))
 
 
-def reduce(outputs: Ints, depth: Ints, partials: DataType, result: DataType, workers: int) -> Ints:
+def reduce(outputs: Ints, depth: Ints, partials: DType, result: DType, workers: int) -> Ints:
     """Adding `depth` partials into each of `outputs` results."""
     width = 2 * partials.vector_width
     outputs, depth = np.asarray(outputs), np.asarray(depth)
@@ -90,7 +91,7 @@ def reduce(outputs: Ints, depth: Ints, partials: DataType, result: DataType, wor
     return workers * (32 + remainder + share * (3 * depth + store))
 
 
-def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DataType, workers: int) -> Ints:
+def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DType, workers: int) -> Ints:
     """Transposing `count` blocks of rows x columns."""
     grain = dtype.vector_width
     per_grain = 3 if dtype.size == 4 else 4
@@ -105,7 +106,7 @@ def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DataType, work
     return 7 + workers * work
 
 
-def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DataType, workers: int) -> Ints:
+def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DType, workers: int) -> Ints:
     """Bringing a dense operand into the order in which grad_weight's matrix units read it."""
     steps = np.asarray(z) // (32 // dtype.size)
     inner = 12 * edge // 2 if dtype.size == 4 else 23 * edge // 4
@@ -122,7 +123,7 @@ def by_z(z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...])
     ]
 
 
-def _rows(x: Ints, y: Ints, z: Ints, dtype: DataType, constants: dict[str, Any]) -> Ints:
+def _rows(x: Ints, y: Ints, z: Ints, dtype: DType, constants: dict[str, Any]) -> Ints:
     """Worker cycles of the element kernels of forward and grad_input over all rows."""
     single, first, last = constants["z"], constants["first"], constants["last"]
     if dtype.size == 4:
@@ -160,7 +161,7 @@ GRAD_INPUT_ROWS: dict[int, dict[str, Any]] = {
 
 
 def element_forward(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, buckets: Ints = 1
+    x: Ints, y: Ints, z: Ints, dtype: DType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """Forward of unstructured sparsity: vectors of the batch, one non-zero after another."""
     work = _rows(x, y, z, dtype, FORWARD_ROWS[dtype.size])
@@ -168,7 +169,7 @@ def element_forward(
 
 
 def element_grad_input(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, buckets: Ints = 1
+    x: Ints, y: Ints, z: Ints, dtype: DType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """grad_input from buckets of its own."""
     work = _rows(x, y, z, dtype, GRAD_INPUT_ROWS[dtype.size])
@@ -176,7 +177,7 @@ def element_grad_input(
 
 
 def element_transposed(
-    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, buckets: Ints = 1
+    x: Ints, y: Ints, z: Ints, dtype: DType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """grad_input from the forward buckets. The non-zeros of a row are shared among the workers."""
     share = -(-np.asarray(y) // workers)
@@ -195,7 +196,7 @@ def element_transposed(
     return workers * (start + x * (per_row + per_z)) + 30 + 112 * buckets
 
 
-def element_grad_weight(x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int) -> Ints:
+def element_grad_weight(x: Ints, y: Ints, z: Ints, dtype: DType, workers: int) -> Ints:
     """grad_weight: a dot product over the batch for each non-zero."""
     if dtype.size == 4:
         start, per_row, per_y = by_z(
@@ -222,7 +223,7 @@ _BLOCK = {
 }
 
 
-def kernel_edge(block: tuple[int, int], dtype: DataType) -> int:
+def kernel_edge(block: tuple[int, int], dtype: DType) -> int:
     """Edge of the smallest square kernel that holds the block (the largest one if none does).
 
     The kernels take square blocks of 4 and 8, for float16 also of 16. Other blocks have none, yet
@@ -237,8 +238,8 @@ def block_forward(
     y: Ints,
     z: Ints,
     block: tuple[int, int],
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     conv_units: int,
     workers: int,
     buckets: Ints = 1,
@@ -282,8 +283,8 @@ def block_grad_weight(
     y: Ints,
     z: Ints,
     block: tuple[int, int],
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     workers: int,
 ) -> Ints:
     """grad_weight of blocks without the matrix units; any batch."""
@@ -311,8 +312,8 @@ def block_grad_weight_amp(
     y: Ints,
     z: Ints,
     block: tuple[int, int],
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     workers: int,
 ) -> Ints:
     """grad_weight of blocks in the matrix units: all workers on each block, 16 or 8 of the batch
@@ -476,9 +477,7 @@ class HMAC:
         return f"hmac {self.in_channels}x{self.out_channels}"
 
 
-def _amp_call(
-    elements: Ints, kind: AMP, dtype: DataType, partials: DataType, *, first: bool
-) -> Ints:
+def _amp_call(elements: Ints, kind: AMP, dtype: DType, partials: DType, *, first: bool) -> Ints:
     """One worker's share of one coefficient block; `first`: partials are written, not added to."""
     e = np.asarray(elements)
     long = np.maximum(e - 3, 0)
@@ -503,8 +502,8 @@ def amp(
     in_groups: Ints,
     out_groups: Ints,
     kind: AMP,
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     workers: int,
     load_bytes: int,
 ) -> Ints:
@@ -532,8 +531,8 @@ def hmac(
     in_groups: Ints,
     out_groups: Ints,
     kind: HMAC,
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     workers: int,
     *,
     zeroing: bool = True,
@@ -580,8 +579,8 @@ def reduction_depths(depth: int) -> tuple[int, ...]:
 def reduce_stage(
     outputs: Ints,
     depth: Ints,
-    partials: DataType,
-    result: DataType,
+    partials: DType,
+    result: DType,
     workers: int,
     tile_bytes: int,
 ) -> Ints:
@@ -596,22 +595,22 @@ def reduce_stage(
     return np.where((outputs % width == 0) & fits, joined, split)
 
 
-def dynamic_slice(elements: Ints, dtype: DataType, workers: int) -> Ints:
+def dynamic_slice(elements: Ints, dtype: DType, workers: int) -> Ints:
     """Taking or writing back a slice of so many elements on each tile."""
     return 25 + workers * (63 + 2 * (ceil_div(elements, workers) // dtype.vector_width))
 
 
-def add_in_place(elements: Ints, dtype: DataType, workers: int) -> Ints:
+def add_in_place(elements: Ints, dtype: DType, workers: int) -> Ints:
     """Adding so many elements to what earlier steps made."""
     return 11 + workers * (58 + 3 * ceil_div(ceil_div(elements, workers), dtype.vector_width))
 
 
-def rearrange(held: Ints, dtype: DataType, copy_bytes: int, *, odd: bool) -> Ints:
+def rearrange(held: Ints, dtype: DType, copy_bytes: int, *, odd: bool) -> Ints:
     """Bringing the `held` bytes on a tile into groups of channels, one element at a time; `odd`:
     the channels do not fill vectors."""
     return ceil_div(5 * held, (3 if odd else 4) * min(copy_bytes, dtype.size))
 
 
-def regroup(held: Ints, kind: AMP | HMAC, dtype: DataType, copy_bytes: int) -> Ints:
+def regroup(held: Ints, kind: AMP | HMAC, dtype: DType, copy_bytes: int) -> Ints:
     """Bringing `held` bytes from the vertex's groups of out-channels into those of the result."""
     return ceil_div(5 * held, 4 * min(copy_bytes, kind.out_channels * dtype.size))

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynsparse._core.checks import check_integer, check_within, typed
+from popsparse.machine.dtypes import DType
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (
@@ -41,7 +42,6 @@ from popsparse.planning.cycles import (
 )
 from popsparse.planning.options import Options, Update
 from popsparse.planning.params import (
-    DataType,
     FullyConnectedParams,
     all_partitions,
     ceil_div,
@@ -87,7 +87,7 @@ class Terms:
     allowed: Array
 
 
-def tile_bytes(cut: Cut, dtype: DataType, partials: DataType) -> Array:
+def tile_bytes(cut: Cut, dtype: DType, partials: DType) -> Array:
     """Operands and partials of one vertex: no partition needs less temporary memory."""
     streamed, held, results = _sizes(cut)[3:]
     return (held + streamed) * dtype.size + results * partials.size
@@ -105,7 +105,7 @@ def _sizes(cut: Cut) -> tuple[Array, ...]:
     return ft, ig, og, streamed, held, ft * og * kind.out_channels
 
 
-def least_cycles(cut: Cut, dtype: DataType, target: Any) -> Array:
+def least_cycles(cut: Cut, dtype: DType, target: Any) -> Array:
     """What each partition cannot beat: the peak rate, and the rearrangement of operands."""
     kind = cut.kind
     peak = kind.units * 8 // dtype.size if isinstance(kind, AMP) else dtype.vector_width
@@ -119,14 +119,14 @@ def least_cycles(cut: Cut, dtype: DataType, target: Any) -> Array:
     return bound
 
 
-def _transform(elements: int, tiles: Array, dtype: DataType, copy_bytes: int, *, odd: bool) -> Any:
+def _transform(elements: int, tiles: Array, dtype: DType, copy_bytes: int, *, odd: bool) -> Any:
     """Bytes a tile holds of an operand to be rearranged, and the cycles of copying them."""
     held = -(-elements * dtype.size // tiles)
     return held, rearrange(held, dtype, copy_bytes, odd=odd)
 
 
 def _reduction(
-    parts: Array, depth: Array, partials: DataType, result: DataType, target: Any
+    parts: Array, depth: Array, partials: DType, result: DType, target: Any
 ) -> tuple[Array, Array, Array]:
     """Compute cycles, exchange cycles of the later stages and the number of stages."""
     compute, moved, stages = (np.zeros_like(parts) for _ in range(3))
@@ -151,7 +151,7 @@ def _reduction(
     return compute, moved, stages
 
 
-def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
+def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     """Price every partition of a cut. Nothing overlaps; synchronisation is not a term."""
     f, o, i = cut.partitions
     kind, serial = cut.kind, cut.serial
@@ -256,8 +256,8 @@ class DensePlan:
     m: int
     k: int
     n: int
-    dtype: DataType
-    partials: DataType
+    dtype: DType
+    partials: DType
     swapped: bool
     vertex: AMP | HMAC
     field: int
@@ -367,7 +367,7 @@ def plan(
 
 @lru_cache(maxsize=512)
 def _plan(
-    m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any, share: float
+    m: int, k: int, n: int, dtype: DType, partials: DType, target: Any, share: float
 ) -> DensePlan:
     resident = ceil_div((m * k + k * n + m * n) * dtype.size, target.tiles)
     # Before the search, which takes longer for larger products.
@@ -388,7 +388,7 @@ def _plan(
     return best
 
 
-def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:
+def _amp_kinds(dtype: DType, partials: DType, target: Any) -> list[AMP]:
     available = target.conv_units(dtype, partials)
     if dtype.size == 4:
         return [AMP(units, 8, units) for units in (16, 8) if units <= available]
@@ -397,7 +397,7 @@ def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:
     return [AMP(units, 16, units) for units in (16, 8) if units <= available]
 
 
-def _hmac_kinds(channels: int, dtype: DataType, partials: DataType) -> list[HMAC]:
+def _hmac_kinds(channels: int, dtype: DType, partials: DType) -> list[HMAC]:
     step = 4 // dtype.size  # Half channels come in pairs.
     sizes = {ceil_div(channels, size): size for size in range(channels + step, step - 1, -step)}
     return [HMAC(size, 2 if partials.size == 2 else 1) for size in sizes.values()]
@@ -436,8 +436,8 @@ def _search(
     m: int,
     k: int,
     n: int,
-    dtype: DataType,
-    partials: DataType,
+    dtype: DType,
+    partials: DType,
     target: Target,
     share: float,
     resident: int,

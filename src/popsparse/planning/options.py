@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from dynsparse._core.checks import check_choice, check_flag, check_integer, check_within
-from popsparse.planning.params import DataType, data_type
+from popsparse.machine.dtypes import DType
+from popsparse.planning.params import data_type
 
 Parsed = TypeVar("Parsed")
 
@@ -245,7 +246,7 @@ class Options:
                 raise _unknown(name, known, f"option of a {product} product")
         return options
 
-    def repaired(self, dtype: DataType, is_element: bool) -> Options:
+    def repaired(self, dtype: DType, is_element: bool) -> Options:
         """The options as carried out: partials no narrower than the data, float32 for elements."""
         if is_element or self.partials_type.size < dtype.size:
             return replace(self, partials_type=data_type("float32"))

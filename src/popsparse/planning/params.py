@@ -1,4 +1,4 @@
-"""What a product is: data types, sizes and their division into parts.
+"""What a product is: its type, sizes and their division into parts.
 
 Names and meaning follow PopSparse's `FullyConnectedParams` and its two `MatMulParams`.
 """
@@ -14,43 +14,24 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dynsparse._core.checks import check_integer, check_sizes, check_within
+from popsparse.machine.dtypes import FLOAT, HALF, DType, as_dtype
 
 Params = TypeVar("Params")
 
 
-@dataclass(frozen=True)
-class DataType:
-    """A floating-point format. `size` in bytes, `vector_width` in elements of the 64-bit path."""
-
-    name: str
-    size: int
-
-    @property
-    def vector_width(self) -> int:
-        return 8 // self.size
-
-    def __str__(self) -> str:
-        return self.name
-
-
-FLOAT16 = DataType("float16", 2)
-FLOAT32 = DataType("float32", 4)
-_NAMES = {"float16": FLOAT16, "half": FLOAT16, "float32": FLOAT32, "float": FLOAT32}
-
-
-def data_type(value: Any, what: str = "dtype") -> DataType:
-    """The `DataType` meant by a name ("float16", "half", ...), a torch or a NumPy dtype.
+def data_type(value: Any, what: str = "dtype") -> DType:
+    """float16 or float32, as `machine.as_dtype` finds it.
 
     Raises:
         ValueError: any other type.
     """
-    if isinstance(value, DataType):
-        return value
-    name = getattr(value, "__name__", None) or str(value)
     try:
-        return _NAMES[name.removeprefix("torch.")]
-    except KeyError:
-        raise ValueError(f"{what} must be float16 or float32, got {value!r}") from None
+        dtype = as_dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype not in (HALF, FLOAT):
+        raise ValueError(f"{what} must be float16 or float32, got {value!r}")
+    return dtype
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -123,7 +104,7 @@ class SparsityParams:
         return self.block_dimensions[0] * self.block_dimensions[1]
 
 
-def block_for_plan(block: tuple[int, int], dtype: DataType) -> tuple[int, int]:
+def block_for_plan(block: tuple[int, int], dtype: DType) -> tuple[int, int]:
     """The block the plan works in: the largest of 4, 8, 16 (float16) or 4, 8 (float32) that
     divides the edge of a square block. Other blocks stay as they are.
     """

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
+from popsparse.machine.dtypes import DType
 from popsparse.planning.options import Options
-from popsparse.planning.params import DataType, FullyConnectedParams, ceil_div
+from popsparse.planning.params import FullyConnectedParams, ceil_div
 
 PASSES = ("forward", "grad_input", "grad_weight")
 
@@ -38,7 +39,7 @@ class Method(Enum):
     BLOCK_AMP = "block-amp"
     """Blocks; grad_weight in the accumulators too, z in 16 (float16) or 8 (float32)."""
 
-    def grouping(self, block: tuple[int, int], dtype: DataType) -> Sizes:
+    def grouping(self, block: tuple[int, int], dtype: DType) -> Sizes:
         z = {
             Method.ELEMENT: dtype.vector_width,
             Method.BLOCK: 1,
@@ -119,7 +120,7 @@ class Plan:
 
     params: FullyConnectedParams
     options: Options
-    dtype: DataType
+    dtype: DType
     target: Any = field(compare=False, repr=False)
     method: Method
     grouping: Sizes

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse._core.checks import shortened, typed
+from popsparse.machine.dtypes import DType
 from popsparse.machine.target import Target
 from popsparse.planning.cost import (
     Buckets,
@@ -28,7 +29,6 @@ from popsparse.planning.cost import (
 from popsparse.planning.dense import dense_passes
 from popsparse.planning.options import Options
 from popsparse.planning.params import (
-    DataType,
     FullyConnectedParams,
     MatmulParams,
     SparsityParams,
@@ -120,7 +120,7 @@ def _methods(params: FullyConnectedParams, space: SearchSpace) -> list[Method]:
 
 
 def _candidates(
-    target: Any, dtype: DataType, params: FullyConnectedParams, options: Options
+    target: Any, dtype: DType, params: FullyConnectedParams, options: Options
 ) -> list[_Candidate]:
     exchanges = [False, True] if options.do_grad_w_pass else [False]
     if (constrained := options.plan_constraints.grad_w_exchange_buckets) is not None:
@@ -153,7 +153,7 @@ def _bounds(target: Any, options: Options) -> list[int | None]:
     return [*bounds, None]
 
 
-def _search(target: Any, dtype: DataType, params: FullyConnectedParams, options: Options) -> Plan:
+def _search(target: Any, dtype: DType, params: FullyConnectedParams, options: Options) -> Plan:
     candidates = _candidates(target, dtype, params, options)
     if not any(c.allowed.any() for c in candidates):
         raise ValueError(_why_none(candidates[0].space))

@@ -23,9 +23,10 @@ import numpy as np
 from dynsparse._core.checks import typed
 from dynsparse.pattern import SparsePattern
 from popsparse.formats import SparseMatrix
+from popsparse.machine.dtypes import DType
 from popsparse.planning.cycles import clear_memory
 from popsparse.planning.options import Options
-from popsparse.planning.params import WORD_LIMIT, DataType, MatmulParams, ceil_div, data_type
+from popsparse.planning.params import WORD_LIMIT, MatmulParams, ceil_div, data_type
 from popsparse.planning.plan import PlanningCache, Search
 from popsparse.planning.static_layout import (
     Bands,
@@ -53,7 +54,7 @@ Numbers = Any
 _PATH_BYTES = 8  # The data path, and a load of weights: 64 bits.
 
 
-def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DataType) -> Numbers:
+def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DType) -> Numbers:
     """Instructions of a worker with `rows` rows of `nz` elements in all, times n columns.
 
     The printed form counts k elements for every one of m rows; here m k is the number of elements,
@@ -75,7 +76,7 @@ def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DataType) -> Numb
     return 31 + rows * (12 + (vectors + rest) * 10) + more * (vectors * 3 + rest * 2)
 
 
-def _block_constants(block: int, n: int, dtype: DataType) -> tuple[int, int, int]:
+def _block_constants(block: int, n: int, dtype: DType) -> tuple[int, int, int]:
     """Of a worker with n columns: start, each row, each block."""
     if dtype.size == 2:
         if block == 4:
@@ -90,7 +91,7 @@ def _block_constants(block: int, n: int, dtype: DataType) -> tuple[int, int, int
 
 
 def block_product(
-    rows: Numbers, blocks: Numbers, n: int, block: int, dtype: DataType, workers: int
+    rows: Numbers, blocks: Numbers, n: int, block: int, dtype: DType, workers: int
 ) -> Numbers:
     """Cycles of a tile with `rows` block rows of `blocks` blocks in all; workers share n."""
     start, by_row, by_block = _block_constants(block, -(-n // workers), dtype)
@@ -103,14 +104,14 @@ def block_product(
     )
 
 
-def zero(rows: Numbers, n: int, block: int, dtype: DataType, workers: int) -> Numbers:
+def zero(rows: Numbers, n: int, block: int, dtype: DType, workers: int) -> Numbers:
     """Zeroing the partials; only 8 x 8 and 16 x 16 float32 blocks need it."""
     if dtype.size == 2 or block < 8:
         return 0 * np.asarray(rows)
     return clear_memory(np.asarray(rows) * block * n * dtype.size, workers)
 
 
-def reduce(vectors: Numbers, partials: Numbers, dtype: DataType, workers: int) -> Numbers:
+def reduce(vectors: Numbers, partials: Numbers, dtype: DType, workers: int) -> Numbers:
     """Cycles of a tile that adds `partials` vectors into `vectors` results.
 
     The printed form has `depth` partials for every result; partials = vectors x depth gives it.
@@ -231,7 +232,7 @@ class _CutSearch:
     def __init__(
         self,
         target: Any,
-        dtype: DataType,
+        dtype: DType,
         params: MatmulParams,
         options: Options,
         pattern: SparsePattern,

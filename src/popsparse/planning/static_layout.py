@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
+from popsparse.machine.dtypes import DType
 from popsparse.machine.target import SYNC
 from popsparse.planning.options import Options
-from popsparse.planning.params import DataType, MatmulParams, ceil_div
+from popsparse.planning.params import MatmulParams, ceil_div
 from popsparse.planning.plan import Search
 
 _LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set apart.
@@ -123,7 +124,7 @@ _LEAST_VECTORS = 4  # Of a piece that is spread.
 _STATE_BYTES = 24  # Of a vertex: its code, two edges, four numbers.
 
 
-def vertex_cycles(outputs: Any, depth: Any, dtype: DataType) -> Any:
+def vertex_cycles(outputs: Any, depth: Any, dtype: DType) -> Any:
     """Instructions of a worker that adds `depth` partial sums for each of `outputs`.
 
     Strided, a vector of the data path at a time; widths that are not twice a vector take the
@@ -361,7 +362,7 @@ class Pieces:
 
 
 def plan_key(
-    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
+    target: Any, dtype: DType, params: MatmulParams, options: Options, pattern: SparsePattern
 ) -> tuple[Any, ...]:
     """All that a static plan depends on; of the pattern its positions."""
     digest = hashlib.sha256(pattern.rows.numpy().tobytes())
@@ -390,7 +391,7 @@ class StaticPlan:
 
     params: MatmulParams
     options: Options
-    dtype: DataType
+    dtype: DType
     target: Any = field(repr=False)
     pattern: SparsePattern
     row_order: np.ndarray = field(repr=False)

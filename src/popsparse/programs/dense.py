@@ -32,13 +32,12 @@ from popsparse.machine import (
     Sequence,
     Tensor,
     VertexView,
-    as_dtype,
     codelets,
 )
 from popsparse.machine.target import KERNEL_CODE, SUM_CODE
 from popsparse.planning import cycles
 from popsparse.planning.dense import DensePlan
-from popsparse.planning.params import DataType, ceil_div
+from popsparse.planning.params import ceil_div
 from popsparse.programs.layout import PlannedTensor
 
 
@@ -180,7 +179,7 @@ class Operand:
         """A new operand, [groups, rows, cols], that lies so."""
         share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
         shape = [self.matrix.steps, *self.tiles.shape, share]
-        home = graph.add_variable(as_dtype(self.layout.plan.dtype.name), shape, name)
+        home = graph.add_variable(self.layout.plan.dtype, shape, name)
         graph.set_tile_mapping(home, np.broadcast_to(self.tiles, shape[:-1]))
         if self.matrix.is_padded:
             graph.set_initial_value(home, 0)
@@ -204,7 +203,7 @@ def create_operand(
 def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
     """A new tensor of the product's type, its elements in order over the tiles."""
     dtype = layout.plan.dtype
-    variable = graph.add_variable(as_dtype(dtype.name), shape, name)
+    variable = graph.add_variable(dtype, shape, name)
     graph.map_linearly(variable, grain=dtype.vector_width)
     return variable
 
@@ -238,7 +237,7 @@ def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codele
     )
 
 
-def _reduce_codelet(layout: Layout, result: DataType) -> Codelet:
+def _reduce_codelet(layout: Layout, result: DType) -> Codelet:
     """Sums over the axis before the last: a tile's own partials (none or one) and those of
     others."""
     plan = layout.plan
@@ -345,7 +344,7 @@ class _Partials(NamedTuple):
 def _reduce_stages(
     graph: Graph,
     copies: list[_Partials],
-    codelet: Callable[[bool], Codelet],
+    codelet: dict[bool, Codelet],
     result: DType,
     name: str,
     steps: Sequence,
@@ -354,7 +353,7 @@ def _reduce_stages(
 
     Args:
         copies: what is summed, two or more.
-        codelet: that of a stage; True for the last, whose results are of the type `result`.
+        codelet: that of a stage; of True the last's, whose results are of the type `result`.
     """
     targets = [*cycles.reduction_depths(len(copies)), 1]
     for number, remaining in enumerate(targets):
@@ -370,7 +369,7 @@ def _reduce_stages(
                 joined += group
                 continue
             what = f"{name} {number} {first}"
-            joined.append(_join(graph, group, codelet(last), dtype, what, compute, pairs))
+            joined.append(_join(graph, group, codelet[last], dtype, what, compute, pairs))
         copies = joined
         steps.add(
             Copy(pairs, name=f"exchange partials {number}"),
@@ -448,9 +447,7 @@ class _Product:
     def __init__(self, graph: Graph, layout: Layout, name: str) -> None:
         self.graph, self.layout, self.name = graph, layout, name
         self.plan = layout.plan
-        self.dtype, self.partials_type = (
-            as_dtype(kind.name) for kind in (self.plan.dtype, self.plan.partials)
-        )
+        self.dtype, self.partials_type = self.plan.dtype, self.plan.partials
         self.index: Tensor | None = None
 
     def variable(self, dtype: DType, what: str, shape: list[int], tiles: np.ndarray) -> Tensor:
@@ -598,19 +595,11 @@ class _Product:
             _Partials(by_output[:, :, k], layout.tiles[:, :, k, :, None], outputs)
             for k in range(layout.extents["k"].parts)
         ]
-        kind = plan.partials if plan.serial_in > 1 else plan.dtype
-        result = as_dtype(kind.name)
+        result = plan.partials if plan.serial_in > 1 else plan.dtype
         if len(copies) > 1:
-            between = _reduce_codelet(layout, plan.partials)
-            last = _reduce_codelet(layout, kind)
-            return _reduce_stages(
-                self.graph,
-                copies,
-                lambda is_last: last if is_last else between,
-                result,
-                self.name,
-                steps,
-            )
+            codelet = {last: _reduce_codelet(layout, result if last else plan.partials)
+                       for last in (False, True)}  # fmt: skip
+            return _reduce_stages(self.graph, copies, codelet, result, self.name, steps)
         (only,) = copies
         if result == self.partials_type:
             return only

@@ -30,7 +30,6 @@ from popsparse.programs.layout import (
     OperandLayout,
     SparseTensor,
     execute,
-    machine_type,
     rectangles,
     reorder,
     tile_grid,
@@ -68,7 +67,7 @@ class _GradWeight:
     def add(self, gradient: Tensor, inputs: Tensor, program: Sequence) -> Tensor:
         program.add(self.steps)
         operands = self._fetch({"x": gradient, "y": inputs})
-        partials_type = machine_type(self.plan, partials=True)
+        partials_type = self.plan.options.partials_type
         values = self.plan.buckets.nz_elements
         partials = self.variable("partials", [values], partials_type)
         self.steps.add(self.execute("zero partials", codelets.FILL, {"out": partials, "value": 0}))
@@ -76,7 +75,7 @@ class _GradWeight:
             partials = self._move_buckets(partials, operands)
         else:
             self._move_operands(partials, operands)
-        dtype = machine_type(self.plan)
+        dtype = self.plan.dtype
         if partials_type == dtype:
             return reorder(partials, _ORDER, _HOST_ORDER).flatten()
         tiles = tile_grid(self.plan, _HOST_ORDER)

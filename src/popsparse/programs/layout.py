@@ -23,22 +23,15 @@ from popsparse.machine import (
     Execute,
     Graph,
     Tensor,
-    as_dtype,
     concat,
 )
 from popsparse.planning.options import Options
 from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Plan, PlanningCache, keep
-from popsparse.planning.static_layout import StaticPlan
 
 # Exchanges of less than this a tile are not worth spreading: section 5.1 of
 # docs/popsparse-formulas.md.
 _LEAST_BYTES = 128
-
-
-def machine_type(plan: Plan | StaticPlan, *, partials: bool = False) -> DType:
-    """The machine's element type of a plan's data or partial sums."""
-    return as_dtype((plan.options.partials_type if partials else plan.dtype).name)
 
 
 def tile_grid(plan: Plan, order: str) -> np.ndarray:
@@ -175,7 +168,7 @@ class OperandLayout:
                 f"expected a tensor [batch, {what} channels] of the shape {list(self.shape)}, "
                 f"got {list(tensor.shape)}"
             )
-        expected = machine_type(self.plan)
+        expected = self.plan.dtype
         if tensor.dtype != expected:
             raise TypeError(f"expected a tensor of {expected.name}, got {tensor.dtype.name}")
 
@@ -241,7 +234,7 @@ def keep_layout(tensor: Tensor, view: Tensor) -> Tensor:
 def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> PlannedTensor:
     """A new operand, at home: the input (`dim` "y") or the gradient of the output ("x")."""
     layout = OperandLayout(plan, dim)
-    return layout.natural(layout.add_home(graph, name, machine_type(plan)))
+    return layout.natural(layout.add_home(graph, name, plan.dtype))
 
 
 _HOST_ORDER = "gxyz"
@@ -258,7 +251,7 @@ class SparseTensor:
 
     Attributes:
         plan: what it was made for.
-        meta_info: [words], unsigned short, what `Encoded.meta_info` is written to.
+        meta_info: [words], uint16, what `Encoded.meta_info` is written to.
         nz_values: [values], what `Encoded.nz_values` is written to.
         overflow: [words] of the overflow record, on the control tile.
         words: [groups, x, y, z, words of a bucket].
@@ -285,7 +278,7 @@ class SparseTensor:
             UNSIGNED_SHORT, [*tiles.shape, sizes.words], f"{name} meta-info", tiles=tiles
         )
         values = graph.add_variable(
-            machine_type(plan), [*tiles.shape, sizes.nz_elements], f"{name} values", tiles=tiles
+            plan.dtype, [*tiles.shape, sizes.nz_elements], f"{name} values", tiles=tiles
         )
         # Until the host writes a pattern there is none.
         counts = np.zeros(sizes.overflow_words, np.uint16)
@@ -314,7 +307,7 @@ class SparseTensor:
         words = 0 if plan.use_dense else sizes.overflow_words + math.prod(grid) * sizes.words
         if meta_info.dtype != UNSIGNED_SHORT or meta_info.shape != (words,):
             raise ValueError(
-                f"expected meta-info of unsigned short [{words}] for these parameters and options, "
+                f"expected meta-info of uint16 [{words}] for these parameters and options, "
                 f"got {meta_info.dtype.name} {list(meta_info.shape)}"
             )
         none = meta_info[:0]

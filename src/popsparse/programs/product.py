@@ -52,7 +52,6 @@ from popsparse.programs.layout import (
     SparseTensor,
     control_tile,
     execute,
-    machine_type,
     rectangles,
     reorder,
     tile_grid,
@@ -395,7 +394,7 @@ class _Product:
         steps.add(loop.build(Copy(first, name="first offset"), compute, moves))
 
     def variable(self, what: str, shape: list[int], *, partials: bool = False) -> Tensor:
-        dtype = machine_type(self.plan, partials=partials)
+        dtype = self.plan.options.partials_type if partials else self.plan.dtype
         name = f"{self.name} {what}"
         return self.graph.add_variable(dtype, [*self.tiles.shape, *shape], name, tiles=self.tiles)
 
@@ -420,7 +419,7 @@ class _Product:
         """Sum the partials of the tiles that share an output, each tile a part of them."""
         depth = self.tiles.shape[1]
         share = partials.shape[-1] // depth
-        result_type, partials_type = machine_type(self.plan), partials.dtype
+        result_type, partials_type = self.plan.dtype, partials.dtype
         if depth == 1 and partials_type == result_type:
             return self._result(partials)
         out = self.variable("result", [share])

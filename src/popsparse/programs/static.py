@@ -29,7 +29,7 @@ from popsparse.machine import (
 from popsparse.machine.intervals import Runs
 from popsparse.machine.target import KERNEL_CODE, SUM_CODE
 from popsparse.planning.static_layout import Pieces, StaticPlan, work_list_words
-from popsparse.programs.layout import PlannedTensor, machine_type
+from popsparse.programs.layout import PlannedTensor
 from popsparse.static_timing import compute_cycles
 
 
@@ -43,7 +43,7 @@ def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
     """The variable of the values in device order, [nnz x area]: on the tiles that use them, or
     spread evenly where several parts of n do."""
     area = plan.pattern.block_size**2
-    values = graph.add_variable(machine_type(plan), [plan.pattern.nnz * area], name)
+    values = graph.add_variable(plan.dtype, [plan.pattern.nnz * area], name)
     if not values.numel:
         return values
     if plan.n_split == 1:
@@ -62,7 +62,7 @@ def dense_operand(
     Its elements lie in `home`, [k / b, padded n, b], spread evenly over the tiles.
     """
     n = plan.params.n
-    home = graph.add_variable(machine_type(plan), _home_shape(plan), name)
+    home = graph.add_variable(plan.dtype, _home_shape(plan), name)
     graph.map_linearly(home, grain=_grain(plan))
     if plan.n_padded != n:
         graph.set_initial_value(home, 0)
@@ -103,12 +103,12 @@ class _Product:
 
     def variable(self, what: str, shape: list[int], tiles: Any) -> Tensor:
         name = f"{self.name} {what}"
-        return self.graph.add_variable(machine_type(self.plan), shape, name, tiles=tiles)
+        return self.graph.add_variable(self.plan.dtype, shape, name, tiles=tiles)
 
     def stretches(self, what: str, tiles: np.ndarray, lengths: np.ndarray) -> Tensor:
         """A variable of stretches, one after the other, each on its tile."""
         variable = self.graph.add_variable(
-            machine_type(self.plan), [int(lengths.sum())], f"{self.name} {what}"
+            self.plan.dtype, [int(lengths.sum())], f"{self.name} {what}"
         )
         self.graph.map_stretches(variable, tiles, lengths)
         return variable
@@ -128,7 +128,7 @@ class _Product:
         partials = self._multiply(values, home, steps)
         height, order = plan.pattern.grid[0], plan.row_order
         out = self.graph.add_variable(
-            machine_type(plan), [height, plan.n_padded, self.block], f"{self.name} result"
+            plan.dtype, [height, plan.n_padded, self.block], f"{self.name} result"
         )
         self.graph.map_linearly(out, grain=_grain(plan))
         self._reduce(partials, out, steps)

@@ -34,7 +34,7 @@ from popsparse.planning.dense import GradientPiece, plan_gradient
 from popsparse.planning.options import Update
 from popsparse.planning.params import ceil_div
 from popsparse.programs.dense import Layout, add_product
-from popsparse.programs.layout import SparseTensor, execute, machine_type
+from popsparse.programs.layout import SparseTensor, execute
 
 _START = 12  # Worker: entry, pointers, its share of the blocks, exit.
 _BLOCK = 8  # Its pointers, the sum over the vector's lanes, scaling, the store.
@@ -118,7 +118,7 @@ class UpdatePrograms:
     ) -> None:
         self.graph, self.weights, self.plan, self.update = graph, weights, weights.plan, update
         self.block = self.plan.params.sparsity_params.block_dimensions
-        self.dtype = machine_type(self.plan)
+        self.dtype = self.plan.dtype
         values = weights.nz_values
         home = weights.values
         self._state = [("values", values)]

@@ -201,7 +201,7 @@ def test_field_errors():
     v = graph.add_variable(FLOAT, [4], "v", tiles=0)
     one = graph.add_compute_set("one")
     takes_half = Codelet("takes half", {"a": In(HALF)}, nothing, 1, scalars=("by",))
-    with pytest.raises(TypeError, match=r"takes half, got float \('v'\)"):
+    with pytest.raises(TypeError, match=r"takes float16, got float32 \('v'\)"):
         graph.add_vertex(one, takes_half, 0, {"a": v, "by": 1})
     with pytest.raises(ValueError, match=r"takes \['a', 'by'\], got \['a'\]"):
         graph.add_vertex(one, takes_half, 0, {"a": v})
@@ -227,7 +227,7 @@ def test_program_errors():
     graph = Graph(SMALL)
     v = graph.add_variable(FLOAT, [4], "v", tiles=0)
     flags = graph.add_variable(BOOL, [2], "flags", tiles=0)
-    with pytest.raises(ProgramError, match=r"predicate of If must be one bool .* float \[4\]"):
+    with pytest.raises(ProgramError, match=r"predicate of If must be one bool .* float32 \[4\]"):
         If(v, Sequence())
     with pytest.raises(ProgramError, match="predicate of RepeatWhileTrue"):
         RepeatWhileTrue(Sequence(), flags, Sequence())

@@ -69,7 +69,7 @@ def test_variables_on_tiles_and_who_made_them():
     assert kinds.pop("k") == "constant"
     assert kinds.pop("c") == "not always live"
     assert {*kinds.values()} == {"always live"}
-    assert found["a"].dtype == "float"
+    assert found["a"].dtype == "float32"
     (call,) = found["sums"].made_by
     assert call.startswith("test_machine_contents.py:")
     assert call.endswith(" own")

@@ -179,7 +179,7 @@ def test_reading_and_writing():
     assert engine.read("picked").tolist() == [5, 6]
     with pytest.raises(ValueError, match=r"expected \[2\], got \[3\]"):
         engine.write("column", [1, 2, 3])
-    with pytest.raises(ValueError, match="unsigned short holds 0 to 65535, got 1 to 65536"):
+    with pytest.raises(ValueError, match="uint16 holds 0 to 65535, got 1 to 65536"):
         engine.write("column", [1, 65536])
     with pytest.raises(TypeError, match="expected integers"):
         engine.write("column", [1.5, 2])
@@ -227,7 +227,7 @@ def test_without_numerics_the_profile_is_the_same():
         assert engine.read("moved").tolist() == [1, 2, 3, 4]
     assert profiles[0] == profiles[1]
     assert len(calls) == 3
-    with pytest.raises(ProgramError, match="'x' is half, which an engine with numerics=False"):
+    with pytest.raises(ProgramError, match="'x' is float16, which an engine with numerics=False"):
         engine.read("x")
     with pytest.raises(ProgramError, match="numerics=False"):
         engine.write("x", 1.0)

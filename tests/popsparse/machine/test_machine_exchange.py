@@ -134,7 +134,7 @@ def test_bad_copies():
     v = graph.add_variable(FLOAT, [10], "v", tiles=0)
     h = graph.add_variable(HALF, [10], "h", tiles=0)
     c = graph.add_constant(FLOAT, [10], 1.0, "c", tiles=1)
-    with pytest.raises(TypeError, match=r"float \('v'\) to half \('h'\): cast first"):
+    with pytest.raises(TypeError, match=r"float32 \('v'\) to float16 \('h'\): cast first"):
         Copy(v, h)
     with pytest.raises(ValueError, match=r"5 elements .* to 10"):
         Copy(v[:5], c)

@@ -132,7 +132,7 @@ def test_a_replica_that_receives_nothing_keeps_what_it_has():
     with pytest.raises(ProgramError, match="a replica receives from one other"):
         CrossReplicaCopy(x, x, {0: 1, 1: 1})
     y = graph.add_variable(INT, [4], "y", tiles=0)
-    with pytest.raises(ProgramError, match=r"CrossReplicaCopy of int \[3\]"):
+    with pytest.raises(ProgramError, match=r"CrossReplicaCopy of int32 \[3\]"):
         CrossReplicaCopy(x, y, {0: 1})
 
 

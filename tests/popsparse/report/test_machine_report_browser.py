@@ -182,10 +182,10 @@ def test_choosing_a_tile_and_a_step(tmp_path, page):
     # x and y of 64 halves each; vertices are on the first 1,000 tiles.
     assert re.fullmatch(r"Tile 1,234: [\d,]+ of 638,976 B", tile)
     assert (vertices, number) == ("Vertices: 0", "1234")
-    assert sorted([x, y]) == ["x always live half 128", "y not always live half 128"]
+    assert sorted([x, y]) == ["x always live float16 128", "y not always live float16 128"]
     assert last == "Step back: 1 variable beside those always live, 188,416 B"
     assert rotate.startswith("Step turns/rotate: 1 variable")
-    assert rows == ["y half 188,416 128"]
+    assert rows == ["y float16 188,416 128"]
 
 
 def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
