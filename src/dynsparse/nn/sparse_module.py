@@ -371,13 +371,9 @@ class SparseModule(nn.Module):
                         capture.replace(self._row_ptr, row_ptr, self.values)
                     # Assigning them as attributes of a module takes ten times as long.
                     vars(self).update(
-                        _pattern=pattern,
-                        _state=new,
-                        _row_ptr=row_ptr,
-                        _substitutes=None,
-                        _own_index=None,
-                        executor=executor,
-                    )
+                        _pattern=pattern, _state=new, _row_ptr=row_ptr, executor=executor,
+                        _substitutes=None, _own_index=None,
+                    )  # fmt: skip
                     _owners[self.values] = weakref.ref(self)
                 for follow in switches:
                     follow()
@@ -412,11 +408,9 @@ class SparseModule(nn.Module):
         if caller is not None and caller.f_code.co_name == "_get_managed_states":
             self._check_before_sharding(caller)
         elif caller is not None:
-            return chain(super().named_buffers(*args, **kwargs), self._index_tensors())
+            index = ((name, self._index_tensor(name)) for name in ("rows", "cols"))
+            return chain(super().named_buffers(*args, **kwargs), index)
         return super().named_buffers(*args, **kwargs)
-
-    def _index_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self._index_tensor(name)) for name in ("rows", "cols"))
 
     def _check_before_sharding(self, caller: FrameType | None) -> None:
         """Refuse `fully_shard` where ranks have different patterns: values would be gathered into
@@ -623,9 +617,9 @@ class SparseModule(nn.Module):
     ) -> None:
         # The pattern is part of the state: either all of it fits and is loaded, or nothing is.
         rows, cols = state_dict.get(prefix + "rows"), state_dict.get(prefix + "cols")
-        if rows is not None and cols is not None and self._is_at(rows, cols):
-            pass  # the values alone are loaded, as those of a dense layer
-        elif rows is not None and cols is not None:
+        complete = rows is not None and cols is not None
+        # Of the layer's own pattern the values alone are loaded, as those of a dense layer.
+        if complete and not self._is_at(rows, cols):
             try:
                 pattern = SparsePattern._in_order(
                     rows, cols, shape=self._pattern.shape, block_size=self.block_size
@@ -641,13 +635,13 @@ class SparseModule(nn.Module):
                 elif values.shape == pattern.values_shape:
                     # New memory, so that other threads see pattern and values of one moment.
                     self._install(pattern, values.to(self.values, copy=True))
-        elif prefix + "values" in state_dict:
+        elif not complete and prefix + "values" in state_dict:
             error_msgs.append(
                 f"the state has {prefix}values without {prefix}rows and {prefix}cols, so they may "
                 "belong to another pattern: save and load the three together"
             )
             return
-        elif prefix + "weight" in state_dict:
+        elif not complete and prefix + "weight" in state_dict:
             error_msgs.append(
                 f"{prefix}weight is that of a dense layer, and here is a sparse one: load it into "
                 "the model before dynsparse.sparsify, or into dynsparse.densify(model)"
@@ -672,8 +666,7 @@ class SparseModule(nn.Module):
         for tensor in (rows, cols):
             if not (isinstance(tensor, Tensor) and tensor.is_cpu and tensor.dtype is torch.int32):
                 return False
-        # Columns first, as those of other patterns differ and rows have to be computed; by numpy,
-        # whose calls are shorter, as models of many small layers spend their time on calls.
+        # Columns first, as rows have to be computed; by numpy, whose calls are shorter.
         if not torch.equal(cols, pattern.cols):
             return False
         if not pattern._is_row_major:
