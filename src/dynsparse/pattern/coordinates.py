@@ -87,20 +87,39 @@ def sample_per_row(
     """`count` distinct positions row * width + column, as many in each row as in the others, but
     for one; uniform over such sets, sorted, int64.
 
-    Memory is in proportion to `count`: columns are drawn in rounds, as many for each row as are
-    still missing, and duplicates are dropped.
+    Memory is in proportion to `count`.
     """
-    each = np.full(rows, count // max(1, rows))
-    more = torch.randperm(rows, generator=generator, device="cpu")[: count - int(each.sum())]
-    each[more.numpy()] += 1
-    is_full = 2 * count > rows * width
-    if is_full:  # the columns that are absent are fewer
-        each = width - each
-    drawn = np.zeros(0, np.int64)
-    while (missing := each - np.bincount(drawn // width, minlength=rows)).any():
-        row = np.repeat(np.arange(rows), missing)
-        column = torch.randint(width, (len(row),), generator=generator, device="cpu").numpy()
-        drawn = np.unique(np.concatenate([drawn, row * width + column]))
-    if is_full:
-        drawn = np.setdiff1d(np.arange(rows * width), drawn, assume_unique=True)
-    return torch.from_numpy(drawn)
+    most = -(-count // max(1, rows))
+    cols = _distinct_per_row(rows, width, most, generator)
+    flat = torch.arange(rows, device="cpu").mul_(width)[:, None] + cols
+    shorter = torch.randperm(rows, generator=generator, device="cpu")[: rows * most - count]
+    if not len(shorter):
+        return flat.view(-1)
+    kept = torch.ones(flat.shape, dtype=torch.bool, device="cpu")
+    kept[shorter, torch.randint(most, (len(shorter),), generator=generator, device="cpu")] = False
+    return flat[kept]
+
+
+def _distinct_per_row(
+    rows: int, width: int, count: int, generator: torch.Generator | None
+) -> Tensor:
+    """`count` distinct integers of [0, width) for each row, ascending: int32 [rows, count]."""
+    if 2 * count > width:  # those that are absent are fewer
+        present = torch.ones(rows, width, dtype=torch.bool, device="cpu")
+        absent = _distinct_per_row(rows, width, width - count, generator)
+        present.scatter_(1, absent.long(), False)
+        return present.nonzero()[:, 1].int().view(rows, count)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(width, shape, generator=generator, dtype=torch.int32, device="cpu")
+
+    drawn = draw(rows, count).sort(1).values
+    pending = torch.arange(rows, device="cpu")
+    while len(pending):  # duplicates are drawn again
+        some = drawn[pending]
+        again = torch.zeros_like(some, dtype=torch.bool)
+        again[:, 1:] = some[:, 1:] == some[:, :-1]
+        some[again] = draw(int(again.sum()))
+        drawn[pending] = some.sort(1).values
+        pending = pending[again.any(1)]
+    return drawn
