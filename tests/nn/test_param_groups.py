@@ -80,3 +80,9 @@ def test_bad_arguments():
         ds.param_groups(made(), weight_decay=-1.0)
     with pytest.raises(TypeError, match="model"):
         ds.param_groups([1], weight_decay=0.1)
+
+
+def test_the_table_says_that_values_have_one_dimension():
+    said = "where weight decay goes by dimensions, use dynsparse.param_groups"
+    assert said in ds.nn.describe(made())
+    assert said not in ds.nn.describe(ds.nn.SparseLinear(16, 8, density=0.5, block_size=4))

@@ -93,6 +93,11 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
     if slow:
         more = f" (and {len(slow) - 1:,} more)" if len(slow) > 1 else ""
         below.append(f"{slow[0]!r}{more} gains no time over a dense layer at this density")
+    if any(layer.values.dim() == 1 for layer in sparse.values()):
+        below.append(
+            "unstructured values have one dimension, like biases: where weight decay goes by "
+            "dimensions, use dynsparse.param_groups"
+        )
     description = Description("\n".join([*_align_columns([head, *lines]), *below]))
     description.head, description.rows, description.below = head, lines, below
     return description
