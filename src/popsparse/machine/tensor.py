@@ -16,6 +16,8 @@ from popsparse.machine.intervals import Runs
 # Addresses that `extents` takes together.
 _PART = 4096
 
+_NOWHERE = np.empty(1, np.int8)
+
 
 def _axis(axis: Any, dimensions: int) -> int:
     """Which of the dimensions is meant; negative ones count from the end."""
@@ -123,12 +125,8 @@ class Tensor:
         if self._runs is not None:
             return self._runs.addresses().reshape(self.shape)
         assert self._strides is not None
-        out = np.full((1,) * self.ndim, self._offset, np.int64)
-        for axis, (size, stride) in enumerate(zip(self.shape, self._strides, strict=True)):
-            shape = [1] * self.ndim
-            shape[axis] = size
-            out = out + (np.arange(size, dtype=np.int64) * stride).reshape(shape)
-        return out.reshape(self.shape)
+        steps = [np.arange(n) * stride for n, stride in zip(self.shape, self._strides, strict=True)]
+        return np.asarray(self._offset + sum(np.ix_(*steps)), np.int64)
 
     def runs(self, leading: int = 0) -> Runs:
         """The elements in order, as runs; none crosses the first `leading` dimensions."""
@@ -202,8 +200,15 @@ class Tensor:
 
     # Views.
 
-    def _regular(self, shape: Sequence[int], offset: int, strides: Sequence[int]) -> Tensor:
-        return Tensor(self.graph, self.dtype, shape, offset, tuple(strides))
+    def _strided(self) -> np.ndarray:
+        """An array without memory that has the shape and strides of a regular view: NumPy makes
+        others of it, whose elements nobody may read."""
+        return as_strided(_NOWHERE, self.shape, self._strides)
+
+    def _like(self, view: np.ndarray) -> Tensor:
+        """The tensor that lies as a view of `_strided` does."""
+        moved = view.__array_interface__["data"][0] - _NOWHERE.__array_interface__["data"][0]
+        return Tensor(self.graph, self.dtype, view.shape, self._offset + moved, view.strides)
 
     def _listed(self, addresses: np.ndarray) -> Tensor:
         return Tensor(self.graph, self.dtype, addresses.shape, addresses=addresses)
@@ -213,35 +218,13 @@ class Tensor:
         parts = key if isinstance(key, tuple) else (key,)
         if self._strides is None or any(isinstance(p, (list, np.ndarray)) for p in parts):
             return self._listed(np.asarray(self.addresses()[key]))
-        named = sum(p is not None and p is not Ellipsis for p in parts)
-        if named > self.ndim or sum(p is Ellipsis for p in parts) > 1:
-            raise IndexError(f"too many indices for the shape {list(self.shape)}: {key!r}")
-        rest = [slice(None)] * (self.ndim - named)
-        at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-        full = [*parts[:at], *rest, *parts[at + 1 :]]
-        offset, shape, strides = self._offset, [], []
-        axis = 0
-        for part in full:
-            if part is None:
-                shape.append(1)
-                strides.append(0)
-                continue
-            size, stride = self.shape[axis], self._strides[axis]
-            axis += 1
-            if isinstance(part, slice):
-                start, stop, step = part.indices(size)
-                count = len(range(start, stop, step))
-                offset += start * stride if count else 0
-                shape.append(count)
-                strides.append(step * stride)
-            else:
-                index = check_integer("an index", part)
-                if not -size <= index < size:
-                    raise IndexError(
-                        f"index {index} is outside dimension {axis - 1} of {list(self.shape)}"
-                    )
-                offset += (index % size) * stride
-        return self._regular(shape, offset, strides)
+        plain = [
+            p if p is None or p is ... or isinstance(p, slice) else check_integer("an index", p)
+            for p in parts
+        ]
+        # With ... NumPy gives a view also of a single element.
+        index = tuple(plain) if ... in plain else (*plain, ...)
+        return self._like(self._strided()[index])
 
     def slice(self, start: int, stop: int, axis: int = 0) -> Tensor:
         """Elements [start, stop) of one dimension."""
@@ -268,7 +251,7 @@ class Tensor:
         if self._strides is not None:
             strides = _reshaped_strides(self.shape, self._strides, tuple(new))
             if strides is not None:
-                return self._regular(new, self._offset, strides)
+                return Tensor(self.graph, self.dtype, new, self._offset, strides)
         if self._runs is not None:
             return Tensor(self.graph, self.dtype, new, runs=self._runs)
         return self._listed(self.addresses().reshape(new))
@@ -283,23 +266,17 @@ class Tensor:
             raise ValueError(f"axes must name each of {self.ndim} dimensions once, got {axes}")
         if self._strides is None:
             return self._listed(self.addresses().transpose(order))
-        shape, strides = [self.shape[a] for a in order], [self._strides[a] for a in order]
-        return self._regular(shape, self._offset, strides)
+        return self._like(self._strided().transpose(order))
 
     def broadcast_to(self, *shape: int) -> Tensor:
         """Repeated along new leading dimensions and those of size 1. Only to be read."""
         new = _sizes(shape)
-        extra = len(new) - self.ndim
-        fits = extra >= 0 and all(a in (1, b) for a, b in zip(self.shape, new[extra:], strict=True))
-        if not fits:
-            raise ValueError(f"{list(self.shape)} does not broadcast to {new}")
-        if self._strides is None:
-            return self._listed(np.broadcast_to(self.addresses(), new))
-        strides = [0] * extra + [
-            0 if size == 1 else stride
-            for size, stride in zip(self.shape, self._strides, strict=True)
-        ]
-        return self._regular(new, self._offset, strides)
+        try:
+            if self._strides is None:
+                return self._listed(np.broadcast_to(self.addresses(), new))
+            return self._like(np.broadcast_to(self._strided(), new))
+        except ValueError:
+            raise ValueError(f"{list(self.shape)} does not broadcast to {new}") from None
 
     def expand_dims(self, axis: int) -> Tensor:
         """A dimension of size 1 before `axis`."""

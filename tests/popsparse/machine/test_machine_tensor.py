@@ -167,7 +167,7 @@ def test_concat_squeeze_and_gather():
 def test_view_errors():
     graph = make_graph()
     a, b = graph.add_variable(HALF, [2, 3], "a"), graph.add_variable(FLOAT, [2, 3], "b")
-    with pytest.raises(IndexError, match="index 2 is outside dimension 0"):
+    with pytest.raises(IndexError, match="index 2 is out of bounds for axis 0"):
         a[2]
     with pytest.raises(IndexError, match="too many indices"):
         a[0, 0, 0]
