@@ -48,6 +48,7 @@ NOT_IMPORTED = {
     "onnx2torch": ("src/dynsparse/integrations/onnx/importing.py", 'library("onnx2torch")'),
     "optuna": ("docs/integrations.md", "import optuna"),
     "open-clip-torch": ("tests/nn/architectures.py", "open_clip"),
+    "stable-baselines3": ("docs/integrations.md", "from stable_baselines3 import"),
     "timm": ("tests/nn/architectures.py", "timm"),
     "torch-geometric": ("tests/nn/architectures.py", "torch_geometric"),
     "torchvision": ("tests/nn/architectures.py", "torchvision"),

@@ -21,13 +21,24 @@ pytestmark = pytest.mark.filterwarnings("default")
         ("lightning", "Lightning"),
         ("accelerate", "Hugging Face"),
         ("keras", "Keras"),
+        ("stable_baselines3", "Other libraries that load"),
         ("peft", "LoRA with PEFT"),
         ("accelerate", "Other loops"),
         ("onnx2torch", "ONNX"),
         ("lightning", "Fabric"),
         ("optuna", "Optuna"),
     ],
-    ids=["lightning", "huggingface", "keras", "peft", "accelerate", "onnx", "fabric", "optuna"],
+    ids=[
+        "lightning",
+        "huggingface",
+        "keras",
+        "sb3",
+        "peft",
+        "accelerate",
+        "onnx",
+        "fabric",
+        "optuna",
+    ],
 )
 def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():
