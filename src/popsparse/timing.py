@@ -233,17 +233,17 @@ class BucketLoad:
         """The different shares of the batch that workers get."""
         return sorted({share for *_, share in grid_split(1, grains, self.workers)})
 
-    def shared_turns(self, workers: int) -> np.ndarray:
+    def shared_turns(self) -> np.ndarray:
         """For each sub-group, the sum over its rows of ceil(non-zeros / workers)."""
-        turns = -(-self.groups.length // workers)
+        turns = -(-self.groups.length // self.workers)
         return np.add.reduceat(turns, self.groups.first_row) if len(turns) else turns
 
     def work_pieces(
-        self, grains: int, workers: int, *, transposed: bool = False
+        self, grains: int, *, transposed: bool = False
     ) -> tuple[WorkPieces, np.ndarray]:
         """What each worker does, and its non-zeros: int64 [pieces]."""
         groups = self.groups.transposed() if transposed else self.groups
-        work = split_rows(groups.rows, groups.length, grains, workers)
+        work = split_rows(groups.rows, groups.length, grains, self.workers)
         before = np.append(0, np.cumsum(groups.length))
         first = groups.first_row[work.group] + work.row
         nz = before[first + work.rows] - before[first]
@@ -449,11 +449,9 @@ class _Product(_Pass):
             return self.workers * slowest + supervisor
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
-            work = kernel.worker(load.groups.rows, load.shared_turns(self.workers))
+            work = kernel.worker(load.groups.rows, load.shared_turns())
             return self.workers * work + kernel.supervisor
-        pieces, nz = load.work_pieces(
-            plan.groups_per_tile.z, self.workers, transposed=self.grad_input
-        )
+        pieces, nz = load.work_pieces(plan.groups_per_tile.z, transposed=self.grad_input)
         kernel = self.kernel(pieces.grains * grain)
         work = load.slowest(pieces.group, kernel.worker(pieces.rows, nz))
         return self.workers * work + kernel.supervisor

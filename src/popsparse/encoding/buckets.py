@@ -26,6 +26,7 @@ import numpy as np
 import scipy.sparse
 
 from popsparse.formats import stable_order
+from popsparse.machine.intervals import expand
 from popsparse.planning.params import ROW_ENTRY, ceil_div, header_words, overflow_words
 from popsparse.planning.plan import Plan
 
@@ -181,15 +182,6 @@ def bucket_layout(plan: Plan) -> BucketLayout:
         data_bytes=plan.dtype.size,
         workers=plan.target.workers,
     )
-
-
-def expand(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
-    """start, start + step, ... (length of them) for each pair, one after the other: int64."""
-    before = np.cumsum(lengths) - lengths
-    out = np.repeat(starts - step * before, lengths)
-    ramp = np.arange(len(out), dtype=np.int64)
-    out += ramp if step == 1 else step * ramp
-    return out
 
 
 @dataclass(frozen=True)

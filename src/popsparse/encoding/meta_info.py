@@ -36,7 +36,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from popsparse.encoding.buckets import BucketLayout, SubGroups, expand
+from popsparse.encoding.buckets import BucketLayout, SubGroups
+from popsparse.machine.intervals import expand, ranks
 from popsparse.planning.cycles import even_split, split_rows
 from popsparse.planning.params import (
     BLOCK_HEADER,
@@ -164,8 +165,7 @@ class MetaInfoWriter:
         if layout.element_format:
             self._put(self.at + self.grad_w_at - 1, self.grad_w, "the number of workers")
         group, begin, size = even_split(groups.nz, layout.workers)
-        index = np.arange(len(group)) - np.repeat(np.cumsum(self.grad_w) - self.grad_w, self.grad_w)
-        at = self.at[group] + self.grad_w_at[group] + GRAD_W_WORKER * index
+        at = self.at[group] + self.grad_w_at[group] + GRAD_W_WORKER * ranks(self.grad_w)
         nz = groups.first_nz[group] + begin
         row = np.searchsorted(groups.row_nz, nz, side="right") - 1
         entries = (

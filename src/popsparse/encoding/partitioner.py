@@ -146,9 +146,6 @@ class EncodedPattern:
         Needed anew at each change of values; the meta-info only when the pattern changes.
         """
         out = np.zeros(self.nz_size, values.dtype)
-        if self.pattern_block == (1, 1):
-            out[self.positions] = values
-            return out
         blocks = values.reshape(-1, *self._cuts).transpose(0, 1, 3, 2, 4)
         area = self.block[0] * self.block[1]
         at = self.positions[:, None] + np.arange(area)
@@ -297,8 +294,7 @@ class Partitioner:
                 arrays.append(array)
         encoded = self._encode_patterns(patterns)
         flat = np.concatenate([a.reshape(-1, *self.block) for a in arrays])
-        nz_values = encoded.place(flat.ravel() if self.block == (1, 1) else flat)
-        return Encoded(encoded.meta_info, nz_values, encoded)
+        return Encoded(encoded.meta_info, encoded.place(flat), encoded)
 
     def encode_pattern(self, pattern: Any) -> EncodedPattern:
         """The meta-info only, and where values go: for when the values follow or change alone."""

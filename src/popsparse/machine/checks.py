@@ -105,7 +105,7 @@ def _check_races(graph: Graph, set_name: str, sets: Sequence[VertexSet], dtype: 
         return
     start, end = start[suspect], end[suspect]
     owner, write = owner[suspect], write[suspect]
-    address, run = expand(Runs(start, end - start))
+    address, run = expand(start, end - start), np.repeat(np.arange(len(start)), end - start)
     order = np.lexsort((owner[run], address))
     address, who, does = address[order], owner[run][order], write[run][order]
     heads = np.flatnonzero(np.concatenate([[True], address[1:] != address[:-1]]))

@@ -16,6 +16,20 @@ IntArray = np.ndarray
 _LONG = 1024
 
 
+def expand(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:
+    """start, start + step, ... (length of them) for each pair, one after the other: int64."""
+    before = np.cumsum(lengths) - lengths
+    out = np.repeat(starts - step * before, lengths)
+    ramp = np.arange(len(out), dtype=np.int64)
+    out += ramp if step == 1 else step * ramp
+    return out
+
+
+def ranks(counts: IntArray) -> IntArray:
+    """0 to count - 1 for each count, one after the other: int64."""
+    return expand(np.zeros(len(counts), np.int64), counts)
+
+
 class Runs(NamedTuple):
     """Consecutive elements, in the order in which a tensor lists them."""
 
@@ -33,9 +47,7 @@ class Runs(NamedTuple):
 
     def addresses(self) -> IntArray:
         """Every address, in order."""
-        out = np.repeat(self.starts - (np.cumsum(self.lengths) - self.lengths), self.lengths)
-        out += np.arange(len(out))
-        return out
+        return expand(self.starts, self.lengths)
 
 
 class Pieces(NamedTuple):
@@ -45,19 +57,6 @@ class Pieces(NamedTuple):
     starts: IntArray
     lengths: IntArray
     tiles: IntArray
-
-
-def _cut_counts(inside: IntArray) -> tuple[IntArray, IntArray]:
-    """For items cut into 1 + inside parts: the item of each part, and the part's rank in it."""
-    counts = inside + 1
-    item = np.repeat(np.arange(len(inside)), counts)
-    first = np.cumsum(counts) - counts
-    return item, np.arange(len(item)) - first[item]
-
-
-def expand(runs: Runs) -> tuple[IntArray, IntArray]:
-    """Every address of the runs, and the run each comes from."""
-    return runs.addresses(), np.repeat(np.arange(len(runs.lengths)), runs.lengths)
 
 
 def _distinct(parts: list[IntArray]) -> IntArray:
@@ -104,8 +103,8 @@ class TileMap:
         inside = last - first
         if not inside.any():
             return Pieces(np.arange(len(first)), runs.starts, runs.lengths, self.tiles[first])
-        run, rank = _cut_counts(inside)
-        segment = first[run] + rank
+        run = np.repeat(np.arange(len(inside)), inside + 1)
+        segment = first[run] + ranks(inside + 1)
         starts = np.maximum(runs.starts[run], self.bounds[segment])
         ends = np.minimum(runs.ends[run], self.bounds[segment + 1])
         return Pieces(run, starts, ends - starts, self.tiles[segment])

@@ -22,7 +22,7 @@ from dynsparse._core.checks import (
     typed,
 )
 from popsparse.machine.dtypes import DType, ProgramError, as_dtype
-from popsparse.machine.intervals import Runs, expand
+from popsparse.machine.intervals import Runs
 from popsparse.machine.tensor import Tensor
 
 _RUNS_ON = ("worker", "workers", "supervisor")
@@ -215,9 +215,8 @@ def _per_vertex_runs(
         if len(runs.starts) == 1:
             keep = np.flatnonzero(bounds.lengths)
             return Runs(bounds.starts[keep] + runs.starts[0], bounds.lengths[keep]), keep
-    used, vertex = expand(Runs(*(a[bounds.lengths > 0] for a in bounds)))
-    owner = np.flatnonzero(bounds.lengths)[vertex]
-    addresses = tensor.addresses()[used]
+    owner = np.repeat(np.arange(len(bounds.lengths)), bounds.lengths)
+    addresses = tensor.addresses()[bounds.addresses()]
     return Runs(addresses, np.ones(len(addresses), np.int64)), owner
 
 

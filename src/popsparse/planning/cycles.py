@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from popsparse.machine.dtypes import DType
+from popsparse.machine.intervals import ranks
 from popsparse.planning.params import ceil_div
 
 CONTROL_INSTRUCTIONS = 20
@@ -407,7 +408,7 @@ def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray,
     """`count` [groups] things cut evenly: (group, begin, size) of each non-empty piece."""
     used = np.minimum(count, workers)
     group = np.repeat(np.arange(len(count)), used)
-    index = np.arange(len(group)) - np.repeat(np.cumsum(used) - used, used)
+    index = ranks(used)
     begin = index * count[group] // used[group]
     end = (index + 1) * count[group] // used[group]
     return group, begin, end - begin
@@ -450,8 +451,7 @@ def split_rows(group_rows: np.ndarray, row_nz: np.ndarray, grains: int, workers:
     table = np.concatenate(parts, axis=1)
     table = table[:, np.argsort(table[0], kind="stable")]
     counts = np.bincount(table[0], minlength=len(group_rows))
-    index = np.arange(table.shape[1]) - np.repeat(np.cumsum(counts) - counts, counts)
-    return WorkPieces(table[0], index, *table[1:])
+    return WorkPieces(table[0], ranks(counts), *table[1:])
 
 
 @dataclass(frozen=True)

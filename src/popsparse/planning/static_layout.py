@@ -18,6 +18,7 @@ import numpy as np
 
 from dynsparse.pattern import SparsePattern
 from popsparse.machine.dtypes import DType
+from popsparse.machine.intervals import ranks
 from popsparse.machine.target import SYNC
 from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams, ceil_div
@@ -186,7 +187,7 @@ class Sums:
         pieces = -(-vectors // -(-vectors // most))
         first = np.random.default_rng(0).integers(0, tiles, len(size))
         of = np.repeat(np.arange(len(size)), pieces)
-        number = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        number = ranks(pieces)
         at = number * vectors[of] // pieces[of] * vector
         end = np.minimum((number + 1) * vectors[of] // pieces[of] * vector, size[of])
         columns = [

@@ -30,6 +30,7 @@ from popsparse.machine import (
     Out,
     VertexView,
 )
+from popsparse.machine.intervals import expand
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.plan import Method, Plan
 from popsparse.timing import MISS_CYCLES, BucketLoad, sub_group_cycles
@@ -122,10 +123,9 @@ class BucketCodelets(ABC):
 
     def _flops(self, v: VertexView) -> np.ndarray:
         """Of blocks, each times a tile's part of the batch; `_match` gives `BucketMatches`."""
-        matches = self._match(v)[1] if self._found is None else self._found
         bx, by = self.plan.block_dimensions
         each = 2 * bx * by * self.plan.elements_per_tile.z
-        return each * np.bincount(matches.vertex, minlength=v.count).reshape(v.shape)
+        return each * np.bincount(self._held(v).vertex, minlength=v.count).reshape(v.shape)
 
     def _blocks(self, values: np.ndarray) -> np.ndarray:
         """A view [vertices, blocks, rows of a block, columns] of values of buckets."""
@@ -133,9 +133,11 @@ class BucketCodelets(ABC):
         used = values.shape[1] // (bx * by) * bx * by
         return values[:, :used].reshape(len(values), -1, bx, by)
 
+    def _held(self, v: VertexView) -> Any:
+        return self._match(v)[1] if self._found is None else self._found
+
     def _matched(self, v: VertexView) -> Any:
-        matches = self._match(v)[1] if self._found is None else self._found
-        self._found = None
+        matches, self._found = self._held(v), None
         return matches
 
 
@@ -510,8 +512,7 @@ class EmbeddingCodelets(BucketCodelets):
         low, high = (np.searchsorted(keys, owner * total + row, side) for side in ("left", "right"))
         times = high - low
         block = np.repeat(np.arange(len(row)), times)
-        at = np.arange(len(block)) - np.repeat(np.cumsum(times) - times, times)
-        index = order[np.repeat(low, times) + at] % indices.shape[1]
+        index = order[expand(low, times)] % indices.shape[1]
         hits = _Hits(
             owner[block],
             index,

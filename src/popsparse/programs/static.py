@@ -26,7 +26,7 @@ from popsparse.machine import (
     Tensor,
     VertexView,
 )
-from popsparse.machine.intervals import Runs
+from popsparse.machine.intervals import Runs, ranks
 from popsparse.machine.target import KERNEL_CODE, SUM_CODE
 from popsparse.planning.static_layout import Pieces, StaticPlan, work_list_words
 from popsparse.programs.layout import PlannedTensor
@@ -300,7 +300,7 @@ class _Product:
         plan, sums = self.plan, self.plan.sums
         depth = sums.depth[chosen]
         part = np.repeat(np.arange(len(chosen)), depth)
-        turn = np.arange(len(part)) - np.repeat(np.cumsum(depth) - depth, depth)
+        turn = ranks(depth)
         of, size = chosen[part], sums.length[chosen]
         start = self._sources(partials, sums.row[of], sums.part[of], sums.begin[of], turn)
         length, where = sums.length[of], "outputs" if at_home else "sums"

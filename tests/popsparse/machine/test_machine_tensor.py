@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from popsparse.machine import FLOAT, HALF, Graph, Target, concat
 from popsparse.machine.dtypes import MappingError
-from popsparse.machine.intervals import Runs, TileMap, expand, refine, union_lengths
+from popsparse.machine.intervals import Runs, TileMap, refine, union_lengths
 from popsparse.machine.tensor import Tensor
 
 FAST = settings(deadline=None, max_examples=60)
@@ -58,7 +58,7 @@ def test_a_tensor_of_runs_is_the_list_of_its_elements():
     first = int(variable.addresses()[0])
     found = Runs(np.array([20, 3, 9]) + first, np.array([6, 2, 4]))
     long = Tensor(graph, FLOAT, [12], runs=found)
-    listed = Tensor(graph, FLOAT, [12], addresses=expand(found)[0])
+    listed = Tensor(graph, FLOAT, [12], addresses=found.addresses())
     assert not long.is_regular
     for view in (
         lambda t: t,
@@ -102,7 +102,7 @@ def test_views_list_what_numpy_lists(pair, data):
     np.testing.assert_array_equal(tensor.addresses(), expected)
     leading = data.draw(st.integers(0, tensor.ndim))
     runs = tensor.runs(leading)
-    listed, run = expand(runs)
+    listed, run = runs.addresses(), np.repeat(np.arange(len(runs.lengths)), runs.lengths)
     np.testing.assert_array_equal(listed, expected.reshape(-1))
     rows = int(np.prod(tensor.shape[:leading]))
     row = np.repeat(np.arange(rows), tensor.numel // rows)
@@ -232,4 +232,4 @@ def test_refine_matches_element_by_element(data):
         sides.append(Runs(starts, lengths))
     a, b, lengths = refine(*sides)
     for start, side in ((a, sides[0]), (b, sides[1])):
-        np.testing.assert_array_equal(expand(Runs(start, lengths))[0], expand(side)[0])
+        np.testing.assert_array_equal(Runs(start, lengths).addresses(), side.addresses())
