@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import tarfile
 
 import numpy as np
@@ -93,6 +94,15 @@ def test_wrong_files_are_refused(tmp_path, changes, message, packed):
         data.load("cifar-10", tmp_path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_pipe_among_the_files_is_refused(tmp_path):
+    for name, content in contents().items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "data_batch_3.bin").unlink()
+    os.mkfifo(tmp_path / "data_batch_3.bin")
+    with pytest.raises(OSError, match=r"data_batch_3\.bin: expected a file"):
+        data.load("cifar-10", tmp_path)
 
 
 def test_damaged_archives_are_refused(tmp_path):

@@ -182,6 +182,12 @@ def test_a_damaged_file_in_the_cache_is_downloaded_again(tmp_path, server):
     assert got.read_bytes() == b"content"
 
 
+def test_a_pipe_in_the_cache_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.gz")
+    with pytest.raises(OSError, match=r"a\.gz: expected a file, got a folder, pipe or device"):
+        fetch([], "a.gz", sha256(b"content"), tmp_path)
+
+
 def test_no_such_file_on_the_server(tmp_path, server):
     with pytest.raises(OSError, match="the server answered 404"):
         fetch([server[1]], "a.gz", sha256(b""), tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 from kernel_times import AMX, ARM, AVX2, AVX512, ZEN_3, ZEN_4, ZEN_5, timings
@@ -124,6 +125,14 @@ def test_a_damaged_file_is_left_out(warm, monkeypatch):
     kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert cost_table.active() == ZEN_4
+
+
+def test_a_pipe_in_its_place_is_left_out(warm, monkeypatch):
+    kept(monkeypatch, enabled=True)
+    (file,) = (warm / "kernel-costs").iterdir()
+    file.unlink()
+    os.mkfifo(file)
     assert cost_table.active() == ZEN_4
 
 

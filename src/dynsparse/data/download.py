@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, read_limit
+from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, check_regular, read_limit
 
 # A header of xz names the memory that unpacking takes, up to 4 GiB.
 DAMAGE = (OSError, EOFError, ValueError, MemoryError, lzma.LZMAError, zlib.error)
@@ -79,6 +79,7 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
     import pooch
     import requests
 
+    check_regular(folder / file)
     logging.getLogger("pooch").setLevel(logging.WARNING)  # the progress bar replaces its messages
     for url in urls:
         with _Bar(file) as bar:

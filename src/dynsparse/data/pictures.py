@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dynsparse._core.checks import check_integer, typed
 from dynsparse._core.files.folders import cache_folder
+from dynsparse._core.files.limits import check_regular
 from dynsparse.data.download import DAMAGE, fetch, read_unpacked
 
 SIDE = 28
@@ -295,6 +296,7 @@ def load_cifar10(data_dir: str | Path | None = None) -> DataSet:
 def _from_folder(folder: Path) -> DataSet:
     files: dict[str, bytes] = {}
     for name in (*_TRAIN, *_TEST):
+        check_regular(folder / name)
         with open(folder / name, "rb") as file:
             files[name] = file.read(_LIMIT)
     return _data_set(files, folder)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import check_kind, shortened, typed
 from dynsparse._core.files.atomic_write import replaced
-from dynsparse._core.files.limits import parse_json, read_limit
+from dynsparse._core.files.limits import check_regular, parse_json, read_limit
 from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.convert import (
@@ -196,6 +196,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of any safetensors file."""
     import safetensors
 
+    check_regular(path)
     path.open("rb").close()  # a missing or unreadable file is an OSError that names it
     try:
         with safetensors.safe_open(path, framework="pt") as file:

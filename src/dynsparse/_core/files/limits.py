@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "DYNSPARSE_READ_LIMIT"
@@ -28,6 +29,16 @@ _SIGNS = re.compile(r'[\[\]{}"]|\\.', re.DOTALL)
 
 class LimitError(ValueError):
     """A file that would take more than it may; the message is one line."""
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is no file, such as a named pipe, from which a reader would wait for ever.
+
+    Raises:
+        OSError: neither a file nor missing.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: expected a file, got a folder, pipe or device: remove it")
 
 
 def read_limit(size: int = 0) -> int:

@@ -32,7 +32,13 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import shortened
 from dynsparse._core.files.atomic_write import atomic_write, replaced
-from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
+from dynsparse._core.files.limits import (
+    HOW_TO_RAISE,
+    LimitError,
+    check_regular,
+    parse_json,
+    read_limit,
+)
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.pattern import SparsePattern
@@ -70,6 +76,7 @@ def read_model(path: str | os.PathLike[str]) -> Any:
     """
     onnx = import_library("onnx")
     path = Path(path)
+    check_regular(path)
     path.open("rb").close()
     try:
         model = onnx.load(str(path))

@@ -30,7 +30,7 @@ from dynsparse._core import native
 from dynsparse._core.checks import is_number, shortened
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.folders import cache_folder
-from dynsparse._core.files.limits import parse_json
+from dynsparse._core.files.limits import check_regular, parse_json
 from dynsparse._core.processor import processor
 from dynsparse._core.version import __version__
 
@@ -450,8 +450,10 @@ def load_measurement() -> Measurement | None:
     """The stored measurement of this processor; None if there is none that can be read."""
     if not _kernels_digest():
         return None
+    file = _measurement_file()
     try:
-        content = _measurement_file().read_bytes()
+        check_regular(file)
+        content = file.read_bytes()
     except OSError:
         return None
     try:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from dynsparse._core.checks import shortened
 from dynsparse._core.files.atomic_write import replaced
-from dynsparse._core.files.limits import parse_json
+from dynsparse._core.files.limits import check_regular, parse_json
 from dynsparse.nn.sharded import is_sharded, local_part, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, chunk, chunk_of, collective_errors
 from dynsparse.training.checkpoint.tensor_parallel import Chunk
@@ -426,6 +426,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_regular(path)
         path.open("rb").close()  # an OSError that names the file
         try:
             self._file = safetensors.safe_open(path, framework="pt")

@@ -21,7 +21,13 @@ import numpy as np
 from dynsparse._core.checks import shortened
 from dynsparse._core.files.atomic_write import TEMPORARY_SUFFIX
 from dynsparse._core.files.folders import LOCK
-from dynsparse._core.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
+from dynsparse._core.files.limits import (
+    HOW_TO_RAISE,
+    LimitError,
+    check_regular,
+    parse_json,
+    read_limit,
+)
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 
@@ -67,6 +73,7 @@ Arrays = Mapping[str, np.ndarray]
 def opened(file: Path) -> Iterator[Arrays]:
     """An npz file of a record; damage of any kind is a RecordError."""
     try:
+        check_regular(file)
         _check_sizes(file)
         with np.load(file, allow_pickle=False) as arrays:
             yield arrays
@@ -180,6 +187,7 @@ def read_telemetry(path: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
+        check_regular(file)
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{file} is damaged: {error}") from None
