@@ -20,8 +20,6 @@ from popsparse.planning.search import parse_passes
 from popsparse.planning.search import plan as make_plan
 from popsparse.plans import text_table
 
-__all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate"]
-
 
 @dataclass(frozen=True)
 class PassEstimate:

@@ -32,7 +32,6 @@ from popsparse.machine import (
     Program,
     Sequence,
     Target,
-    Tensor,
 )
 from popsparse.planning.options import Options, PlanConstraints, Update
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
@@ -122,9 +121,10 @@ class Layer:
         for name in requested:
             if not isinstance(name, str) or name not in names:
                 raise ValueError(f"the plan is for {', '.join(names)}, not for {shortened(name)}")
+        updating = None if update is None else Update.parse(update)
         self._built = {
             "passes": requested,
-            "update": None if update is None else _plain(Update.parse(update)),
+            "update": updating and {**vars(updating), "partials_type": str(updating.partials_type)},
             "numerics": numerics,
             "check_memory": check_memory,
         }
@@ -138,25 +138,23 @@ class Layer:
         dims = {dim for name in requested for dim in needed[name]}
         operands = {
             dim: build.create_operand(graph, plan, dim, _NAMES[dim])
-            for dim in sorted(dims if update is None else {*"xy"})
+            for dim in sorted(dims if updating is None else {*"xy"})
         }
         programs: dict[str, Program] = {}
-        self._results: dict[str, Tensor] = {}
         for name in requested:
             program = Sequence()
             if name == "grad_weight":
                 both = operands["x"], operands["y"]
-                grad_weight = build.add_grad_weight(graph, self._weights, *both, program)
+                result = build.add_grad_weight(graph, self._weights, *both, program)
             else:
                 operand = operands[needed[name]]
-                grad_weight = build.add_product(graph, self._weights, operand, program, name)
-            self._results[name] = grad_weight
-            graph.add_handle(f"{name} result", grad_weight)
+                result = build.add_product(graph, self._weights, operand, program, name)
+            graph.add_handle(f"{name} result", result)
             programs[name] = program
         self._update: UpdatePrograms | None = None
-        if update is not None:
+        if updating is not None:
             both = operands["x"], operands["y"]
-            self._update = UpdatePrograms(graph, self._weights, *both, Update.parse(update))
+            self._update = UpdatePrograms(graph, self._weights, *both, updating)
             programs |= self._update.programs
         graph.add_handle("words", self._weights.meta_info)
         graph.add_handle("values", self._weights.nz_values)
@@ -371,8 +369,3 @@ class Layer:
                 "the layer has no programs for updates: build it with update=popsparse.Update()"
             )
         return self._update
-
-
-def _plain(update: Update) -> dict[str, Any]:
-    """Its fields, as `Update.parse` takes them from JSON."""
-    return {**vars(update), "partials_type": update.partials_type.name}

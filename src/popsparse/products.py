@@ -283,11 +283,6 @@ def sparse_dense_matmul(
         TypeError: `lhs` is not a sparse operand, or `rhs` of another element type.
         ValueError: a shape that does not fit, or options other than at creation.
     """
-    if not isinstance(lhs, SparseTensor):
-        raise TypeError(
-            "lhs must be a SparseTensor as create_sparse_dense_matmul_lhs makes it, got "
-            f"{type(lhs).__name__}"
-        )
     plan = lhs.plan
     if "grad_input" not in plan.costs or plan.use_dense:
         raise ValueError("lhs must be made by create_sparse_dense_matmul_lhs")

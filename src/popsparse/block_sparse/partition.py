@@ -26,8 +26,8 @@ from dynsparse._core.checks import (
     check_choice,
     check_flag,
     check_integer,
-    check_kind,
     check_sizes,
+    typed,
 )
 from dynsparse.pattern import SparsePattern
 from popsparse.machine import Target
@@ -463,7 +463,10 @@ class BlockSparsePlan:
         )
 
 
-def plan(params: MatmulParams, target: Any = None, options: Any = None) -> BlockSparsePlan:
+@typed
+def plan(
+    params: MatmulParams, target: Target | None = None, options: Any = None
+) -> BlockSparsePlan:
     """Deal the products of blocks to the tiles of a machine.
 
     Args:
@@ -474,8 +477,7 @@ def plan(params: MatmulParams, target: Any = None, options: Any = None) -> Block
     Raises:
         TypeError: other things. ValueError: options that do not go with the product.
     """
-    check_kind("params", params, MatmulParams, "block_sparse.MatmulParams")
-    target = Target.mk2() if target is None else check_kind("target", target, Target, "a Target")
+    target = Target.mk2() if target is None else target
     new = BlockSparsePlan(params, Options.parse(options, "block-sparse"), target)
     new.pieces  # noqa: B018  what is wrong shows now
     return new

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_kind
+from dynsparse._core.checks import typed
 from popsparse.block_sparse.partition import BlockSparsePlan, MatmulParams, plan
 from popsparse.machine import (
     Codelet,
@@ -337,11 +337,6 @@ class _Product:
         return kept.reshape(len(rows), -1)
 
 
-def _planned(graph: Graph, params: MatmulParams, options: Any) -> BlockSparsePlan:
-    check_kind("graph", graph, Graph, "a Graph")
-    return plan(params, graph.target, options)
-
-
 def _shape_of_rhs(params: MatmulParams) -> tuple[int, int]:
     """Of a block of the right operand as it is stored."""
     _, bk, bn = params.block_size
@@ -359,6 +354,7 @@ def _add_operand(
     return add_blocks(graph, plan.params.dtype, home, shape, name)
 
 
+@typed
 def create_matmul_lhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "lhs"
 ) -> Tensor:
@@ -372,18 +368,19 @@ def create_matmul_lhs(
     Raises:
         ValueError, TypeError: as `plan`.
     """
-    product = _planned(graph, params, options)
+    product = plan(params, graph.target, options)
     rows, blocks = params.groups * params.grid[0], params.grid[1]
     shape = params.block_size[:2]
     return join_blocks(_add_operand(graph, product, "a", shape, rows * blocks, name), rows)
 
 
+@typed
 def create_matmul_rhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "rhs"
 ) -> Tensor:
     """The right operand: dense [groups * k, n], or of "dense_sparse" the blocks [nnz, area] in the
     order of the mask. Args and errors as above."""
-    product, shape = _planned(graph, params, options), _shape_of_rhs(params)
+    product, shape = plan(params, graph.target, options), _shape_of_rhs(params)
     if params.kind == "dense_sparse":
         blocks = _add_operand(graph, product, "b", shape, params.nnz, name)
         return blocks.reshape(params.nnz, shape[0] * shape[1])
@@ -391,6 +388,7 @@ def create_matmul_rhs(
     return join_blocks(_add_operand(graph, product, "b", shape, rows * params.grid[2], name), rows)
 
 
+@typed
 def matmul(
     graph: Graph,
     params: MatmulParams,
@@ -413,8 +411,7 @@ def matmul(
     Raises:
         ValueError: operands of other shapes (88, 89); as `plan`. TypeError: of other types.
     """
-    product = _planned(graph, params, options)
-    check_kind("program", program, Sequence, "a Sequence")
+    product = plan(params, graph.target, options)
     groups, (m, k, n), shape = params.groups, params.dim, _shape_of_rhs(params)
     is_sparse = params.kind == "dense_sparse"
     _expect(lhs, [groups * m, k], params, "lhs")
@@ -435,8 +432,7 @@ def _cut(addresses: np.ndarray, height: int, width: int) -> np.ndarray:
     return grid.reshape(rows * cols, height, width)
 
 
-def _expect(tensor: Any, shape: list[int], params: MatmulParams, what: str) -> None:
-    check_kind(what, tensor, Tensor, "a Tensor of a graph")
+def _expect(tensor: Tensor, shape: list[int], params: MatmulParams, what: str) -> None:
     if list(tensor.shape) != shape:
         raise ValueError(f"{what} must have the shape {shape}, got {list(tensor.shape)}")
     if tensor.dtype != params.dtype:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, check_kind, check_sizes
+from dynsparse._core.checks import check_choice, check_integer, check_sizes, typed
 from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
 from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (
@@ -35,6 +35,7 @@ from popsparse.planning.params import ceil_div, data_type
 from popsparse.programs.layout import execute
 
 
+@typed
 def softmax(
     graph: Graph,
     values: Tensor,
@@ -69,6 +70,7 @@ def softmax(
     return out
 
 
+@typed
 def softmax_in_place(
     graph: Graph,
     values: Tensor,
@@ -86,6 +88,7 @@ def softmax_in_place(
     rows.add_softmax(values, values, program, subblock_mask)
 
 
+@typed
 def softmax_grad(
     graph: Graph,
     out: Tensor,
@@ -107,7 +110,6 @@ def softmax_grad(
         ValueError: as `softmax`; a gradient of another type or shape (96).
     """
     rows = _Rows(graph, out, dim, block_size, sparsity, 1, name)
-    check_kind("out_grad", out_grad, Tensor, "a Tensor of a graph")
     if out_grad.dtype != out.dtype or out_grad.shape != out.shape:
         raise ValueError(
             f"out_grad must be {out.dtype.name} {list(out.shape)} as out is, got "
@@ -149,8 +151,7 @@ class _Rows:
         groups: Any,
         name: str,
     ) -> None:
-        self.graph = check_kind("graph", graph, Graph, "a Graph")
-        self.values, self.name = check_kind("values", values, Tensor, "a Tensor of a graph"), name
+        self.graph, self.values, self.name = graph, values, name
         rows, cols = check_sizes("dim", dim, ("rows", "cols"))
         height, width = check_sizes("block_size", block_size, ("rows", "cols"))
         groups = check_integer("num_groups", groups, 1)
@@ -246,7 +247,6 @@ class _Rows:
         self, values: Tensor, out: Tensor, program: Sequence, subblock_mask: str
     ) -> None:
         check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
-        check_kind("program", program, Sequence, "a Sequence")
         steps = Sequence(name=self.name)
         program.add(steps)
         if not len(self.elements):
@@ -291,7 +291,6 @@ class _Rows:
         steps.add(Copy(data, self.listed(out), name="unpack rows"))
 
     def add_gradient(self, out: Tensor, grad: Tensor, in_grad: Tensor, program: Sequence) -> None:
-        check_kind("program", program, Sequence, "a Sequence")
         steps = Sequence(name=self.name)
         program.add(steps)
         if not len(self.elements):

@@ -55,6 +55,13 @@ def _unhooked(optimizer: torch.optim.Optimizer) -> Any:
     return step.__wrapped__
 
 
+def _emptied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy without state and parameters."""
+    new = copy.copy(optimizer)
+    new.state, new.param_groups = defaultdict(dict), []
+    return new
+
+
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Key, Tensor]:
     """The tensors of the optimizer's state; what it has not made yet as its first step begins.
 
@@ -67,9 +74,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"] if p in names]
     tensors: dict[Key, Tensor] = {}
-    fresh = copy.copy(optimizer)
-    fresh.state = defaultdict(dict)
-    fresh.param_groups = []
+    fresh = _emptied(optimizer)
     copies: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         if group.get("dampening") and any(not optimizer.state.get(p) for p in group["params"]):
@@ -107,9 +112,7 @@ def _take_step(
     values: dict[Key, Tensor],
 ) -> dict[Key, Tensor]:
     """The optimizer's step on tensors: new parameters and state."""
-    stepped = copy.copy(optimizer)
-    stepped.state = defaultdict(dict)
-    stepped.param_groups = []
+    stepped = _emptied(optimizer)
     params = {name: tensor.detach().clone() for name, tensor in parameters.items()}
     by_parameter = {parameter: name for name, parameter in originals.items()}
     for number, group in enumerate(optimizer.param_groups):

@@ -330,14 +330,9 @@ class SparseTensor:
 
 
 def check_weights(
-    weights: Any, params: Any, options: Any, cache: PlanningCache | None = None
+    weights: SparseTensor, params: Any, options: Any, cache: PlanningCache | None = None
 ) -> SparseTensor:
     """The weights, if they were made for these parameters and options; `cache` keeps their plan."""
-    if not isinstance(weights, SparseTensor):
-        raise TypeError(
-            f"weights must be a SparseTensor as create_fully_connected_weights makes it, got "
-            f"{type(weights).__name__}"
-        )
     plan = weights.plan
     if params != plan.params:
         raise ValueError(f"the weights were made for {plan.params}, not for {params}")
