@@ -22,40 +22,39 @@ from popsparse.plans import text_table
 
 
 @dataclass(frozen=True)
-class PassEstimate:
-    """One pass of one layer.
+class _Estimate:
+    """What a program of one layer takes.
 
     Attributes:
         cycles, seconds: of the simulated program, at the target's clock.
         max_tile_bytes: memory of the fullest tile.
         fits: whether that is within a tile.
-        tflops: 2 x non-zeros x batch over the seconds.
     """
 
     cycles: float
     seconds: float
     max_tile_bytes: int
     fits: bool
+
+
+@dataclass(frozen=True)
+class PassEstimate(_Estimate):
+    """One pass of one layer; `tflops` is 2 x non-zeros x batch over the seconds."""
+
     tflops: float
 
 
 @dataclass(frozen=True)
-class UpdateEstimate:
-    """One pattern update of one layer (RigL).
+class UpdateEstimate(_Estimate):
+    """One pattern update of one layer (RigL), on the machine and its host link; what the host
+    computes is not counted.
 
     Attributes:
-        cycles, seconds: on the machine and its host link; what the host computes is not counted.
-        max_tile_bytes: memory of the fullest tile.
-        fits: whether that is within a tile.
         parts: cycles by what is done: the dense gradient, the pooling, the bytes both ways.
         to_host_bytes, from_host_bytes: over the host link.
         pieces: how many the dense gradient is computed in.
     """
 
-    cycles: float
-    seconds: float
-    max_tile_bytes: int
-    fits: bool
     parts: dict[str, float]
     to_host_bytes: int
     from_host_bytes: int
@@ -216,7 +215,7 @@ class ModelEstimate:
             *text_table(rows, words=(0, 7)),
         ]
 
-    def _room(self, estimate: PassEstimate | UpdateEstimate, *between: str) -> tuple[str, ...]:
+    def _room(self, estimate: _Estimate, *between: str) -> tuple[str, ...]:
         """The part of a tile that is in use, what comes between, and whether it fits."""
         share = estimate.max_tile_bytes / self.target.bytes_per_tile
         return (f"{share:.0%}", *between, "" if estimate.fits else "does not fit")
@@ -225,7 +224,7 @@ class ModelEstimate:
         return self.summary()
 
 
-def _figures(part: PassEstimate | UpdateEstimate) -> tuple[str, str]:
+def _figures(part: _Estimate) -> tuple[str, str]:
     return f"{part.cycles:,.0f}", f"{part.seconds * 1e6:,.1f}"
 
 

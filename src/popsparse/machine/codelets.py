@@ -10,9 +10,12 @@ cycles of a superstep that costs hundreds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from popsparse.machine.dtypes import BOOL, FLOAT, HALF, INT, SHORT, UNSIGNED_INT, UNSIGNED_SHORT
+from popsparse.machine.target import SUM_CODE
 from popsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
 
 _REAL = (HALF, FLOAT)
@@ -100,6 +103,19 @@ ADD_SCALED = Codelet(
     scalars=("scale",),
     flops=lambda v: 2 * _elements(v, v.b),
 )
+
+
+def sum_codelet(name: str, cycles: Any, flops: Any) -> Codelet:
+    """`out` [..., n]: the sum of a tile's own partial sums, `own` [..., p, n], and those of others,
+    `others` [..., q, n]. Cycles are the supervisor's."""
+
+    def add(v: VertexView) -> None:
+        total = v.others.sum(axis=-2, dtype=np.float32)
+        v.out[...] = total + v.own.sum(axis=-2, dtype=np.float32)
+
+    fields = {"own": In(), "others": In(), "out": Out()}
+    code = int(SUM_CODE.typical)
+    return Codelet(name, fields, add, cycles, "supervisor", flops=flops, code_bytes=code)
 
 
 def _dot(v: VertexView) -> None:

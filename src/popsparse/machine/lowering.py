@@ -43,13 +43,8 @@ def _lower_stream_copy(state: State, program: programs.Copy, path: str) -> Node:
                     state.write(flat, state.host.fetch(stream), replica)
                 else:
                     state.host.deliver(stream, state.read(flat, replica))
-        profile.record(
-            step,
-            sync=state.sync_of_all,
-            host=cycles,
-            from_host_bytes=size if up else 0,
-            to_host_bytes=0 if up else size,
-        )
+        moved: dict[str, Any] = {"from_host_bytes" if up else "to_host_bytes": size}
+        profile.record(step, sync=state.sync_of_all, host=cycles, **moved)
 
     return run
 
@@ -77,7 +72,8 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     rate = target.remote_read_bytes_per_second if up else target.remote_write_bytes_per_second
     size = buffer.numel * buffer.dtype.size
     cycles = float(math.ceil(size / rate * target.clock_hz))
-    moved = size * len(state.memories)
+    amount = "from_remote_bytes" if up else "to_remote_bytes"
+    moved: dict[str, Any] = {amount: size * len(state.memories)}
     flat, index = tensor.flatten(), program.index
 
     def row(replica: int) -> int:
@@ -101,13 +97,7 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
                 state.write(flat, rows[place], replica)
             else:
                 rows[place] = state.read(flat, replica)
-        profile.record(
-            step,
-            sync=state.sync_of_all,
-            host=cycles,
-            from_remote_bytes=moved if up else 0,
-            to_remote_bytes=0 if up else moved,
-        )
+        profile.record(step, sync=state.sync_of_all, host=cycles, **moved)
 
     return run
 

@@ -34,7 +34,7 @@ from popsparse.machine import (
     VertexView,
     codelets,
 )
-from popsparse.machine.target import KERNEL_CODE, SUM_CODE
+from popsparse.machine.target import KERNEL_CODE
 from popsparse.planning import cycles
 from popsparse.planning.dense import DensePlan
 from popsparse.planning.params import ceil_div
@@ -243,21 +243,13 @@ def _reduce_codelet(layout: Layout, result: DType) -> Codelet:
     plan = layout.plan
     more = (plan.partials, result, plan.target.workers, plan.target.bytes_per_tile)
 
-    def compute(v: VertexView) -> None:
-        total = v.others.sum(axis=-2, dtype=np.float32)
-        v.out[...] = total + v.own.sum(axis=-2, dtype=np.float32)
-
     def spent(v: VertexView) -> Any:
         return cycles.reduce_stage(v.out.shape[-1], v.own.shape[-2] + v.others.shape[-2], *more)
 
     def flops(v: VertexView) -> int:
         return v.out.shape[-1] * (v.own.shape[-2] + v.others.shape[-2] - 1)
 
-    fields = {"own": In(), "others": In(), "out": Out()}
-    code = int(SUM_CODE.typical)
-    return Codelet(
-        "dense reduce", fields, compute, spent, "supervisor", flops=flops, code_bytes=code
-    )
+    return codelets.sum_codelet("dense reduce", spent, flops)
 
 
 def _take_slice(layout: Layout) -> Codelet:

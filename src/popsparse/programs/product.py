@@ -40,7 +40,6 @@ from popsparse.machine import (
     codelets,
     rotation,
 )
-from popsparse.machine.target import SUM_CODE
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import CONTROL_INSTRUCTIONS
 from popsparse.planning.params import ceil_div
@@ -444,7 +443,7 @@ class _Product:
                 compute,
                 codelet,
                 self.tiles[:, at],
-                {"own": part[:, at], "others": to, "out": out[:, at]},
+                {"own": part[:, at].expand_dims(-2), "others": to, "out": out[:, at]},
             )
         steps.add(Copy(pairs, name="exchange partials"), Execute(compute, name="reduce"))
         return self._result(out)
@@ -458,13 +457,4 @@ class _Product:
 def _reduce_codelet(plan: Plan, outputs: int, depth: int) -> Codelet:
     partials, result = plan.options.partials_type, plan.dtype
     cycles = int(tile_cycles.reduce(outputs, depth, partials, result, int(plan.target.workers)))
-
-    def reduce(v: VertexView) -> None:
-        total = v.own.astype(np.float32)
-        total += v.others.sum(axis=-2, dtype=np.float32)
-        v.out[...] = total
-
-    fields = {"own": In(), "others": In(), "out": Out()}
-    flops = outputs * (depth - 1)
-    code = int(SUM_CODE.typical)
-    return Codelet("reduce", fields, reduce, cycles, "supervisor", flops=flops, code_bytes=code)
+    return codelets.sum_codelet("reduce", cycles, outputs * (depth - 1))
