@@ -84,9 +84,8 @@ i64 dynsparse_panels_from(i64 majors, i64 minors, i64 entries, i32 by_columns) {
   const bool crowded = tile >= second_level_cache() / 4;
   if (entries < 32 * majors || (!crowded && VL < 16)) return NEVER;
   if (!crowded) return 256;
-  if (!by_columns) return VL < 16 ? 256 : 64;
-  if (VL >= 16 || entries >= 200 * majors) return 16;
-  return entries >= 64 * majors ? 32 : 256;
+  if (VL >= 16 || entries >= 200 * majors) return by_columns ? 16 : 64;
+  return by_columns && entries >= 64 * majors ? 32 : 256;
 }
 
 i64 dynsparse_panels_size(i64 majors, i64 minors, i64 entries, i32 by_columns, i64 first_level) {
