@@ -179,9 +179,12 @@ def render_buckets(data: BucketData, maps: list[BucketMap]) -> str:
     x, y, z = data.partition
     groups = f" in each of {data.groups:,} groups" if data.groups > 1 else ""
     out = [
-        f"<p>{buckets:,} buckets: {x:,} × {y:,} rectangles with {z:,} each{groups}. "
-        f"<b>{data.spilled:,}</b> blocks left the bucket they began in, "
-        f"<b>{data.propagated:,}</b> of the pattern's blocks lie in another rectangle's.</p>",
+        f"<p>The plan cuts the weight matrix into X × Y = {x:,} × {y:,} rectangles{groups}, and "
+        f"gives each {z:,} buckets, one a tile, {buckets:,} in all. A bucket is memory of a fixed "
+        "size for non-zero values and for their positions, the meta-info; the size stays when the "
+        f"pattern changes. <b>{data.spilled:,}</b> blocks left the bucket they began in because "
+        f"it was full, and <b>{data.propagated:,}</b> of the pattern's blocks lie in another "
+        "rectangle's.</p>",
         table(head, rows),
     ]
     axes = ("group, X" if data.groups > 1 else "X", "Y")
@@ -223,8 +226,10 @@ def render_propagation(data: BucketData) -> str:
     z = data.partition[2]
     if not data.propagation_steps:
         return (
-            "<p><b>None.</b> Every bucket holds only what belongs to its own rectangle, so the "
-            "distribution phase computes everything.</p>"
+            "<p><b>None.</b> Blocks that do not fit into the buckets of their rectangle go to "
+            "others, and propagation passes them on until all are computed. Here every bucket "
+            "holds only what belongs to its own rectangle, so the step distribution computes "
+            "everything.</p>"
         )
     out = [
         f"<p><b>{data.propagation_steps:,} steps</b>"

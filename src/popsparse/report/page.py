@@ -43,7 +43,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 _ABOUT = (
-    "A simulation: cycles, times and memory come from a model of the machine, not from hardware."
+    "A simulation: cycles, times and memory come from a model of the machine, not from hardware. "
+    "The machine has many small processors, the tiles; each computes on its own memory. All take "
+    "the steps of a program together: they synchronise, exchange data, and compute."
 )
 
 
@@ -160,7 +162,7 @@ def report_html(
     if compared is not None:
         add("compared", "Compared", render_comparison(compared))
     if profiles:
-        results = [(run.name, findings(run)) for run in profiles]
+        results = [(run.name, findings(run, summary)) for run in profiles]
         add("findings", "What costs most", render_findings(results))
     if plan:
         with reading("plan"):

@@ -185,7 +185,7 @@ def render_tiles(profile: Profile, identity: str, memory_of: str = "") -> str:
         out.append(
             "<h3>Bytes received</h3><p>"
             f"{number(float(received.sum()))} B in all, {number(float(profile.sent_bytes.sum()))} "
-            "B sent; a sent byte may be heard by many. Most on one tile: "
+            "B sent: several tiles may receive the same byte. Most on one tile: "
             f"{number(float(received.max()))} B.</p>"
             + '<div class="pair">'
             + stacked_tiles({"received": received}, identity=f"{identity}-received", unit="bytes")

@@ -44,6 +44,13 @@ _LABELS = {
 }
 _OWN_PLACE = ("cycles", "seconds", "tflops")  # In the summary.
 
+_WHAT_A_PLAN_IS = (
+    "<p>A plan cuts the product into X parts of the rows, Y of the columns and Z of the batch, one "
+    "for each tile. The planner estimates what every cut costs and takes the cheapest for all the "
+    "passes listed here together, as they share the weights, even where a run computes only one of "
+    "them.</p>"
+)
+
 _MEMORY = (("buckets", "c0"), ("operands", "c1"), ("temporary", "c2"), ("code", "c3"))
 
 
@@ -91,6 +98,8 @@ def _render_plan(report: Mapping[str, Any]) -> str:
         size = f"{number(buckets['nz_elements'])} values, {number(meta)} words of meta-info"
         facts.append(("A bucket holds", size))
     out = [_render_facts(facts)]
+    if "passes" in report:
+        out.insert(0, _WHAT_A_PLAN_IS)
     for name, cost in report.get("passes", {}).items():
         terms = [(t["name"], float(t["cycles"]), t["temporary_bytes"]) for t in cost["terms"]]
         out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_render_terms(terms)}")
@@ -100,11 +109,23 @@ def _render_plan(report: Mapping[str, Any]) -> str:
     if report.get("memory"):
         out.append(_render_memory(report["memory"]))
     if search := report.get("search"):
-        counts = ", ".join(f"{number(count)} {esc(words(what))}" for what, count in search.items())
-        out.append(f"<p>The search: {counts}.</p>")
+        out.append(f"<p>{_describe_search(search)}</p>")
     if report.get("runners_up"):
         out.append(_render_runners_up(report))
     return "".join(out)
+
+
+def _describe_search(search: Mapping[str, Any]) -> str:
+    """How many plans were compared; counts without a name here are listed."""
+    if not {"partitions", "candidates", "allowed", "fitting"} <= search.keys():
+        listed = (f"{number(count)} {esc(words(what))}" for what, count in search.items())
+        return f"The search: {', '.join(listed)}."
+    count = {name: number(search[name]) for name in search}
+    return (
+        f"The search compared {count['partitions']} cuts, each with {count['candidates']} ways to "
+        f"compute: {count['allowed']} suit the sizes and options, and {count['fitting']} of these "
+        "stay within the temporary memory that is allowed."
+    )
 
 
 def _render_facts(facts: list[tuple[str, str]]) -> str:
@@ -206,6 +227,7 @@ _SUMMARY_LABELS = {
     "cols": "Columns (k)",
     "batch": "Batch (n)",
     "dtype": "Data type",
+    "partials": "Partial sums",
     "tiles": "Tiles of the target",
     "nnz": "Non-zero values",
     "spilled": "Blocks spilled",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -122,11 +124,11 @@ def _imbalance(profile: Profile) -> Finding | None:
         "imbalance",
         "Tiles wait for the slowest one",
         f"In {percent(lost, profile.cycles)} of the run's cycles the average tile has done its "
-        f"part of a step and waits for the busiest; most in {names[profile.steps.index(worst)]}, "
-        f"where the mean tile works {percent(busy)} of the time.",
+        f"part of a step and waits for the busiest. Most of it in "
+        f"{names[profile.steps.index(worst)]}, where it works {percent(busy)} of the time.",
         "Blocks spread unevenly fill some parts of the plan more than others: try another cut with "
         '--plan-constraints \'{"partition": {"x": ..}}\', a larger --block-size, or a pattern that '
-        "is more even. In your own programs distribute the vertices of add_vertices more evenly.",
+        "is more even. In programs of your own spread the vertices more evenly over the tiles.",
         lost / profile.cycles,
     )
 
@@ -179,8 +181,8 @@ def _sync(profile: Profile) -> Finding | None:
         "Synchronisation",
         f"Synchronisation takes {percent(spent, profile.cycles)} of the cycles: {runs:,} steps of "
         f"{number(profile.cycles / max(runs, 1))} cycles on average.",
-        "Do more in a step: a larger --batch; fewer and larger products; in your own programs "
-        "several pairs in one Copy([...]) and several codelets in one compute set.",
+        "Do more in a step: a larger --batch; fewer and larger products. In programs of your own "
+        "join copies into one Copy and computations into one compute set.",
         spent / profile.cycles,
     )
 
@@ -241,14 +243,28 @@ def _below_peak(profile: Profile) -> Finding | None:
     return Finding(
         "below peak",
         "Matrix units are idle",
-        f"At the peak rate of the matrix units the run would take {percent(total, profile.cycles)} "
-        f"fewer cycles; most in {short_names(profile)[profile.steps.index(worst)]}, which "
-        f"reaches {percent(rate)} of that rate.",
-        "They reach it only with blocks of 16 (--block-size 16), float16 values (--dtype float16) "
-        "and float16 partials (--partials-type float16): change what differs. Blocks of 1 do not "
-        "use them. A larger --batch spreads the fixed cost of each block.",
+        f"If the units of the tiles that multiply matrices always worked at their peak rate, the "
+        f"run would take {percent(total, profile.cycles)} fewer cycles; most of them in "
+        f"{short_names(profile)[profile.steps.index(worst)]}, which reaches {percent(rate)} of "
+        "that rate.",
+        _to_reach_the_peak({}),
         total / profile.cycles,
     )
+
+
+_AT_PEAK = {
+    "block_size": (16, "blocks of 16 (--block-size 16)"),
+    "dtype": ("float16", "float16 values (--dtype float16)"),
+    "partials": ("float16", "float16 partial sums (--partials-type float16)"),
+}
+"""What the peak rate takes: by entry of a summary, its value and how to get it."""
+
+
+def _to_reach_the_peak(summary: Mapping[str, Any]) -> str:
+    """The remedy without what the run has already, according to its summary."""
+    missing = [how for key, (value, how) in _AT_PEAK.items() if summary.get(key) != value]
+    reach = f"The peak rate takes {', '.join(missing)}. " if missing else ""
+    return reach + "A larger --batch spreads the fixed cost of each block over more samples."
 
 
 def _rearranging(profile: Profile) -> Finding | None:
@@ -289,12 +305,22 @@ RULES: dict[str, Rule] = {
 
 
 @typed
-def findings(profile: Profile) -> list[Finding]:
-    """The findings of a run, the costliest first; memory that does not suffice before all."""
-    results = (rule(profile) for rule in RULES.values())
-    return sorted(
-        (finding for finding in results if finding is not None), key=_weight, reverse=True
-    )
+def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list[Finding]:
+    """The findings of a run, the costliest first; memory that does not suffice before all.
+
+    Args:
+        profile: of the run.
+        summary: what is known of the product, as of `report_html`; no remedy names what it has.
+    """
+    found = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
+    if summary:
+        found = [
+            replace(finding, remedy=_to_reach_the_peak(summary))
+            if finding.rule == "below peak"
+            else finding
+            for finding in found
+        ]
+    return sorted(found, key=_weight, reverse=True)
 
 
 def _weight(finding: Finding) -> float:
@@ -302,6 +328,11 @@ def _weight(finding: Finding) -> float:
     if finding.rule == "memory over":
         return 1 + finding.share
     return finding.share - 0.75 if finding.rule in ("memory near", "always live") else finding.share
+
+
+def _in_code(remedy: str) -> str:
+    """With options as code, which no line break divides."""
+    return re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", esc(remedy))
 
 
 def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
@@ -315,7 +346,7 @@ def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]], most: int =
             continue
         rows = "".join(
             f"<li><b>{esc(finding.title)}.</b> {esc(finding.text)}"
-            f"<p><i>What to do:</i> {esc(finding.remedy)}</p></li>"
+            f"<p><i>What to do:</i> {_in_code(finding.remedy)}</p></li>"
             for finding in several[:most]
         )
         out.append(f'<ol class="findings">{rows}</ol>')

@@ -299,9 +299,10 @@ def render_live_memory(profile: Profile, identity: str) -> str:
     left = len(contents.variables) - _MOST_VARIABLES
     few = f" The {left:,} smallest variables are left out here." if left > 0 else ""
     return (
-        f"<p>On all tiles together {number(float(always[0]))} B are always live; what is not "
-        f"reaches {number(float(other[0]))} B, in {esc(short_names(profile)[peak])}. Variables "
-        "that are never live together may share memory. Click on a step to see what it holds, and "
+        f"<p>A variable is live while its contents are still needed. On all tiles together "
+        f"{number(float(always[0]))} B are live in every step; the others reach "
+        f"{number(float(other[0]))} B, in {esc(short_names(profile)[peak])}. Variables that are "
+        "never live together may share memory. Click on a step to see what it holds, and "
         f"on a tile below to see its curve.{few}</p>"
         f'<div class="live" data-source="{esc(identity)}"><div class="charts"></div>'
         + legend([("c0", "always live"), ("c2", "not always live"), ("pick", "the step chosen")])

@@ -84,7 +84,7 @@ def test_the_plan_says_why_it_won():
             assert f"{term['cycles']:,}" in page.words
     for other in report["runners_up"]:
         assert f"{other['cycles']:,}" in page.words
-    assert f"{report['search']['partitions']:,} partitions" in page.words
+    assert f"compared {report['search']['partitions']:,} cuts" in page.words
     assert page.sections == {"plan"}
 
 
@@ -135,7 +135,7 @@ def test_what_belongs_where_adds_up(block, force):
         assert f"{info.propagation_steps:,} steps" in page.words
         assert "map-guests" in page.ids
     else:
-        assert "None. Every bucket holds only" in page.words
+        assert "Here every bucket holds only" in page.words
         assert "map-guests" not in page.ids
     assert {"map-demand", "map-held", "map-words"} <= set(page.data["maps"])
 

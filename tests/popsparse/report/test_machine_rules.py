@@ -56,7 +56,7 @@ CASES = {
         # Five tiles compute, for 0.7 of the time: over all ten tiles that is 0.35.
         made(compute(400, 0.35, 5, "uneven"), compute(600)),
         0.12,
-        "most in uneven, where the mean tile works 70.0\u00a0% of the time",
+        "in uneven, where it works 70.0\u00a0% of the time",
     ),
     "tiles unused": (
         made(compute(900, 0.5, 5), step("go", "exchange", exchange=90)),
@@ -106,6 +106,17 @@ def test_a_rule_fires_alone(rule):
     assert words in found.text
     # A remedy names an option of the command or a name of the library.
     assert any(name in found.remedy for name in ("--", "Copy([", "create_"))
+
+
+def test_what_a_run_has_is_not_advised():
+    profile, _, _ = CASES["below peak"]
+    given = {"block_size": 16, "dtype": "float16", "partials": "float32"}
+    (found,) = findings(profile, given)
+    assert found.remedy.startswith("The peak rate takes float16 partial sums (--partials-type")
+    assert "--dtype" not in found.remedy
+    (found,) = findings(profile, given | {"partials": "float16"})
+    assert found.remedy.startswith("A larger --batch")
+    assert "--block-size 16" in findings(profile)[0].remedy
 
 
 def test_nothing_stands_out():
