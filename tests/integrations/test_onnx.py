@@ -484,6 +484,18 @@ def test_nodes_that_take_one_matrix_in_their_own_ways(nodes, square, sparse, tmp
         assert layer.pattern.nnz == len(layer.values) == int((layer.values != 0).sum())
 
 
+@pytest.mark.parametrize("name", ["../../x.weight", "a..weight"])
+def test_names_that_no_module_can_have_are_refused(name, tmp_path):
+    make, floats = onnx.helper, onnx.TensorProto.FLOAT
+    inside, outside = (make.make_tensor_value_info(n, floats, [1, 4]) for n in ("x", "y"))
+    weight = make.make_tensor(name, floats, [4, 4], np.ones(16, np.float32))
+    node = make.make_node("MatMul", ["x", name], ["y"])
+    model = make.make_model(make.make_graph([node], "g", [inside], [outside], [weight]))
+    onnx.save(model, tmp_path / "names.onnx")
+    with pytest.raises(ValueError, match="cannot be the name of a module"):
+        import_(tmp_path / "names.onnx")
+
+
 def test_a_small_file_that_stands_for_a_large_matrix_is_refused(tmp_path):
     make = onnx.helper
     floats = onnx.TensorProto.FLOAT

@@ -118,7 +118,10 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
             raise ValueError(f"{file}: onnx2torch cannot convert it: {reason}") from error
     layers: dict[str, list[tuple[bool, nn.Linear, nn.Module]]] = {}
     for name, node in names.items():
-        linear = module.get_submodule(_converted_name(name))
+        try:
+            linear = module.get_submodule(_converted_name(name))
+        except AttributeError as error:
+            raise _no_name(file, name) from error
         if not isinstance(linear, nn.Linear):  # a bias that is not a vector
             continue
         users = layers.setdefault(node.weight, [])
@@ -139,7 +142,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
         try:
             _replace_module(module, _converted_name(name), name, layer)
         except (AttributeError, KeyError) as error:
-            raise ValueError(f"{file}: {name!r} cannot be the name of a module") from error
+            raise _no_name(file, name) from error
     copied = [weight for weight, users in layers.items() if len(users) > 1]
     if copied:
         warnings.warn(
@@ -150,6 +153,10 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
     module.delete_all_unused_submodules()
     module.recompile()
     return module
+
+
+def _no_name(file: str | os.PathLike[str], name: str) -> ValueError:
+    return ValueError(f"{file}: {name!r} cannot be the name of a module")
 
 
 def _drop_allowzero(graph: Any) -> None:
