@@ -239,10 +239,9 @@ def _convolution_backward(
     return dx, dw, db
 
 
-def _pool(kernel: Any, stride: Any) -> tuple[Any, Any]:
-    """Kernel and stride, which is that of the kernel where there is none."""
-    kernel = [*kernel] * (2 // len(kernel))
-    return kernel, kernel if not stride else [*stride] * (2 // len(stride))
+def _pairs(*settings: Any) -> list[Any]:
+    """Settings of a pool for both dimensions: those without any are the first's, the kernel's."""
+    return [[*(one or settings[0])] * (2 // len(one or settings[0])) for one in settings]
 
 
 def _positions(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
@@ -258,8 +257,7 @@ def _max_pool(
 ) -> Any:  # fmt: skip
     if ceil_mode:
         return NotImplemented
-    kernel, stride = _pool(kernel, stride)
-    padding, dilation = _pool(padding, None)[0], _pool(dilation, None)[0]
+    kernel, stride, padding, dilation = _pairs(kernel, stride, padding, dilation)
     windows = _windows(x, kernel, stride, padding, dilation, -math.inf)
     highest = windows.amax([4, 5])
     is_highest = windows == highest[..., None, None]
@@ -275,8 +273,7 @@ def _max_pool_backward(
 ) -> Any:  # fmt: skip
     if ceil_mode:
         return NotImplemented
-    kernel, stride = _pool(kernel, stride)
-    padding, dilation = _pool(padding, None)[0], _pool(dilation, None)[0]
+    kernel, stride, padding, dilation = _pairs(kernel, stride, padding, dilation)
     positions = _positions(x, kernel, stride, padding, dilation)
     windows = torch.where(indices[..., None, None] == positions, dy[..., None, None], 0.0)
     return _folded(windows, x.shape[-2:], stride, padding, dilation)
@@ -287,8 +284,7 @@ def _average_pool(
     x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0, 0), ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Any:  # fmt: skip
-    kernel, stride = _pool(kernel, stride)
-    padding = _pool(padding, None)[0]
+    kernel, stride, padding = _pairs(kernel, stride, padding)
     if ceil_mode or (max(padding) and not count_include_pad):
         return NotImplemented
     windows = _windows(x, kernel, stride, padding, [1, 1], 0.0)
@@ -300,8 +296,7 @@ def _average_pool_backward(
     dy: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> Any:  # fmt: skip
-    kernel, stride = _pool(kernel, stride)
-    padding = _pool(padding, None)[0]
+    kernel, stride, padding = _pairs(kernel, stride, padding)
     if ceil_mode or (max(padding) and not count_include_pad):
         return NotImplemented
     share = dy / (divisor_override or math.prod(kernel))

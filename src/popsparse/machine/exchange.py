@@ -239,14 +239,8 @@ def broadcast_cycles(target: Target, tensor: Tensor) -> int:
     return math.ceil(size / target.exchange_bytes_per_cycle) if target.tiles > 1 else 0
 
 
-def bind_copy(
-    pairs: list[tuple[Tensor, Tensor]], memory: dict[DType, np.ndarray]
-) -> list[Callable[[], None]]:
-    """What moves the data of a copy, one call per pair."""
-    return [_bind_pair(src, dst, memory) for src, dst in pairs if src.numel]
-
-
-def _bind_pair(src: Tensor, dst: Tensor, memory: dict[DType, np.ndarray]) -> Callable[[], None]:
+def bind_pair(src: Tensor, dst: Tensor, memory: dict[DType, np.ndarray]) -> Callable[[], None]:
+    """What moves the data of one pair of a copy."""
     if src.shape != dst.shape:
         # A shape that both sides have as plain views saves a temporary.
         as_dst, as_src = src.reshape(dst.shape), dst.reshape(src.shape)

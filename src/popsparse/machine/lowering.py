@@ -11,7 +11,7 @@ import numpy as np
 from popsparse.machine import program as programs
 from popsparse.machine.checks import check_compute_set
 from popsparse.machine.dtypes import AbortError, ProgramError
-from popsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, link_cycles, plan_copy
+from popsparse.machine.exchange import CopyPlan, bind_pair, broadcast_cycles, link_cycles, plan_copy
 from popsparse.machine.profile import CodeletProfile, Profile
 from popsparse.machine.state import Node, State
 from popsparse.machine.tensor import Tensor
@@ -257,8 +257,12 @@ class Lowering:
             return _lower_remote_copy(state, program, path)
         plan = plan_copy(state.graph, state.target, program.pairs, path)
         self.copies.append(plan)
-        computed = [pair for pair in program.pairs if state.computes(pair[0].dtype)]
-        moves = [move for memory in state.memories for move in bind_copy(computed, memory)]
+        moves = [
+            bind_pair(src, dst, memory)
+            for memory in state.memories
+            for src, dst in program.pairs
+            if src.numel and state.computes(src.dtype)
+        ]
         step = state.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
         sync = state.target.sync_cycles if plan.is_exchange else 0
         if plan.link_bytes:

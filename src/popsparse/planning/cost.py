@@ -135,10 +135,6 @@ def align_up(value: Ints, grain: int) -> Ints:
     return -(-np.asarray(value) // grain) * grain
 
 
-def _round_half_up(value: Any) -> Ints:
-    return np.floor(np.asarray(value) + 0.5).astype(np.int64)
-
-
 def groups_per_bucket(
     groups: int, tiles: Ints, oversize: float, area: int, dtype: DType, exchange_bytes: float
 ) -> Ints:
@@ -146,7 +142,8 @@ def groups_per_bucket(
     perfect = -(-groups // np.asarray(tiles))
     size = area * dtype.size
     grain = math.lcm(size, max(1, int(exchange_bytes))) // size
-    return align_up(_round_half_up(perfect * (1 + oversize)), grain)
+    rounded = np.floor(perfect * (1 + oversize) + 0.5).astype(np.int64)
+    return align_up(rounded, grain)
 
 
 def value_elements(groups: Ints, area: int, partials: DType, *, grad_weight: bool) -> Ints:

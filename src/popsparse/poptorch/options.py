@@ -116,9 +116,12 @@ class Options:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        setters = [
+            name for name, what in vars(Options).items() if callable(what) and name[0] != "_"
+        ]
         raise AttributeError(
             f"poptorch.Options has no {shortened(name)} here: there is nothing like it away from "
-            "an IPU. Those that there are: " + ", ".join(_setters(type(self)))
+            "an IPU. Those that there are: " + ", ".join(setters)
         )
 
     @property
@@ -178,7 +181,3 @@ class PrecisionOptions:
                 "Precision.enableStochasticRounding: these processors round to nearest; leave it"
             )
         return self
-
-
-def _setters(kind: type) -> list[str]:
-    return [name for name, what in vars(kind).items() if callable(what) and name[0] != "_"]

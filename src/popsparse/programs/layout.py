@@ -324,10 +324,6 @@ class SparseTensor:
         part = slice(sizes.forward_words, None) if is_grad_input else slice(0, sizes.forward_words)
         return reorder(self.words[..., part], _HOST_ORDER, order)
 
-    def pass_values(self, order: str) -> Tensor:
-        """The values, [*grid in this order, values]."""
-        return reorder(self.values, _HOST_ORDER, order)
-
 
 def check_weights(
     weights: SparseTensor, params: Any, options: Any, cache: PlanningCache | None = None

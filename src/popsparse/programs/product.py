@@ -318,7 +318,7 @@ class _Product:
         steps = Sequence(name=self.name)
         program.add(steps)
         words = self.weights.pass_words(self.name, self.order)
-        values = self.weights.pass_values(self.order)
+        values = reorder(self.weights.values, "gxyz", self.order)
         if self.transposes_blocks:
             values = self._transpose_blocks(values, steps)
         local = self.fetch(operand, steps)
