@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 from page_tables import cells_of
@@ -86,3 +87,26 @@ def test_the_picture_of_the_readme():
     assert f"in {times['sparse'] / times['masked']:.2f} of the time" in text
     for (*_, own), (*_, twin) in zip(losses["sparse"], losses["masked"], strict=True):
         assert abs(own - twin) < 2e-3
+
+
+def test_large_outputs():
+    measured = figures("large-outputs-zen3.json")
+    rows = cells_of("large-outputs.md", "| output layer | weights |")
+    assert len(rows) == len(measured["calls"])
+    for (_, weights, *told), found in zip(rows, measured["calls"].values(), strict=True):
+        assert weights == f"{found['weights']:,}"
+        for text, seeds in zip(
+            told, (found["precision at 1"], found["precision at 5"]), strict=True
+        ):
+            low, high = min(seeds), max(seeds)
+            assert text == f"{statistics.mean(seeds):.3f} ({low:.3f} to {high:.3f})"
+    rows = cells_of("large-outputs.md", "| output layer | 100,000 labels |")
+    for (_, *told), name in zip(rows, ("fan-in", "elements", "RigL"), strict=True):
+        assert told == [f"{column[name]['step']:.2f}" for column in measured["costs"].values()]
+    text = (ROOT / "docs" / "large-outputs.md").read_text()
+    for name, words in {
+        "fan-in": "with a static pattern",
+        "RigL": "with RigL",
+        "bottleneck": "with the bottleneck",
+    }.items():
+        assert f"{measured['peak'][name]:.1f} GB {words}" in text.replace("of memory ", "")
