@@ -47,13 +47,21 @@ class DType:
 
 
 HALF = DType(np.dtype(np.float16))
+"""float16; Poplar's "half"."""
 FLOAT = DType(np.dtype(np.float32))
+"""float32; Poplar's "float"."""
 INT = DType(np.dtype(np.int32))
+"""int32; Poplar's "int"."""
 UNSIGNED_INT = DType(np.dtype(np.uint32))
+"""uint32; Poplar's "unsigned int"."""
 SHORT = DType(np.dtype(np.int16))
+"""int16; Poplar's "short"."""
 UNSIGNED_SHORT = DType(np.dtype(np.uint16))
+"""uint16; Poplar's "unsigned short"."""
 UNSIGNED_CHAR = DType(np.dtype(np.uint8))
+"""uint8; Poplar's "unsigned char"."""
 BOOL = DType(np.dtype(np.bool_))
+"""bool; Poplar's "bool"."""
 
 _POPLAR = {
     "half": HALF,
