@@ -3,7 +3,7 @@
     python benchmarks/large_outputs.py calls [--steps 1500] [--seed 0] [--json FILE]
     python benchmarks/large_outputs.py synthetic --labels 670000 --steps 50
 
-Two tasks. `calls`: which functions a function of Python's standard library calls (15,000 names, 6
+Two tasks. `calls`: which functions a function of Python's standard library calls (15,000 names, 3.9
 of them on average), from the words of its own name, its arguments and its docstring. `synthetic`:
 each label has eight words of its own; a sample holds six of its label's and six of others. How
 often a label occurs falls with its rank (Zipf).
