@@ -131,6 +131,8 @@ def _step(
             part.compile(**how)
 
     def step(tokens: Tensor) -> Tensor:
+        if mode != "default":
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(run.device.type, torch.bfloat16):
             loss = model(tokens)
         loss.backward()

@@ -163,6 +163,11 @@ def raw_apply(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
+def is_recording() -> bool:
+    """Whether operators called now may get derivatives, in reverse or forward mode."""
+    return torch.is_grad_enabled() or getattr(forward_ad, "_current_level", -1) >= 0
+
+
 def below_autograd() -> AbstractContextManager:
     """Calls of operators inside skip autograd, as `torch.library.register_autograd` does it; that
     has no derivatives in forward mode."""

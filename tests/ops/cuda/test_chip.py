@@ -94,10 +94,13 @@ def test_the_door_serves_blocks_of_16_to_128_and_no_float64(pretend):
 @pytest.mark.parametrize(("current", "switched"), [(0, True), (1, False)])
 def test_launches_go_to_the_device_of_the_tensor(monkeypatch, current, switched):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: calls.append(1))
     tensor = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
     found = chip.current_device(tensor)
     assert isinstance(found, torch.cuda.device) == switched
     assert not switched or found.idx == 1
+    assert bool(calls) != switched  # one of both gives the thread the device's context
     assert not isinstance(chip.current_device(torch.empty(1)), torch.cuda.device)
 
 

@@ -85,8 +85,8 @@ def test_float32():
 
 
 def test_what_is_expected():
-    """The bound over the share, and 5 us; laying the weight out and collecting its gradient about
-    20 us each, beside the product."""
+    """The bound over the share, and 5 us; laying the weight out and collecting its gradient 20
+    to 35 us, beside the product."""
     for b in (16, 32, 64, 128):
         at = layer(4096, 0.1, b)
         config = config_of(at, 8192, "forward", HALF, INTERPRETED)
@@ -94,7 +94,7 @@ def test_what_is_expected():
         found = seconds("blocks", at, 8192, "forward", HALF, INTERPRETED)
         assert found == pytest.approx(least / H100.share["16-bit"][b][0] + 5e-6)
     at, dense = layer(4096, 0.1, 1), product(layer(4096, 0.1, 1), 8192, "16-bit", H100)
-    for what, low, high in (("forward", 15, 25), ("grad_input", 0, 5), ("grad_weight", 15, 30)):
+    for what, low, high in (("forward", 15, 25), ("grad_input", 0, 5), ("grad_weight", 15, 35)):
         beside = seconds("dense", at, 8192, what, HALF, INTERPRETED) - dense
         assert low < beside * 1e6 < high
     # With fewer samples than features forward does not keep the weight for the backward pass.
@@ -102,15 +102,16 @@ def test_what_is_expected():
     assert 15 < beside * 1e6 < 25
     full = layer(4096, 1.0, 1)
     dense = product(full, 8192, "16-bit", H100)
-    assert seconds("dense", full, 8192, "forward", HALF, INTERPRETED) == pytest.approx(dense + 2e-6)
+    assert seconds("dense", full, 8192, "forward", HALF, INTERPRETED) == pytest.approx(dense + 3e-6)
 
 
-def test_small_products_cost_what_launching_them_does():
-    at = layer(256, 0.5, 64)
-    found = seconds("blocks", at, 1, "forward", HALF, INTERPRETED)
-    assert found == pytest.approx(40e-6)
-    found = seconds("dense", at, 1, "forward", HALF, INTERPRETED)
-    assert found == pytest.approx(75e-6)
+def test_few_blocks_take_the_time_of_their_steps():
+    """2 blocks of 128 over 8192 samples: 8 parts of 16 steps, which are added up."""
+    at = Layer(256, 256, 2, 128)
+    config = config_of(at, 8192, "grad_weight", HALF, INTERPRETED)
+    assert (config.split, config.samples) == (8, 64)
+    found = seconds("blocks", at, 8192, "grad_weight", HALF, INTERPRETED)
+    assert found == pytest.approx(16 * 0.4e-6 + 2 * 5e-6)
 
 
 def test_the_choice():
@@ -127,7 +128,7 @@ def test_the_choice():
     assert chosen(4096, 0.1, 64, dtype=torch.float64) == {"dense"}
     # cuBLAS without TF32 is far slower than three products of it.
     assert chosen(4096, 0.5, 64, dtype=torch.float32) == {"blocks"}
-    # The host launches one kernel for three.
+    # One kernel is started in place of two.
     assert chosen(256, 0.5, 64, 16) == {"blocks"}
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
         assert chosen(4096, 0.1, 64, chip=Chip(capability, 100, 40 << 20)) == {"blocks"}

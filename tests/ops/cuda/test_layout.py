@@ -87,11 +87,9 @@ def test_each_panel_is_asked_for_its_own_entries_alone(b, kernels, monkeypatch):
     assert made.count("collect") == -(-shape[0] // (2 * b))
 
 
-@pytest.mark.parametrize("each", [1, 100])
-def test_rows_that_are_divided(each, kernels, monkeypatch):
+def test_rows_longer_than_a_step(kernels, monkeypatch):
     from dynsparse.ops.linear.cuda import launch
 
-    monkeypatch.setattr(launch, "_EACH", each)
     monkeypatch.setattr(launch, "_AT_ONCE", 8)
     same(4, 0.7, torch.bfloat16, True, kernels)
     same(1, 0.7, torch.float32, False, kernels)

@@ -37,6 +37,7 @@ from dynsparse.ops.torch_internals import (
     is_batched,
     is_gradient_needed,
     is_plain_eager,
+    is_recording,
     is_transformed,
     not_in_onnx_export,
     raw_apply,
@@ -340,8 +341,21 @@ def _samples(info: Any, dims: tuple[Any, ...], operands: tuple[Any, ...]) -> lis
     ]
 
 
-_library.impl("linear", raw_apply(LinearFunction), "Autograd")
-_library.impl("linear_backward", raw_apply(LinearBackwardFunction), "Autograd")
+def _register_derivatives(name: str, function: type[Function]) -> None:
+    operator, apply = getattr(_OPS, name), raw_apply(function)
+
+    def call(*operands: Any) -> Any:
+        if is_recording():
+            return apply(*operands)
+        # In compiled code, for example, whose graph has been made: half the time of a small layer.
+        with below_autograd():
+            return operator(*operands)
+
+    _library.impl(name, call, "Autograd")
+
+
+_register_derivatives("linear", LinearFunction)
+_register_derivatives("linear_backward", LinearBackwardFunction)
 
 
 # The functions.

@@ -93,11 +93,18 @@ def _builds_launchers() -> bool:
     return compiler is not None and Path(headers, "Python.h").exists()
 
 
+_NOTHING = nullcontext()
+
+
 def current_device(tensor: Tensor) -> AbstractContextManager:
-    """Make the tensor's device the current one, on which Triton launches."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
+    """Make the tensor's device the current one, on which Triton launches, with its CUDA context."""
+    if tensor.is_cuda:
+        if tensor.device.index != torch.cuda.current_device():
+            return torch.cuda.device(tensor.device)
+        # Triton encodes descriptors for the copy engine before its own calls of CUDA give the
+        # thread its context, which a thread of autograd has not had yet. This call does it.
+        torch.cuda.is_current_stream_capturing()
+    return _NOTHING
 
 
 # ---- how operands are multiplied ----

@@ -3,7 +3,9 @@
 A kernel over blocks reads X from the L2 cache once for every block that needs it. It is also bound
 by arithmetic, by the memory traffic of activations, and for narrow blocks by reading the operands
 of the tensor cores. The predicted time is the largest bound, over the share of it that such kernels
-reach, plus the time to start kernels.
+reach, or the time of one program's steps, which follow each other, plus the time to start kernels.
+It is the device's time: what the host takes to launch kernels is not in it, since CUDA graphs and
+large batches hide that.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ KINDS: tuple[Kind, ...] = ("dense", "blocks")
 """The kinds of products."""
 
 # Seconds from starting a kernel to its first result, and after its last; torch's kernels overlap.
-_START = {"blocks": 5e-6, "dense": 2e-6}
-# Seconds that the host takes for each kernel, while the device computes: on the host of the H100.
-_LAUNCH = {"blocks": 40e-6, "dense": 25e-6}
+_START = {"blocks": 5e-6, "dense": 3e-6}
+# Seconds of one step over samples in the gradient of the values.
+_STEP = 0.4e-6
 
 
 class Rates(NamedTuple):
@@ -49,8 +51,8 @@ class Rates(NamedTuple):
             make one of "tf32x3".
         cache, memory: bytes from the L2 cache to the multiprocessors, and of a copy in memory, read
             and written.
-        share: of the bound of a pass that its kernel reaches, by what is multiplied and block:
-            forward and grad_input, grad_weight.
+        share: of the bound of a pass that its kernel reaches once started, by what is multiplied
+            and block: forward and grad_input, grad_weight.
     """
 
     name: str
@@ -67,8 +69,8 @@ class Rates(NamedTuple):
 H100 = Rates(
     name="H100",
     measured=True,
-    source="benchmarks/gpu.py on an H100 with HBM3, torch 2.11, Triton 3.6, 4096 features, 8192 "
-    "samples, density 0.1; cache: gpu-benches, h200.txt",
+    source="benchmarks/gpu.py on an H100 with HBM3, torch 2.11, Triton 3.6: 16-bit shares fitted to "
+    "its grid, others of 4096 features, 8192 samples, density 0.1; cache: gpu-benches, h200.txt",
     multiprocessors=132,
     products={"16-bit": 800e12, "tf32": 330e12, "tf32x3": 52e12},
     tensor={"16-bit": 800e12, "tf32": 400e12, "tf32x3": 400e12 / 3},
@@ -76,7 +78,7 @@ H100 = Rates(
     memory=3.0e12,
     # Hopper's tensor cores read tf32 along the sum only, so grad_weight transposes in registers.
     share={
-        "16-bit": {16: (0.45, 0.23), 32: (0.71, 0.58), 64: (0.75, 0.7), 128: (0.65, 0.71)},
+        "16-bit": {16: (0.45, 0.23), 32: (0.75, 0.5), 64: (0.85, 0.7), 128: (0.85, 0.6)},
         "tf32": {16: (0.78, 0.13), 32: (0.79, 0.14), 64: (0.68, 0.13), 128: (0.56, 0.16)},
         "tf32x3": {16: (0.64, 0.53), 32: (0.6, 0.44), 64: (0.49, 0.35), 128: (0.51, 0.26)},
     },
@@ -173,21 +175,19 @@ def bounds(
 def seconds(
     kind: Kind, layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
 ) -> float:
-    """The predicted time of a pass: the device's, or the host's if launching the kernels takes
-    longer."""
+    """The predicted time of a pass on the device."""
     numbers, rates = numbers_of(dtype), rates_of(chip)
     if kind == "blocks":
         config = config_of(layer, batch, what, dtype, chip)
         share = rates.share[numbers][layer.block_size][what == "grad_weight"]
-        if isinstance(config, Gradient):  # few programs leave multiprocessors idle
-            programs = max(1.0, config.split * layer.nnz / config.blocks)
-            share *= min(1.0, programs / chip.multiprocessors)
-        device = bounds(layer, batch, config, numbers, rates).least / share
-        kernels = 1
+        taken, kernels = bounds(layer, batch, config, numbers, rates).least / share, 1
+        if isinstance(config, Gradient):
+            taken = max(taken, batch / (config.split * config.samples) * _STEP)
+            kernels += config.split > 1  # parts are added up
     else:
         kernels, moved = _moved(layer, batch, what, dtype.itemsize)
-        device = product(layer, batch, numbers, rates) + moved / rates.memory
-    return max(device + kernels * _START[kind], kernels * _LAUNCH[kind])
+        taken = product(layer, batch, numbers, rates) + moved / rates.memory
+    return taken + kernels * _START[kind]
 
 
 def _moved(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
@@ -200,7 +200,7 @@ def _moved(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
         return 2, elements * 4 + held * (4 + size)
     if what == "grad_input" and elements <= max(batch * layer.in_features, held):
         return 1, 0  # the weight is saved by forward
-    return 3, (elements + 2 * held) * size  # zeros, the scattered values, the product
+    return 2, (elements + 2 * held) * size  # the weight, of zeros and values, and the product
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype, chip: Chip) -> Kind:

@@ -425,24 +425,30 @@ def move_kernel(
     BY_SLOT: tl.constexpr,
     COLLECT: tl.constexpr,
 ):
-    """Scatter the values [nnz, B, B] to the matrix [any, width], which holds zeros and whose rows
-    are those from block row `first` on; or COLLECT them from it. Both convert to the dtype of what
-    they write.
+    """Fill the matrix [any, width], whose rows are those from block row `first` on, with the values
+    [nnz, B, B] and zeros; or COLLECT the values from it. Both convert to the dtype of what they
+    write.
 
-    A program goes through part of one block row, N entries at a step: positions follow from
-    `row_ptr` and `cols`, without a list of positions.
+    A program moves one row of the matrix, N entries at a step, so programs that run at the same
+    time read and write adjacent memory, whatever the size of the blocks.
     """
-    row, part, parts = first + tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    start = tl.load(row_ptr + row)
-    count = (tl.load(row_ptr + row + 1) - start).to(tl.int64) * (B * B)
-    lines = matrix + tl.program_id(0).to(tl.int64) * B * width
-    for step in range(tl.cdiv(count, N * parts).to(tl.int32)):
-        entry = (step * parts + part).to(tl.int64) * N + tl.arange(0, N)
+    row = tl.program_id(0)
+    block_row, inside = first + row // B, row % B
+    line = matrix + row.to(tl.int64) * width
+    start = tl.load(row_ptr + block_row)
+    count = (tl.load(row_ptr + block_row + 1) - start) * B
+    if not COLLECT:
+        for at in range(0, width, N):
+            place = at + tl.arange(0, N)
+            zeros = tl.zeros((N,), dtype=matrix.dtype.element_ty)
+            tl.store(line + place, zeros, mask=place < width)
+        tl.debug_barrier()  # other threads of the program write values over the zeros
+    for at in range(0, count, N):
+        entry = at + tl.arange(0, N)
         mask = entry < count
-        col, slot = locate(cols, slots, start + entry // (B * B), mask, BY_SLOT)
-        inside = entry % (B * B)
-        place = lines + inside // B * width + col.to(tl.int64) * B + inside % B
-        value = values + slot.to(tl.int64) * (B * B) + inside
+        col, slot = locate(cols, slots, start + entry // B, mask, BY_SLOT)
+        place = line + col * B + entry % B
+        value = values + slot.to(tl.int64) * (B * B) + inside * B + entry % B
         if COLLECT:
             tl.store(value, tl.load(place, mask=mask).to(values.dtype.element_ty), mask=mask)
         else:

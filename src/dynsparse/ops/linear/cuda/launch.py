@@ -29,8 +29,8 @@ from dynsparse.ops.linear.cuda.kernels import (
 )
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-# Entries that a program moves at a step, and in all.
-_AT_ONCE, _EACH = 512, 1024
+# Entries of a row that a program moves at a step.
+_AT_ONCE = 1024
 
 
 def _in_tiles(x: Tensor) -> bool:
@@ -169,7 +169,7 @@ def grad_weight(
 
 def lay_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of `dtype`, of contiguous values."""
-    weight = values.new_zeros(p.out_features, p.in_features, dtype=dtype)
+    weight = values.new_empty(p.out_features, p.in_features, dtype=dtype)
     _move(values, weight, p, 0, collect=False)
     return weight
 
@@ -181,13 +181,10 @@ def collect(gradient: Tensor, p: LayerIndex, first: int, collected: Tensor) -> N
 
 
 def _move(values: Tensor, matrix: Tensor, p: LayerIndex, first: int, collect: bool) -> None:
-    b = p.block_size
-    # A row of mean length takes as many programs as it needs.
-    parts = max(1, -(-p.nnz * b**3 // (_EACH * max(1, p.out_features))))
     with current_device(values):
-        move_kernel[(len(matrix) // b, parts)](
-            *(values, matrix, p.row_ptr, p.cols, p.slots, first // b, p.in_features),
-            B=b,
+        move_kernel[(len(matrix),)](
+            *(values, matrix, p.row_ptr, p.cols, p.slots, first // p.block_size, p.in_features),
+            B=p.block_size,
             N=_AT_ONCE,
             BY_SLOT=len(p.slots) > 0,
             COLLECT=collect,
