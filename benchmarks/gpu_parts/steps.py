@@ -241,7 +241,8 @@ def cells(run: Run) -> Iterator[tuple[int, int, float, int]]:
 
 
 def grid(run: Run) -> None:
-    """What is chosen, whether it was the best, and how far from masked and plain dense."""
+    """What is chosen, whether it was the best, and how far from masked and plain dense: as CUDA
+    graphs, since the host launches small layers more slowly than the device computes them."""
     count, slower, missed = 0, 0, 0
     for n, batch, density, b in cells(run):
         if run.left() < 10:
@@ -249,7 +250,7 @@ def grid(run: Run) -> None:
         try:
             d = Data(run.device, n, batch, density, b, weight=True)
             for backward in (False, True):
-                calls = _kinds(d, backward)
+                calls = {k: captured(run, call) for k, call in _kinds(d, backward).items()}
                 kind = choose(d.layer, batch, backward, HALF, chip_of(run.device))
                 times = run.times(calls, 0.1)
                 if kind not in times or "plain" not in times:
