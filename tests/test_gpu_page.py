@@ -15,6 +15,7 @@ from dynsparse.ops.linear.cuda.dense import KEPT_LINES, PANEL_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
+TOLD = " ".join(PAGE.split())
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "gpu-h100.json").read_text())["sections"]
 
 
@@ -23,40 +24,76 @@ def rows(section: str) -> dict[str, dict]:
 
 
 def test_layers_are_as_fast_as_was_measured():
-    steps = {what.partition(", eager")[0]: row for what, row in rows("steps").items()}
+    steps = rows("steps")
     for b, *ratios in cells_of("gpu.md", "| blocks | times faster than masked dense "):
         wanted = []
         for dtype in ("bfloat16", "autocast"):
-            row = steps.get(f"step, blocks of {b}, {dtype}")
+            row = steps.get(f"step, blocks of {b}, {dtype}, captured")
             wanted += [f"{row[k]:.2f}" if row else "" for k in ("over_masked", "over_dense")]
         assert ratios == wanted
 
 
 def test_models_are_as_fast_as_was_measured():
-    found, model = cells_of("gpu.md", "| model | blocks | density "), ""
-    measured = {what: row for what, row in rows("model").items() if "dense" not in what}
-    assert len(found) == len(measured)
-    for name, b, density, *ratios in found:
+    measured, model = rows("model"), ""
+
+    def ratio(model: str, what: str, mode: str) -> str:
+        step = f"a compiled step of {model}, {{}}{mode}".format
+        row = measured.get(step(what))
+        return "" if row is None else f"{measured[step('dense')]['us'] / row['us']:.2f}"
+
+    for name, b, density, with_graphs, without, memory in cells_of(
+        "gpu.md", "| model | blocks | density "
+    ):
         model = name.partition(" (")[0] or model
-        row = measured[f"a compiled step of {model}, blocks of {b}, density {density}"]
-        assert ratios == [f"{row['over_dense']:.2f}", f"{row['of_dense']:.2f}"]
-    losses = [f"{rows('training')[f'500 steps, {how}']['last_loss']:.2f}"
-              for how in ("RigL", "masked", "dense")]  # fmt: skip
-    told = " ".join(PAGE.split())
-    assert "{} with RigL, {} with the mask that RigL began with, {} dense".format(*losses) in told
+        what = f"blocks of {b}, density {density}"
+        assert with_graphs == ratio(model, what, ", reduce-overhead")
+        row = measured[f"a compiled step of {model}, {what}"]
+        assert (without, memory) == (f"{row['over_dense']:.2f}", f"{row['of_dense']:.2f}")
+    sparse, dense = (rows("training")[f"500 steps, {how}"] for how in ("RigL", "dense"))
+    assert f"included, {dense['us'] / sparse['us']:.2f} times as fast as dense" in TOLD
+    assert f"{sparse['last_loss']:.2f} with RigL, {dense['last_loss']:.2f} dense" in TOLD
+
+
+def test_what_limits_a_model_was_measured():
+    us = {what: row["us"] for what, row in rows("profile").items()}
+    kernels = sum(t for what, t in us.items() if what.startswith("device, of it"))
+    whole = us["device, a step of GPT-2 medium, blocks of 64, density 0.1, reduce-overhead"]
+    assert f"take {kernels / whole:.0%} of the device's time".replace("%", " %") in TOLD
+    tiles, pointers, linear = (t / 1e3 for what, t in us.items() if what.startswith("host"))
+    assert f"takes {tiles:.2f} ms for each kernel" in TOLD
+    assert 0.45 < pointers / tiles < 0.55  # "half"
+    assert f"{linear:.2f} ms for `linear`" in TOLD
+
+
+def test_the_grid_is_as_was_measured():
+    cells = [row for row in MEASURED["grid"] if "over_dense" in row]
+    slower = sum(row["over_masked"] < 0.98 for row in cells)
+    assert f"{len(cells)} random cells" in TOLD
+    assert f"{slower} cells are more than 2 % slower" in TOLD
+    parts = r"(\d+) features, (\d+) samples, density ([\d.]+), blocks of (\d+), (\w+)"
+    found = [(*re.match(parts, row["what"]).groups(), row) for row in cells]
+    large = [row["over_dense"] for n, _, density, b, _, row in found
+             if int(b) >= 64 and int(n) >= 2048 and float(density) <= 0.2]  # fmt: skip
+    assert f"are {min(large):.2f} to {max(large):.0f} times faster" in TOLD
+    small = [row["over_masked"] for n, batch, *_, way, row in found
+             if (n, batch, way) == ("1024", "512", "backward")]  # fmt: skip
+    assert f"{min(small):.1f} to {max(small):.1f} of the speed of masked" in TOLD
 
 
 def test_readme_tells_what_was_measured():
     steps = rows("steps")
-    ratios = [steps[f"step, blocks of {b}, bfloat16, eager: blocks, blocks"]["over_masked"]
-              for b in (64, 128)]  # fmt: skip
+    ratios = [steps[f"step, blocks of {b}, bfloat16, captured"]["over_masked"] for b in (64, 128)]
     told = " ".join((ROOT / "README.md").read_text().split())
     assert "is {:.1f} and {:.1f} times as fast as a masked one".format(*ratios) in told
+    us = {what: row["us"] for what, row in rows("model").items()}
+    step = "a compiled step of GPT-2 medium, {}, reduce-overhead".format
+    ratio = us[step("dense")] / us[step("blocks of 64, density 0.1")]
+    assert f"GPT-2 medium {int(10 * ratio) / 10} times as fast as dense, with CUDA graphs" in told
 
 
 def test_numbers_of_the_page_are_those_of_the_code():
     for number in (f"{KEPT_LINES:,} lines", f"{PANEL_BYTES >> 20} MiB"):
-        assert number in " ".join(PAGE.split())
+        assert number in TOLD
 
 
 def test_the_commands_and_sections_of_the_page_are_those_of_the_benchmark():
