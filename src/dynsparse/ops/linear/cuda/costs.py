@@ -69,9 +69,9 @@ class Rates(NamedTuple):
 H100 = Rates(
     name="H100",
     measured=True,
-    source="benchmarks/gpu.py on an H100 with HBM3, torch 2.11, Triton 3.6; shares of 16-bit numbers "
-    "fitted to its grid, others of 4096 features, 8192 samples, density 0.1; cache: gpu-benches, "
-    "h200.txt",
+    source="benchmarks/gpu.py on an H100 with HBM3, torch 2.11, Triton 3.6; shares of 16-bit "
+    "numbers fitted to its grid, others of 4096 features, 8192 samples, density 0.1; cache: "
+    "gpu-benches, h200.txt",
     multiprocessors=132,
     products={"16-bit": 800e12, "tf32": 330e12, "tf32x3": 52e12},
     tensor={"16-bit": 800e12, "tf32": 400e12, "tf32x3": 400e12 / 3},
