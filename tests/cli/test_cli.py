@@ -132,7 +132,7 @@ def test_info_says_what_a_gpu_chooses(capsys, monkeypatch):
         out = out[out.index("4096 x 4096 on the GPU") :]
         assert "measured on chips" in " ".join(out.split())
         assert "like H100" in out
-        assert ("blocks, dense 0.56" in out) == kernels
+        assert ("blocks, dense 0.72" in out) == kernels
 
 
 WRONG = [
