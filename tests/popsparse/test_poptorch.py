@@ -358,3 +358,89 @@ def test_nothing_is_cached_where_nothing_is_compiled(tmp_path):
     options = poptorch.Options().enableExecutableCaching(tmp_path)
     with pytest.raises(ValueError, match="leave one of them out"):
         poptorch.inferenceModel(network(), options, compile=False)
+
+
+def test_compiling_ahead_changes_nothing():
+    """Weights, buffers, gradients, random numbers and what growth has captured."""
+
+    class Normed(Network):
+        def __init__(self):
+            super().__init__(dropout=0.3)
+            self.norm = nn.BatchNorm1d(20)
+
+        def forward(self, x, labels=None):
+            return super().forward(self.norm(x), labels)
+
+    x, labels = data(3 * 8)
+    losses, states = [], []
+    for ahead in (False, True):
+        torch.manual_seed(0)
+        model = ds.sparsify(Normed(), density=0.3, exclude=["second"], verbose=False)
+        training = poptorch.trainingModel(
+            model, options(3), optimizer=trained(model), compile="aot_eager"
+        )
+        if ahead:
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            state = torch.get_rng_state()
+            training.compile(x, labels)
+            assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert torch.equal(torch.get_rng_state(), state)
+        torch.manual_seed(7)
+        losses.append(training(x, labels)[1])
+        states.append(model.state_dict())
+    assert torch.equal(*losses)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    with pytest.raises(ValueError, match="multiple of deviceIterations"):
+        training.compile(x[:4], labels[:4])
+
+
+def test_connection_types():
+    x, labels = data(8)
+    made = {
+        kind: poptorch.trainingModel(
+            network(), poptorch.Options().connectionType(kind), compile="aot_eager"
+        )
+        for kind in poptorch.ConnectionType
+    }
+    always, on_demand, never = made.values()
+    assert [model.isAttachedToDevice() for model in made.values()] == [True, False, False]
+    on_demand(x, labels)
+    assert on_demand.isAttachedToDevice()
+    never.compile(x, labels)
+    for call in (never.attachToDevice, lambda: never(x, labels)):
+        with pytest.raises(RuntimeError, match="can only be compiled"):
+            call()
+    always.detachFromDevice()
+    with pytest.raises(RuntimeError, match="attachToDevice"):
+        always(x, labels)
+
+
+def test_memory_and_pages_of_a_target(tmp_path):
+    x, labels = data(8)
+    opts = poptorch.Options().setAvailableMemoryProportion({"IPU0": 0.25})
+    opts.enableProfiling(tmp_path / "pages").modelName("net")
+    model = network()
+    training = poptorch.trainingModel(model, opts, target=Target(tiles=4))
+    training(x, labels)
+    assert [file.name for file in (tmp_path / "pages").iterdir()] == ["net-first.html"]
+    assert "grad_weight" in (tmp_path / "pages" / "net-first.html").read_text()
+    programs = list(training._executors[0][1].runner.layers.values())
+    assert [layer.plan.options.available_memory_proportion for layer in programs] == [0.25]
+    with pytest.raises(ValueError, match="are for the tile machine"):
+        poptorch.inferenceModel(network(), opts)
+    for wrong in ({"IPU1": 0.5}, {"IPU0": 0.5, "IPU1": 0.5}, {"IPU0": 1.5}, {}):
+        with pytest.raises(ValueError, match="setAvailableMemoryProportion"):
+            poptorch.Options().setAvailableMemoryProportion(wrong)
+    with pytest.raises(ValueError, match="modelName"):
+        poptorch.Options().modelName("a/b")
+
+
+def test_what_there_is_instead():
+    model = poptorch.inferenceModel(network(), compile=False)
+    with pytest.raises(AttributeError, match=r"'compileAndExport' here: .*save_checkpoint"):
+        model.compileAndExport("file.poptorch")
+    with pytest.raises(AttributeError, match=r"'cycleCount' here: .*machine_profiles"):
+        model.cycleCount()
+    with pytest.raises(AttributeError, match=r"no 'nonsense' here$"):
+        model.nonsense()

@@ -17,6 +17,7 @@ from popsparse.poptorch.model import (
 )
 from popsparse.poptorch.options import (
     AnchorMode,
+    ConnectionType,
     DataLoaderMode,
     Options,
     OutputMode,
@@ -25,6 +26,7 @@ from popsparse.poptorch.options import (
 
 __all__ = [
     "AnchorMode",
+    "ConnectionType",
     "DataLoader",
     "DataLoaderMode",
     "Options",

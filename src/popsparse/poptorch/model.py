@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from dynsparse._core.checks import check_kind, shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.backends import executor_for
 from dynsparse.training import SparseTrainer
-from popsparse.poptorch.options import Options, OutputMode, ReductionType
+from popsparse.poptorch.options import ConnectionType, Options, OutputMode, ReductionType
+from popsparse.report import write_layer_report
 
 
 def _split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
@@ -125,6 +127,19 @@ def _cache_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
             os.environ |= {} if before is None else {_CACHE: before}
 
 
+_KEPT = (
+    "compiled code stays in the folder of options.enableExecutableCaching, and "
+    "dynsparse.save_checkpoint keeps weights, patterns and the optimizer"
+)
+_CYCLES = "popsparse.machine_profiles(layer) has the cycles of a sparse layer with a target"
+_INSTEAD = {
+    **dict.fromkeys(("compileAndExport", "loadExecutable", "save"), _KEPT),
+    **dict.fromkeys(("cycleCount", "getLatency", "getPerfCounters"), _CYCLES),
+    "rng_state": "torch.get_rng_state() is the state of the generator",
+}
+"""What PopTorch's models have, by name, and what there is here."""
+
+
 class WrappedModel:
     """What `trainingModel` and `inferenceModel` return: called with a combined batch.
 
@@ -157,14 +172,20 @@ class WrappedModel:
         self._backend = "inductor" if compile is True else compile
         self._executors: list[tuple[SparseLinear, Any]] = []
         if target is not None:
-            self._executors, self._backend = _executors(model, target), False
+            memory = self.options.available_memory
+            self._executors, self._backend = _executors(model, target, memory), False
+        elif self.options.available_memory is not None or self.options.profile_folder is not None:
+            raise ValueError(
+                "setAvailableMemoryProportion and enableProfiling are for the tile machine: pass "
+                "target=popsparse.Target.bow() too, or leave them out"
+            )
         if self._backend is False and self.options.cache_folder is not None:
             raise ValueError(
                 "enableExecutableCaching keeps compiled code, and without compile, or with a "
                 "target, nothing is compiled: leave one of them out"
             )
         self._code: Callable[..., Any] | None = None
-        self._attached = True
+        self._attached = self.options.connection is ConnectionType.Always
         self._data: Any = None
         if training:
             self.setOptimizer(optimizer)
@@ -187,11 +208,21 @@ class WrappedModel:
         )
         self._optimizer = optimizer
 
+    def __getattr__(self, name: str) -> Any:
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"a PopTorch-style model has no {shortened(name)} here{instead}")
+
     def isAttachedToDevice(self) -> bool:
         return self._attached
 
     def attachToDevice(self) -> None:
-        """Allow calls again."""
+        """Allow calls again.
+
+        Raises:
+            RuntimeError: connectionType is Never.
+        """
+        if self.options.connection is ConnectionType.Never:
+            raise RuntimeError("connectionType is Never: the model can only be compiled")
         self._attached = True
 
     def detachFromDevice(self) -> None:
@@ -201,6 +232,51 @@ class WrappedModel:
 
     def copyWeightsToHost(self) -> None:
         """Does nothing: there is one copy of the weights."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for combined batches like this one, with a target its programs. Weights, buffers,
+        gradients and random generators stay as they are.
+
+        Raises:
+            ValueError: as a call does.
+        """
+        if self._backend is False and not self._executors:
+            return
+        parts, _ = self._split((args, kwargs))
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        devices = {p.device.index for p in parameters if p.is_cuda}
+        with torch.random.fork_rng(sorted(devices)), self._mode(), _cache_in(self._folder()):
+            for parameter in parameters:
+                parameter.grad = None
+            try:
+                inputs, keywords = parts[0]
+                with torch.set_grad_enabled(self._training):
+                    output = self._compiled()(*inputs, **keywords)
+                if self._training:
+                    _loss_of(output).backward()
+            finally:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def _folder(self) -> str | os.PathLike[str] | None:
+        return self.options.cache_folder or os.environ.get("POPTORCH_CACHE_DIR")
+
+    def _split(self, batch: Any) -> tuple[list[Any], int]:
+        """The batches of a combined one, and how many make a step."""
+        options = self.options
+        per_step = options.batches_per_step if self._training else options.replication_factor
+        factors = {
+            "deviceIterations": options.device_iterations,
+            "replicationFactor": options.replication_factor,
+        }
+        if self._training:
+            factors["Training.gradientAccumulation"] = options.Training.gradient_accumulation
+        meaning = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))}"
+        return _split_arguments(batch, options.device_iterations * per_step, meaning), per_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a combined batch, whose order is iterations, replicas, accumulated batches.
@@ -213,22 +289,18 @@ class WrappedModel:
                 that do not end in a loss. RuntimeError: not attached. FloatingPointError: see
                 options.Precision.
         """
+        options = self.options
         if not self._attached:
-            raise RuntimeError("the model is detached from its device: call attachToDevice() first")
+            if options.connection is ConnectionType.Always:
+                raise RuntimeError(
+                    "the model is detached from its device: call attachToDevice() first"
+                )
+            self.attachToDevice()
         batch: Any = (args, kwargs)
-        if self.options.synthetic_data:
+        if options.synthetic_data:
             self._data = _synthetic_like(batch) if self._data is None else self._data
             batch = self._data
-        options = self.options
-        per_step = options.batches_per_step if self._training else options.replication_factor
-        factors = {
-            "deviceIterations": options.device_iterations,
-            "replicationFactor": options.replication_factor,
-        }
-        if self._training:
-            factors["Training.gradientAccumulation"] = options.Training.gradient_accumulation
-        meaning = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))}"
-        parts = _split_arguments(batch, options.device_iterations * per_step, meaning)
+        parts, per_step = self._split(batch)
         mode = options.output_mode
         if mode is None:
             mode = OutputMode.Final if self._training else OutputMode.All
@@ -238,12 +310,21 @@ class WrappedModel:
                 f"{options.device_iterations}"
             )
         outputs = _Outputs(options, mode, per_step)
-        folder = options.cache_folder or os.environ.get("POPTORCH_CACHE_DIR")
-        with self._mode(), _cache_in(folder):
+        with self._mode(), _cache_in(self._folder()):
             for i in range(options.device_iterations):
                 step = parts[i * per_step : (i + 1) * per_step]
                 self._train(step, outputs) if self._training else self._infer(step, outputs)
+            if options.profile_folder is not None:
+                self._write_profiles(options.profile_folder)
         return outputs.joined()
+
+    def _write_profiles(self, folder: Path) -> None:
+        names = {layer: name for name, layer in self.model.named_modules()}
+        folder.mkdir(parents=True, exist_ok=True)
+        for layer, executor in self._executors:
+            name = "-".join(filter(None, (self.options.model_name, names[layer])))
+            for programs in list(executor.runner.layers.values())[-1:]:
+                write_layer_report(folder / f"{name}.html", programs)
 
     def _train(self, step: list[Any], outputs: _Outputs) -> None:
         options = self.options.Training
@@ -365,7 +446,9 @@ def _loss_of(output: Any) -> Tensor:
     return last.reshape(())
 
 
-def _executors(model: nn.Module, target: Any) -> list[tuple[SparseLinear, Any]]:
+def _executors(
+    model: nn.Module, target: Any, memory: float | None
+) -> list[tuple[SparseLinear, Any]]:
     layers = [layer for layer in model.modules() if isinstance(layer, SparseLinear)]
     if not layers:
         raise ValueError("target is for sparse layers, of which the model has none")
@@ -373,4 +456,5 @@ def _executors(model: nn.Module, target: Any) -> list[tuple[SparseLinear, Any]]:
         raise ValueError(
             "a layer has a target or an active subset of its own: leave out target here"
         )
-    return [(layer, executor_for(target, layer.values.dtype)) for layer in layers]
+    options = None if memory is None else {"available_memory_proportion": memory}
+    return [(layer, executor_for(target, layer.values.dtype, options)) for layer in layers]

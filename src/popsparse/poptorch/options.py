@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynsparse._core.checks import check_flag, check_integer, check_kind, shortened
+from dynsparse._core.checks import (
+    check_flag,
+    check_fraction,
+    check_integer,
+    check_kind,
+    shortened,
+)
 
 
 class OutputMode(Enum):
@@ -39,6 +46,15 @@ class DataLoaderMode(Enum):
     Async = "async"
 
 
+class ConnectionType(Enum):
+    """When a model is attached, so that it may be called: Always, at the first call (OnDemand), or
+    Never, which only compiles."""
+
+    Always = "always"
+    OnDemand = "on demand"
+    Never = "never"
+
+
 class Options:
     """PopTorch's `Options`, as far as they apply without an IPU.
 
@@ -61,6 +77,10 @@ class Options:
         self.random_seed: int | None = None
         self.synthetic_data = False
         self.cache_folder: Path | None = None
+        self.connection = ConnectionType.Always
+        self.available_memory: float | None = None
+        self.profile_folder: Path | None = None
+        self.model_name = "model"
         self.Training = TrainingOptions()
         self.Precision = PrecisionOptions()
 
@@ -113,6 +133,38 @@ class Options:
         """Keep compiled code in this folder, so that the next process need not compile; None for
         that of the environment variable POPTORCH_CACHE_DIR, or else the compiler's own choice."""
         self.cache_folder = None if path is None else Path(path)
+        return self
+
+    def connectionType(self, kind: ConnectionType) -> Options:
+        """When a model is attached. Defaults to Always."""
+        check_kind("connectionType", kind, ConnectionType, "one of poptorch.ConnectionType")
+        self.connection = kind
+        return self
+
+    def setAvailableMemoryProportion(self, proportions: Mapping[str, float]) -> Options:
+        """How much of a tile's memory the products of sparse layers may take for temporary data,
+        such as {"IPU0": 0.5}: an option of the planner, for models with a target."""
+        name = "setAvailableMemoryProportion"
+        check_kind(name, proportions, Mapping, 'a mapping such as {"IPU0": 0.5}')
+        if list(proportions) != ["IPU0"]:
+            raise ValueError(
+                f'{name}: a model computes on one machine, "IPU0", got {shortened(proportions)}'
+            )
+        self.available_memory = check_fraction(name, proportions["IPU0"], zero=False)
+        return self
+
+    def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Options:
+        """Write a page about the last run of each sparse layer after every call, for models with a
+        target: to this folder, or else the current one, as NAME-LAYER.html."""
+        self.profile_folder = Path(profile_dir or ".")
+        return self
+
+    def modelName(self, name: str) -> Options:
+        """The NAME in the files of `enableProfiling`. Defaults to "model"."""
+        check_kind("modelName", name, str, "a name")
+        if not name or set(name) & set("/\\\0"):
+            raise ValueError(f"modelName must be the beginning of a file name, got {name!r}")
+        self.model_name = name
         return self
 
     def __getattr__(self, name: str) -> Any:
