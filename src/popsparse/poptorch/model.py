@@ -129,7 +129,7 @@ def _cache_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
 
 _KEPT = (
     "compiled code stays in the folder of options.enableExecutableCaching, and "
-    "dynsparse.save_checkpoint keeps weights, patterns and the optimizer"
+    "dynsparse.training.save_checkpoint keeps weights, patterns and the optimizer"
 )
 _CYCLES = "popsparse.machine_profiles(layer) has the cycles of a sparse layer with a target"
 _INSTEAD = {
