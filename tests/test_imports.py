@@ -44,7 +44,8 @@ MACHINE_LAYERS = [
     ["torch_layer", "measure", "triplets"],
     ["estimates", "compiled"],
     ["__init__"],
-    ["report", "poptorch"],
+    ["report"],
+    ["poptorch"],
     ["cli"],
 ]
 """Those of popsparse; packages of one layer do not import each other."""
