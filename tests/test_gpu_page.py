@@ -41,9 +41,9 @@ def test_models_are_as_fast_as_was_measured():
         row = measured.get(step(what))
         return "" if row is None else f"{measured[step('dense')]['us'] / row['us']:.2f}"
 
-    for name, b, density, with_graphs, without, memory in cells_of(
-        "gpu.md", "| model | blocks | density "
-    ):
+    found = cells_of("gpu.md", "| model | blocks | density ")
+    assert len(found) == sum("dense" not in w and "reduce-overhead" not in w for w in measured)
+    for name, b, density, with_graphs, without, memory in found:
         model = name.partition(" (")[0] or model
         what = f"blocks of {b}, density {density}"
         assert with_graphs == ratio(model, what, ", reduce-overhead")

@@ -90,9 +90,13 @@ def dispatch_modes() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
 
+def _is_forward_mode() -> bool:
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
 def is_transformed() -> bool:
     """Whether a transform of `torch.func`, or forward-mode differentiation, is active."""
-    return _transforms() is not None or getattr(forward_ad, "_current_level", -1) >= 0
+    return _transforms() is not None or _is_forward_mode()
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -107,7 +111,7 @@ def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
     if is_compiling():
         return  # the compiler refuses transforms that it cannot trace
     transformed = _transforms() is not None
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    if _is_forward_mode():
         operands = (tensor for tensor in tensors if tensor is not None)
         transformed |= any(forward_ad.unpack_dual(t).tangent is not None for t in operands)
     if transformed:
@@ -165,7 +169,7 @@ def raw_apply(function: type[Function]) -> Callable[..., Any]:
 
 def is_recording() -> bool:
     """Whether operators called now may get derivatives, in reverse or forward mode."""
-    return torch.is_grad_enabled() or getattr(forward_ad, "_current_level", -1) >= 0
+    return torch.is_grad_enabled() or _is_forward_mode()
 
 
 def below_autograd() -> AbstractContextManager:
