@@ -36,8 +36,9 @@ class SparseCallback(keras.callbacks.Callback):
         restore_random_state: whether to restore the global random generators on resuming.
         telemetry: whether to add the figures of `Telemetry` for all layers together
             ("sparse/density", "sparse/churn", ...) to the logs of every epoch.
-        options: keyword arguments of the algorithm. `total_steps` defaults to epochs times steps if
-            no schedule is given.
+        options: keyword arguments of the algorithm. Steps are those of the optimizer: with
+            `gradient_accumulation_steps` one for so many batches. `total_steps` defaults to all
+            steps of `fit` if no schedule is given.
 
     Attributes:
         sparse_trainer: the `SparseTrainer` of the current or last training, with the list of hooks
@@ -45,8 +46,8 @@ class SparseCallback(keras.callbacks.Callback):
 
     Raises:
         TypeError, ValueError: when training begins: a model without sparse layers, or compiled with
-            `jit_compile`; an unsupported optimizer (Muon, scaled losses, accumulated gradients); a
-            state that does not fit; arguments that the algorithm refuses.
+            `jit_compile`; an unsupported optimizer (Muon, scaled losses); a state that does not
+            fit; arguments that the algorithm refuses.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class SparseCallback(keras.callbacks.Callback):
         if state is not None:
             self._follower.load_state_dict(state["trainer"])
         epochs, steps = self.params["epochs"], self.params["steps"]
-        total = None if steps is None else epochs * steps
+        total = None if steps is None else epochs * steps // optimizer.batches
         trainer = self._follower.start(_to_module(layers), optimizer, total)
+        optimizer.captures = lambda: trainer._captures
         if state is not None and self._restores:
             random_state.restore_global_states(state["random"])
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import torch
 from torch import Tensor
+
+from dynsparse.ops.capture import Pairs
 
 
 def update_shape(variable: Any) -> None:
@@ -27,16 +29,20 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     Attributes:
         fresh: name of a state -> its initial value, where that is not zero.
+        batches: number of batches whose gradients Keras averages for a step.
+        captures: returns the pairs that a sparse trainer captures now, by layer name.
 
     Raises:
         TypeError: not a Keras optimizer, or one that treats weights as matrices.
-        ValueError: one that scales the loss or accumulates gradients, or has state that cannot be
-            assigned to weights.
+        ValueError: one that scales the loss, or has state that cannot be assigned to weights.
     """
 
     def __init__(self, optimizer: Any) -> None:
         _check(optimizer)
         self.keras = optimizer
+        self.batches = optimizer.gradient_accumulation_steps or 1
+        self.captures: Callable[[], Mapping[str, Pairs]] = dict
+        self._accumulated: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.release()
         variables = optimizer._trainable_variables
         super().__init__([v.value for v in variables], {"lr": 0.0})
@@ -74,11 +80,37 @@ class KerasOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Replaces Keras' `apply`."""
         self._update_learning_rate()
-        self._pending = partial(self._apply, grads, trainable_variables)
+        apply = partial(self._apply, grads, trainable_variables)
+        if self.batches > 1:
+            self._accumulate_pairs()
+            if (int(self.keras._iterations.value) + 1) % self.batches:
+                apply()  # Keras adds to its sums
+                return
+            self._finish_accumulation()
+        self._pending = apply
         try:
             self.step()
         finally:
             self._pending = None
+
+    def _accumulate_pairs(self) -> None:
+        """Keep what growth reads of this batch, whose gradients Keras is about to clear."""
+        for name, pairs in self.captures().items():
+            kept = self._accumulated.setdefault(name, [])
+            kept += [(x, dy / self.batches) for x, dy in pairs]
+
+    def _finish_accumulation(self) -> None:
+        """Show the trainer the pairs of all batches, and their average as the gradient."""
+        for name, pairs in self.captures().items():
+            pairs[:] = self._accumulated[name]
+        self._accumulated.clear()
+        variables = self.keras._trainable_variables
+        sums = self.keras._accumulated_gradients
+        for variable, added in zip(variables, sums, strict=True):
+            tensor = variable.value
+            if tensor.grad is not None and added is not None:
+                # A new tensor: Keras has the gradient of the last batch to add.
+                tensor.grad = (tensor.grad + added.value) / self.batches
 
     def _update_learning_rate(self) -> None:
         rate = float(keras.ops.convert_to_numpy(self.keras.learning_rate))
@@ -113,12 +145,6 @@ def _check(optimizer: Any) -> None:
         raise ValueError(
             "expected a loss that is not scaled, since growth compares gradients with weights, got "
             f"{type(optimizer).__name__} with a scale: use the policy mixed_bfloat16"
-        )
-    if optimizer.gradient_accumulation_steps:
-        raise ValueError(
-            "expected a gradient for every step, since Keras clears those of single batches before "
-            "growth reads them, got gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}: leave it out"
         )
     if not optimizer.built:
         raise ValueError("expected an optimizer that is built: call optimizer.build() first")
