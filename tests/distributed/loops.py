@@ -136,3 +136,30 @@ def huggingface(rank, size):
 def all_of_them(rank, size):
     environ(rank, size)
     return {work.__name__: work(rank, size) for work in (plain, lightning, accelerate, huggingface)}
+
+
+def keras(rank, size, accumulated=1):
+    """`fit` with the samples of this rank: values, biases and patterns."""
+    environ(rank, size)
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    from dynsparse.integrations import keras as sparse
+
+    keras.utils.set_random_seed(0)
+    layers = [
+        sparse.SparseDense(24, "tanh", density=0.2, dtype="float64"),
+        sparse.SparseDense(8, density=0.2, dtype="float64"),
+    ]
+    model = keras.Sequential([keras.Input((16,), dtype="float64"), *layers])
+    steps = None if accumulated == 1 else accumulated
+    model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=steps), "mse")
+    if rank:
+        layers[0].bias.assign_add(torch.ones(24))
+    x, y = samples()
+    own = slice(rank, None, size)
+    model.fit(
+        x[own], y[own], batch_size=BATCH // size // accumulated, epochs=2, shuffle=False,
+        verbose=0, callbacks=sparse.RigL(schedule=SCHEDULE),
+    )  # fmt: skip
+    return {str(i): weight.value.detach() for i, weight in enumerate(model.weights)}

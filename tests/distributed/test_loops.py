@@ -1,13 +1,17 @@
-"""Lightning, Accelerate and Hugging Face in two processes: as DistributedDataParallel by hand."""
+"""Loops of other libraries in two processes: as DistributedDataParallel, or as one process."""
 
 from __future__ import annotations
 
+import os
+
 import loops
 import pytest
+import torch
 from processes import on_ranks
 from rank_trainings import apart, model_of, weights
 
-for name in ("lightning", "accelerate", "transformers"):
+os.environ.setdefault("KERAS_BACKEND", "torch")
+for name in ("lightning", "accelerate", "transformers", "keras"):
     pytest.importorskip(name)
 
 
@@ -20,3 +24,13 @@ def test_every_loop_trains_as_the_plain_wrapper_does():
         same, difference = apart(found, first["plain"])
         assert same, name
         assert difference < 1e-10, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_keras_averages_over_ranks(accumulated):
+    (one,) = on_ranks(1, loops.keras)
+    first, second = on_ranks(2, loops.keras, accumulated)
+    for name, tensor in one.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], tensor, rtol=1e-9, atol=1e-12)

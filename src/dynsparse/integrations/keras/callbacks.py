@@ -12,6 +12,7 @@ from dynsparse.integrations.follower import Algorithm, Follower
 from dynsparse.integrations.keras.convert import enable_many_steps
 from dynsparse.integrations.keras.layers import SavedState, SparseLayer
 from dynsparse.integrations.keras.optimizer import KerasOptimizer
+from dynsparse.ranks import check_consistent
 from dynsparse.training import SparseTrainer
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.checkpoint import random_state
@@ -27,6 +28,12 @@ class SparseCallback(keras.callbacks.Callback):
     and after training, all files of the model (`model.save`, `save_weights`, `ModelCheckpoint`,
     `BackupAndRestore`) contain the state of the sparse trainer and the global random generators; a
     model loaded from them continues bit for bit.
+
+    Where `torch.distributed` is initialised, as in a program that torchrun starts, training is data
+    parallel: every rank calls `fit` with as many samples of its own, begins with the weights of the
+    first rank, and steps with the average gradient. Make the model with the same seed on every rank
+    (`keras.utils.set_random_seed`), or load the same file. Metrics are those of a rank's samples.
+    `ranks=None` among the options trains every rank by itself.
 
     Args:
         algorithm: `ds.RigL` or another trainer class, or a function of (model, optimizer) that
@@ -47,7 +54,8 @@ class SparseCallback(keras.callbacks.Callback):
     Raises:
         TypeError, ValueError: when training begins: a model without sparse layers, or compiled with
             `jit_compile`; an unsupported optimizer (Muon, scaled losses); a state that does not
-            fit; arguments that the algorithm refuses.
+            fit; arguments that the algorithm refuses; other patterns or another number of batches
+            on another rank.
     """
 
     def __init__(
@@ -118,7 +126,15 @@ class SparseCallback(keras.callbacks.Callback):
         epochs, steps = self.params["epochs"], self.params["steps"]
         total = None if steps is None else epochs * steps // optimizer.batches
         trainer = self._follower.start(_to_module(layers), optimizer, total)
-        optimizer.captures = lambda: trainer._captures
+        optimizer.captures, optimizer.ranks = lambda: trainer._captures, trainer.ranks
+        check_consistent(
+            trainer.ranks,
+            {"the number of batches in an epoch": str(steps)},
+            "give every rank as many samples",
+        )
+        for variable in self.model.variables:
+            if variable.value.is_floating_point():
+                trainer.ranks.broadcast(variable.value.detach())
         if state is not None and self._restores:
             random_state.restore_global_states(state["random"])
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.capture import Pairs
+from dynsparse.ranks import ALONE
 
 
 def update_shape(variable: Any) -> None:
@@ -31,6 +32,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         fresh: name of a state -> its initial value, where that is not zero.
         batches: number of batches whose gradients Keras averages for a step.
         captures: returns the pairs that a sparse trainer captures now, by layer name.
+        ranks: those that average their gradients before each step.
 
     Raises:
         TypeError: not a Keras optimizer, or one that treats weights as matrices.
@@ -42,6 +44,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         self.keras = optimizer
         self.batches = optimizer.gradient_accumulation_steps or 1
         self.captures: Callable[[], Mapping[str, Pairs]] = dict
+        self.ranks = ALONE
         self._accumulated: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.release()
         variables = optimizer._trainable_variables
@@ -86,12 +89,28 @@ class KerasOptimizer(torch.optim.Optimizer):
             if (int(self.keras._iterations.value) + 1) % self.batches:
                 apply()  # Keras adds to its sums
                 return
+        self._average_over_ranks(grads)
+        if self.batches > 1:
             self._finish_accumulation()
         self._pending = apply
         try:
             self.step()
         finally:
             self._pending = None
+
+    def _average_over_ranks(self, grads: Sequence[Tensor | None]) -> None:
+        """Average the gradients, and those of earlier batches of this step, in place."""
+        if self.ranks.alone:
+            return
+        tensors = [grad for grad in grads if grad is not None]
+        if self.batches > 1:
+            tensors += [v.value for v in self.keras._accumulated_gradients if v is not None]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            parts = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = self.ranks.sum(torch.cat([part.flatten() for part in parts]))
+            means = (flat / self.ranks.size).split([part.numel() for part in parts])
+            for part, mean in zip(parts, means, strict=True):
+                part.copy_(mean.view_as(part))
 
     def _accumulate_pairs(self) -> None:
         """Keep what growth reads of this batch, whose gradients Keras is about to clear."""
