@@ -300,9 +300,13 @@ class _Hooks:
             steps.after_step()
 
 
-def is_scaled() -> bool:
-    """Whether a `GradScaler` takes the present step."""
-    return any(f.f_globals.get("__name__") == "torch.amp.grad_scaler" for f in _stack())
+def scale_of_step() -> float:
+    """What the `GradScaler` that takes the present step has multiplied the loss by; 1 without."""
+    for frame in _stack():
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+            return scaler.get_scale()
+    return 1.0
 
 
 def _stack() -> Iterator[FrameType]:

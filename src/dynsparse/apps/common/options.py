@@ -55,6 +55,11 @@ TRAINS = Need(
     is_shown=False,
     is_waived=lambda o, known: known.defines in o.binding,
 )
+_HALF = Need(
+    "--data-type float16",
+    lambda o: o.data_type == "float16",
+    lambda o: f"--data-type {o.data_type}",
+)
 _CHECKPOINTS = Need("runs with --checkpoint-path", lambda o: o.checkpoint_path is not None)
 _FOLDERS = Need(
     "runs with --checkpoint-path or --records-path",
@@ -143,8 +148,10 @@ class TrainingOptions:
     )  # fmt: skip
 
     data_type: str = option(
-        "float32", "Of weights and products; bfloat16 is autocast.",
-        choice("float32", "float64", "bfloat16"), "Network", defines="network",
+        "float32",
+        "Of weights and products; bfloat16 and float16 are autocast over float32 weights, float16 "
+        "with a scaled loss.",
+        choice("float32", "float64", "bfloat16", "float16"), "Network", defines="network",
     )  # fmt: skip
 
     method: str = _sparsity(
@@ -200,6 +207,11 @@ class TrainingOptions:
     optimizer_arg: dict[str, Any] = _training(
         {}, "An argument of the optimizer, such as momentum=0.9.", pairs("momentum=0.9"),
         needs=(TRAINS,),
+    )  # fmt: skip
+    loss_scale: float | None = _training(
+        None, "Multiply the loss by this for the backward pass; gradients are divided by it.",
+        number(0, above="a number above 0"), by_default="65536, halved when gradients overflow and "
+        "doubled after 2,000 steps without", needs=(TRAINS, _HALF),
     )  # fmt: skip
     device: str = _training(
         "cpu", "Where it computes: cpu, cuda or cuda:N.",

@@ -106,7 +106,7 @@ class Training(common.Training):
     unit = "step"
     digits = 7
     generator_name = "batches"
-    counters = ("step", "seconds", "update_seconds", "replaced", "history")
+    counters = ("step", "seconds", "update_seconds", "replaced", "skipped", "history")
     partial_names = ("window",)
     rate_flag = "peak-learning-rate"
     options: Options
@@ -214,9 +214,10 @@ class Training(common.Training):
                     if weight:
                         _add(sums, losses.detach(), right)
                 with span("backward"):
-                    (loss if weight == 1 else loss * weight).backward()
+                    self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         if options.grad_norm_clip is not None:
             with span("clip"):
+                self.scaler.unscale_(self.optimizer)
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
         self.optimise(sums)
 

@@ -24,6 +24,7 @@ from dynsparse.apps.common.training import (
     make_optimizer,
     precision,
     start_denser,
+    widen,
 )
 from dynsparse.data import GREY as DATASETS
 from dynsparse.data import DataSet, Pictures
@@ -193,7 +194,7 @@ class Training(common.Training):
     unit = "epoch"
     digits = 4
     generator_name = "training"
-    counters = ("epoch", "step", "seconds", "update_seconds", "replaced")
+    counters = ("epoch", "step", "seconds", "update_seconds", "replaced", "skipped")
     partial_names = ("order", "batches", "window", "whole")
     rate_flag = "learning-rate"
     options: PictureOptions
@@ -287,8 +288,7 @@ class Training(common.Training):
         network = self.replica if self.model.training else self.model
         with precision(self.options.data_type, self.device):
             logits = network(images)
-        # Sixteen bits are too few for the sum of exponentials.
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        logits = widen(logits)
         return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
     def run_epoch(self) -> Iterator[tuple[Sums, Sums | None]]:
@@ -325,7 +325,7 @@ class Training(common.Training):
                     window.add(loss.detach() * len(local), correct, len(local))
             with span("backward"):
                 self.optimizer.zero_grad()
-                (loss if weight == 1 else loss * weight).backward()
+                self.scaler.scale(loss if weight == 1 else loss * weight).backward()
             self.optimise(window)
             window.seconds += time.perf_counter() - begin
             ends = batch == self.batches
