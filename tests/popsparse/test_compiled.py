@@ -173,6 +173,56 @@ def test_half_precision_and_random_growth():
     assert compiled.profiles["scores 0"].to_host_bytes == 4 * weights
 
 
+def half_linear(lr, **options):
+    """Weights of a float16 layer after 20 steps of gradient 1, and the cycles of one."""
+    model = nn.Linear(8, 64, bias=False).half()
+    nn.init.ones_(model.weight)
+    compiled = popsparse.compile(
+        model, sgd(model, lr=lr, momentum=0.0), lambda y, sign: (y.float() * sign).sum(), TARGET,
+        **options,
+    )  # fmt: skip
+    for _ in range(20):
+        compiled.step(torch.ones(1, 8).half(), torch.ones(1, 64))
+    compiled.copy_weights_to_host()
+    return model.weight.detach().float(), compiled.profiles["step"].cycles
+
+
+def test_small_steps_of_float16_weights_are_lost_unless_rounding_is_stochastic():
+    # A tenth of half the distance of float16 numbers below 1.
+    lr = 2.0**-12 / 10
+    nearest, cycles = half_linear(lr)
+    assert torch.equal(nearest, torch.ones(64, 8))
+    weights, more = half_linear(lr, stochastic_rounding=7)
+    assert more == cycles
+    # 512 weights, each of which moved by 20 trials of probability 1/20 and steps of 2^-11.
+    moved = (1 - weights) / 2.0**-11
+    assert torch.equal(moved, moved.round())
+    assert moved.mean().item() == pytest.approx(1, abs=4 * (0.95 / 512) ** 0.5)
+    assert moved.var().item() == pytest.approx(0.95, rel=0.3)
+    again, _ = half_linear(lr, stochastic_rounding=7)
+    assert torch.equal(again, weights)
+    other, _ = half_linear(lr, stochastic_rounding=8)
+    assert not torch.equal(other, weights)
+    with pytest.raises(TypeError, match="stochastic_rounding must be"):
+        half_linear(lr, stochastic_rounding="yes")
+
+
+@pytest.mark.parametrize("partials", ["float16", "float32"])
+def test_partial_sums_of_dense_products(partials):
+    """Those of float16 layers are of the type that the options name."""
+    model = nn.Linear(4096, 1, bias=False).half()
+    nn.init.constant_(model.weight, 0.25)
+    compiled = popsparse.compile(
+        model, sgd(model), lambda y, target: (y.float() - target).sum(), TARGET,
+        options={"partials_type": partials},
+    )  # fmt: skip
+    loss = compiled.step(torch.ones(1, 4096).half(), torch.tensor([[1024.0]]))
+    assert loss.item() == 0
+    groups = compiled.engine.graph.variables.values()
+    held = {v.dtype.name for group in groups for v in group if "partials" in v.name}
+    assert ("float16" in held) == (partials == "float16")
+
+
 def test_bad_input():
     model = nn.Sequential(nn.Linear(8, 4))
     compiled = popsparse.compile(model, sgd(model), nn.functional.mse_loss, TARGET)

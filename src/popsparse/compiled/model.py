@@ -84,12 +84,14 @@ class CompiledModel:
         target: Target,
         loss_scale: float,
         device_iterations: int,
+        stochastic_rounding: int | None,
         options: TargetOptions,
     ) -> None:
         self.model, self.loss, self.target = model, loss, target
         self.trainer = optimizer if isinstance(optimizer, SparseTrainer) else None
         self.optimizer = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
         self.loss_scale, self.iterations, self.options = loss_scale, device_iterations, options
+        self.stochastic_rounding = stochastic_rounding
         self.profiles: dict[str, Profile] = {}
         self.engine: Engine | None = None
         self._layers: list[_SparseWeights] = []
@@ -167,7 +169,8 @@ class CompiledModel:
         self._data = [key for key in step.inputs if key[0] in ("input", "target")]
         for key in self._data:
             body.add(self._stream(graph, key, to_device=True))
-        lowering = Lowering(graph, step.module, values, weights, in_buckets, body)
+        partials = self.options.planned.partials_type
+        lowering = Lowering(graph, step.module, values, weights, in_buckets, partials, body)
         lowering.lower(outputs)
         stream = graph.add_stream("loss", FLOAT, 1, to_device=False)
         body.add(Copy(loss, stream, name="loss to host"))
@@ -179,7 +182,7 @@ class CompiledModel:
                 self._add_layer(
                     graph, name, layer, weights[node], lowering.backwards.get(node), programs
                 )
-        self.engine = Engine(graph, programs)
+        self.engine = Engine(graph, programs, stochastic_rounding=self.stochastic_rounding)
         for held in self._layers:
             if held.update is not None:
                 held.update.connect(self.engine)
@@ -233,7 +236,8 @@ class CompiledModel:
             like = self._variables["parameter", key[1]]
             return Spread.of(graph, like).like(graph, dtype, name, like)
         if key[0] == "parameter":
-            placed = place_weight(graph, node, dtype, name)
+            partials = self.options.planned.partials_type
+            placed = place_weight(graph, node, dtype, partials, name)
             if placed is not None:
                 return placed
         variable = graph.add_variable(dtype, list(value.shape), name)
@@ -515,6 +519,7 @@ def compile(
     *,
     loss_scale: float = 1.0,
     device_iterations: int = 1,
+    stochastic_rounding: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
     """A model whose training steps run on the tile machine: forward, backward and the optimizer's
@@ -534,7 +539,10 @@ def compile(
         loss_scale: the loss is multiplied by it for the backward pass, and gradients are divided by
             it.
         device_iterations: batches that a step takes in a loop on the machine.
-        options: of the sparse products, by name, as `target_options` of `SparseLinear`.
+        stochastic_rounding: a seed: float16 results are rounded up or down at random, see `Engine`,
+            so that small steps of float16 weights are not lost. None rounds to nearest.
+        options: of the sparse products, by name, as `target_options` of `SparseLinear`;
+            "partials_type" is that of the dense products, too.
 
     Raises:
         TypeError: another optimizer. ValueError: numbers out of range, an unknown option. See
@@ -542,12 +550,15 @@ def compile(
     """
     check_integer("device_iterations", device_iterations, 1)
     check_within("loss_scale", loss_scale, "(0, inf)")
+    if stochastic_rounding is not None:
+        check_integer("stochastic_rounding", stochastic_rounding, 0)
     stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
     if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             "optimizer must be SGD, Adam or AdamW, whose steps are operators alone, or a sparse "
             f"trainer of one, got {type(stepped).__name__}"
         )
+    parsed = TargetOptions.parse(options)
     return CompiledModel(
-        model, optimizer, loss, target, loss_scale, device_iterations, TargetOptions.parse(options)
+        model, optimizer, loss, target, loss_scale, device_iterations, stochastic_rounding, parsed
     )
