@@ -128,6 +128,17 @@ def match_blocks(panel: Callable[..., Any]) -> Any:
     )  # fmt: skip
 
 
+# The other methods look at gradients or weights on the host.
+_ON_TARGETS = ("rigl", "set", "gmp", "granet", "static", "dense")
+_TARGET = Need("runs with --target", lambda o: o.target is not None)
+_SINGLE = Need(
+    "--data-type float32",
+    lambda o: o.data_type == "float32",
+    lambda o: f"--data-type {o.data_type}",
+)
+_ON_HOST = Need("--device cpu", lambda o: o.device == "cpu", lambda o: f"--device {o.device}")
+
+
 _sparsity = panel("Sparsity", "training")
 _training = panel("Training", "training")
 _checkpoints = panel("Checkpoints", "run")
@@ -316,3 +327,17 @@ class TrainingOptions:
             if known.defines in kinds
         }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
+@dataclass(kw_only=True)
+class MachineOptions(TrainingOptions):
+    """The options of applications that can train on the tile machine."""
+
+    target: str | None = _training(
+        None, "Train on a simulated tile machine, all of a step one program; slow.",
+        choice("bow", "mk2"), methods=_ON_TARGETS, needs=(_SINGLE, _ON_HOST, TRAINS),
+    )  # fmt: skip
+    tiles: int | None = _training(
+        None, "Use this many tiles of --target.", integer(1), methods=_ON_TARGETS,
+        needs=(_TARGET, TRAINS), by_default="all",
+    )  # fmt: skip

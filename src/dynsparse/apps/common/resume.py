@@ -30,6 +30,7 @@ def save(training: Training, folder: Path) -> Path:
     number = getattr(training, training.unit)
     batches = training.partial.get("batches")
     inside = "" if batches is None else f"+{batches}"
+    training.collect_weights()
     path = folder / f"{training.unit}-{number:0{training.digits}d}{inside}.ckpt"
     save_checkpoint(
         path,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse._core.checks import is_number
-from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.apps.common.machine import MachineSteps
+from dynsparse.apps.common.options import MachineOptions, TrainingOptions
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ranks_of
@@ -268,6 +269,7 @@ class Training(ABC):
         rate_flag: the option to lower where a training diverges.
         device: where it computes. What is drawn is drawn on the CPU: all devices begin alike.
         scaler: scales the loss in float16, and skips steps whose gradients overflow.
+        machine: takes the steps on the target that the options name; None on the host.
         stop_asked: makes the training raise `Stopped` before its next step.
         partial: of a training that stopped inside an epoch or between two reports: the sums so far,
             and what else it goes on with; plain types and tensors, under the names
@@ -326,6 +328,19 @@ class Training(ABC):
         self.optimizer.register_step_post_hook(self._count_step)
         unwatch(self.model)  # its spans have the loss in them
         self.replica: nn.Module = self.model
+        self.machine: MachineSteps | None = None
+        if isinstance(options, MachineOptions) and options.target is not None:
+            if not self.ranks.alone:
+                raise ValueError(
+                    f"--target: expected one process, got {self.ranks.size}: leave torchrun out"
+                )
+            trained = self.optimizer if self.trainer is None else self.trainer
+            self.machine = MachineSteps(
+                options, self.model, trained, self.machine_loss, self.clip_grad_norm
+            )
+            if self.trainer is not None:
+                self.trainer.on_update.append(self._note_rewirings)
+            self._rewirings: list[Rewiring] = []
         if not self.ranks.alone:
             self.replica = DistributedDataParallel(self.model)
             torch.manual_seed(seed + self.ranks.rank)  # each rank drops other activations
@@ -345,6 +360,35 @@ class Training(ABC):
     @abstractmethod
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the options over all parameters of `model`."""
+
+    def machine_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """What is trained on where the steps are taken on a target, a scalar."""
+        raise NotImplementedError
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        """The largest norm of all gradients together; None for any."""
+        return None
+
+    def collect_weights(self) -> None:
+        """Bring weights and optimizer state from where the steps are taken to the host."""
+        if self.machine is not None:
+            self.machine.copy_weights_to_host()
+
+    def _note_rewirings(self, _: int, rewirings: dict[str, Rewiring]) -> None:
+        self._rewirings += rewirings.values()
+
+    def step_on_machine(self, sums: Sums, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """A step on the target, and the pattern update if one is due: (loss, output)."""
+        assert self.machine is not None
+        self.step += 1
+        sums.steps += 1
+        self._rewirings.clear()
+        with span("machine"):
+            loss, output = self.machine.step(inputs, target)
+        sums.rewirings += self._rewirings
+        sums.count_replaced()
+        return loss, output
 
     def drawn_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside options, seed and counters."""
@@ -447,7 +491,10 @@ class Training(ABC):
 
     def figures(self) -> dict[str, Any]:
         """The part of the final figures that all trainings have."""
+        self.collect_weights()
+        target = {} if self.machine is None else {"target": self.machine.figures()}
         return {
+            **target,
             "seconds": self.seconds,
             "updates": self.updates,
             "method": self.options.method,
