@@ -41,7 +41,7 @@ from dynsparse.training.steps import (
     OptimizerSteps,
     count_churn,
     count_density,
-    scale_of_step,
+    unscale,
     unwrap_optimizer,
 )
 from dynsparse.training.update import (
@@ -312,7 +312,10 @@ class SparseTrainer:
                 if due:
                     self._check_one_optimizer()
                 self._after_step()
-                self._observe()
+                # Scores of one step alone rank alike at any scale of the loss.
+                is_scaled = self.history.window != 1 or isinstance(self.initial_value, GradientStep)
+                for name, pairs in self._captures.items():
+                    self.history.observe(name, unscale(pairs) if is_scaled else list(pairs))
                 has_gradient[:] = map(self._has_gradient, self._trained() if due else ())
             changes, planned = self._plan(has_gradient) if due else ({}, None)
             rewirings = {name: change.rewiring for name, change in changes.items()}
@@ -365,19 +368,6 @@ class SparseTrainer:
         self._captures = {
             name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
         }
-
-    def _observe(self) -> None:
-        """Let the history see the gradient of this step, as it is without a scale of the loss."""
-        # Scores of one step alone rank alike at any scale.
-        counts = self.history.window != 1 or isinstance(self.initial_value, GradientStep)
-        scale = scale_of_step() if self._captures and counts else 1.0
-        for name, pairs in self._captures.items():
-            if scale == 1:
-                self.history.observe(name, list(pairs))
-                continue
-            # A 16-bit gradient without its scale may be too small for 16 bits.
-            wide = [(x, dy if dy.dtype is torch.float64 else dy.float()) for x, dy in pairs]
-            self.history.observe(name, [(x, dy / scale) for x, dy in wide])
 
     def _forget_captures(self) -> None:
         for pairs in self._captures.values():
