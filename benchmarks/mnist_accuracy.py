@@ -1,4 +1,4 @@
-"""The accuracy tables of docs/results.md: `dynsparse mnist` over methods, densities and seeds.
+"""The accuracy tables of docs/results.md and docs/mnist.md: `dynsparse mnist` over settings, seeds.
 
     python benchmarks/mnist_accuracy.py --data-dir DIR [--seeds 0 1 2] [--table NAME ...] [--jobs 2]
 
@@ -30,6 +30,9 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "blocks of 16 in the first layer, densities 0.1 / 1": {
         f"--permute-input {kind}": (*BLOCK, "--permute-input", kind)
         for kind in ("none", "block", "random")
+    },
+    "data types, densities 0.1 / 0.3, 3 epochs": {
+        kind: ("--epochs", "3", "--data-type", kind) for kind in ("float32", "bfloat16", "float16")
     },
 }
 

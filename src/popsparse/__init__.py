@@ -1,5 +1,8 @@
 """Sparse products on the tile machine: planner, partitioner, device program (PopSparse)."""
 
+from functools import partial as _partial
+
+from dynsparse.nn.backends import register_backend as _register_backend
 from popsparse import block_sparse, dense, machine, tensor_ops
 from popsparse.compiled import CompiledModel, compile
 from popsparse.embedding import (
@@ -21,6 +24,7 @@ from popsparse.estimates import (
 from popsparse.formats import COOMatrix, CSCMatrix, CSRMatrix
 from popsparse.layer import Layer
 from popsparse.machine import Target
+from popsparse.machine.target import PRESETS as _PRESETS
 from popsparse.planning.options import Options, PlanConstraints, Update
 from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 from popsparse.planning.plan import Method, Plan, PlanningCache
@@ -40,6 +44,7 @@ from popsparse.products import (
 from popsparse.programs.dense_weights import DensePartitioner
 from popsparse.programs.layout import PlannedTensor, SparseTensor
 from popsparse.timing import PassTime
+from popsparse.torch_layer import TileMachine as _TileMachine
 from popsparse.torch_layer import machine_profiles
 from popsparse.triplets import (
     SparseFcLayer,
@@ -112,3 +117,7 @@ __all__ = [
     "tile_memory",
     "triplets_from_dense",
 ]
+
+_register_backend(
+    "popsparse", Target, _TileMachine, {n: _partial(Target.named, n) for n in _PRESETS}, compile
+)

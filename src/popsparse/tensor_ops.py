@@ -258,7 +258,10 @@ def map_elements(
     edges |= {f"result{number}": spread.edge(result) for number, result in enumerate(taken)}
 
     def run(v: VertexView) -> None:
-        made = compute(*(getattr(v, source).values for source in sources))
+        arrays = [getattr(v, source).values for source in sources]
+        if v.is_wide:
+            arrays = [a.astype(np.float32) if a.dtype == np.float16 else a for a in arrays]
+        made = compute(*arrays)
         for number, values in enumerate(made):
             getattr(v, f"result{number}").values[...] = values
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import check_kind, shortened, typed
-from dynsparse.nn.backends import register_backend
 from dynsparse.ops import capture
 from dynsparse.ops.embedding import record_rows
 from dynsparse.ops.torch_internals import refuse_transforms
@@ -20,7 +18,6 @@ from dynsparse.pattern import SparsePattern
 from popsparse.embedding import EmbeddingLayer
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
-from popsparse.machine.target import PRESETS
 from popsparse.planning.options import Options, Update, spelled
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.search import plan
@@ -43,7 +40,6 @@ class _Runner:
         self.layers: dict[tuple[Any, ...], Layer] = {}
         self.tables: dict[tuple[Any, ...], EmbeddingLayer] = {}
         self.profiles: dict[str, Profile] = {}
-        self.products: dict[str, float] = {}
         self.patterns: dict[Any, SparsePattern] = {}
         self.update: Update | None = None
 
@@ -90,8 +86,6 @@ class _Runner:
         arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
         result: np.ndarray = getattr(layer, name)(*arrays)
         self.profiles[name] = layer.profiles[name]
-        if name in PASSES:
-            self.products[name] = 2.0 * values.numel() * len(operands[0])
         return torch.from_numpy(result).to(values.device)
 
     def check_pass(self, name: str) -> None:
@@ -273,21 +267,6 @@ class TileMachine:
             )
         return scores
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        """What the last run of each pass took, see `nn.backends.Executor`."""
-        found: dict[str, dict[str, float]] = {}
-        for name, profile in self.runner.profiles.items():
-            found[name] = {
-                "cycles": profile.cycles,
-                "seconds": profile.seconds,
-                "max_tile_bytes": int(profile.memory.max_tile_bytes),
-                "to_host_bytes": profile.to_host_bytes,
-                "from_host_bytes": profile.from_host_bytes,
-            }
-            if name in self.runner.products:
-                found[name]["tflops"] = self.runner.products[name] / profile.seconds / 1e12
-        return found
-
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
 
@@ -347,6 +326,3 @@ def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
     and "rewire", where an update took place."""
     executor = getattr(layer, "executor", None)
     return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}
-
-
-register_backend("popsparse", Target, TileMachine, {n: partial(Target.named, n) for n in PRESETS})

@@ -36,8 +36,8 @@ OF_METHODS = {
     "prune_end": UPDATING,
     "allocation": UPDATING | {"static"},
     "match_parameters": {"dense"},
-    "target": UPDATING - {"topkast"} | {"static"},
-    "tiles": UPDATING - {"topkast"} | {"static"},
+    "target": {"rigl", "set", "gmp", "granet", "static", "dense"},
+    "tiles": {"rigl", "set", "gmp", "granet", "static", "dense"},
 }
 # What must come with an option; and what makes it useless, with any method.
 WITH = {
@@ -52,10 +52,12 @@ WITH = {
     "vocabulary_size": ["--tokens=bpe"],
     "bpe_dir": ["--tokens=bpe"],
     "tiles": ["--target=bow"],
+    "loss_scale": ["--data-type=float16"],
 }
 WITHOUT = {
     "overwrite": [],
     "checkpoint_freq": [],
+    "loss_scale": [],
     "prompt": [],
     "temperature": [],
     "top_k": ["--sample=3", "--temperature=0"],
@@ -186,7 +188,7 @@ def test_what_does_not_train_takes_nothing_of_a_training(mode):
             "checkpoint_freq", "stop_after", "records_path", "tensorboard", "use_wandb",
             "wandb_name", "wandb_project_name", "wandb_tags", "initial_scale", "prune_ratio",
             "pooling_type", "update_interval", "prune_end", "cosine_prune_schedule",
-            "prune_rounding", "overwrite",
+            "prune_rounding", "overwrite", "loss_scale", "target", "tiles",
         )  # fmt: skip
         of_text = mode == "sample" and name in (
             "data", "valid_data", "test_data", "valid_share", "test_share", "batch_size",

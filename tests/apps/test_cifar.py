@@ -159,6 +159,12 @@ def test_every_method_trains(method, folder, tmp_path):
     assert figures["density"] == pytest.approx(1.0 if method == "dense" else 0.2, abs=0.02)
 
 
+def test_it_trains_in_float16(folder):
+    exact, half = (tiny(folder, data_type=kind) for kind in ("float32", "float16"))
+    assert half["skipped"] == 0 < half["updates"] == exact["updates"]
+    assert half["train_loss"] == pytest.approx(exact["train_loss"], rel=0.01)
+
+
 def test_it_learns_the_shades(folder):
     figures = tiny(folder, epochs=15, augment="move", learning_rate=0.05)
     assert figures["train_accuracy"] > 0.3

@@ -184,6 +184,7 @@ def test_only_matrices_decay(text):
         {"method": "set", "optimizer": "Momentum", "gradient_accumulation_count": 2},
         {"method": "snfs", "evaluation_tokens": 20},
         {"method": "mest", "data_type": "bfloat16"},
+        {"data_type": "float16", "gradient_accumulation_count": 2},
         {"method": "dense", "match_parameters": True},
         {"block_size": 8, "embedding_size": 8, "sparse_embeddings": True, "tokens": "byte"},
     ],

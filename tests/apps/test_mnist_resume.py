@@ -5,6 +5,7 @@ import torch
 from rich.console import Console
 from saved_states import assert_equal, state
 
+from dynsparse.apps.common import training
 from dynsparse.apps.common.resume import find_checkpoint
 from dynsparse.apps.pictures import Training
 from dynsparse.apps.pictures.mnist import Options, run
@@ -25,6 +26,7 @@ def tiny(**changes):
         {"method": "set", "optimizer": "Momentum", "permute_input": "random"},
         {"method": "static", "optimizer": "GradientDescent", "data_type": "bfloat16"},
         {"block_size": 8, "pooling_type": "AVG", "permute_input": "block"},
+        {"data_type": "float16", "loss_scale": 512.0},
     ],
     ids=str,
 )
@@ -37,6 +39,28 @@ def test_two_epochs_equal_one_and_one(tmp_path, changes):
     assert_equal(state(whole / "epoch-0002.ckpt"), state(halves / "epoch-0002.ckpt"))
     for key in ("accuracy", "loss", "updates", "replaced", "steps", "epochs"):
         assert got[key] == expected[key]
+
+
+def test_the_scale_of_float16_goes_on(tmp_path, monkeypatch):
+    """It grows every 3 steps until gradients overflow; the record goes on with the steps."""
+    monkeypatch.setattr(training, "_FIRST_SCALE", 2.0**33)
+    settings = torch.amp.GradScaler.__init__.__defaults__
+    often = (*settings[:-2], 3, settings[-1])  # growth_interval
+    monkeypatch.setattr(torch.amp.GradScaler.__init__, "__defaults__", often)
+    half = {"data_type": "float16", "method": "snfs", "update_interval": 1, "epochs": 3}
+    expected = tiny(checkpoint_path=tmp_path / "a", records_path=tmp_path / "rec", **half)
+    assert 5 < expected["skipped"] < expected["steps"] / 2
+    assert expected["updates"] <= expected["steps"] - expected["skipped"]
+    record = Records.load(tmp_path / "rec")
+    first = tmp_path / "a" / "epoch-0001.ckpt"
+    got = tiny(restore=first, checkpoint_path=tmp_path / "b", records_path=tmp_path / "rec", **half)
+    assert_equal(
+        state(tmp_path / "a" / "epoch-0003.ckpt"), state(tmp_path / "b" / "epoch-0003.ckpt")
+    )
+    assert (got["loss"], got["skipped"]) == (expected["loss"], expected["skipped"])
+    again = Records.load(tmp_path / "rec")
+    assert again.steps == record.steps
+    assert again.pattern("fc1", -1) == record.pattern("fc1", -1)
 
 
 def test_the_record_and_the_log_go_on(tmp_path):

@@ -84,6 +84,7 @@ def test_every_optimizer_learns(optimizer):
         {"block_size": 32, "pooling_type": "NONE", "permute_input": "block", "densities": (0.5, 1)},
         {"block_size": 128, "hidden_sizes": (128,), "densities": (0.5, 1)},
         {"data_type": "bfloat16"},
+        {"data_type": "float16", "method": "mest"},
         {"hidden_sizes": (48, 24), "densities": (0.05, 0.2, 1)},
         {"cosine_prune_schedule": {"zero_steps": 2, "phase_delay": 0.1, "period": 1.0}},
         {"hold_out": 200, "update_interval": 5, "data_type": "float64"},
@@ -96,6 +97,13 @@ def test_variants_run(changes):
     figures = tiny(**changes)
     assert figures["accuracy"] > 0.2
     assert figures["loss"] < 10
+
+
+def test_a_scale_of_the_loss_that_is_too_large():
+    with pytest.raises(
+        ValueError, match=r"gradients overflow float16 in all .* lower --loss-scale"
+    ):
+        tiny(data_type="float16", loss_scale=1e9)
 
 
 def test_zero_steps_count_updates():

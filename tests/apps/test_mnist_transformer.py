@@ -146,6 +146,7 @@ def test_growth_sees_the_dense_gradient_of_every_layer(block):
     {"method": "set"},
     {"method": "rigl", "block_size": 8, "sparsity": 0.5, "pooling_type": "SUM"},
     {"data_type": "bfloat16", "exclude_attention_biases": True, "encoder_layers": 2},
+    {"data_type": "float16"},
 ], ids=str)  # fmt: skip
 def test_every_layer_changes_its_pattern(changes, tmp_path):
     figures = tiny(records_path=tmp_path, prune_ratio=0.5, **changes)

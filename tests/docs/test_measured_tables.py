@@ -89,6 +89,17 @@ def test_the_picture_of_the_readme():
         assert abs(own - twin) < 2e-3
 
 
+def test_data_types_of_mnist():
+    measured = figures("mnist-types-zen3.json")["data types"]
+    rows = cells_of("mnist.md", "| `--data-type` | test accuracy ")
+    assert [row[0] for row in rows] == [*measured]
+    for (_, mean, spread, skipped), runs in zip(rows, measured.values(), strict=True):
+        accuracies = [100 * run["accuracy"] for run in runs]
+        assert mean == f"{statistics.mean(accuracies):.2f} %"
+        assert spread == f"{min(accuracies):.2f} to {max(accuracies):.2f} %"
+        assert {(int(skipped), 11_250)} == {(run["skipped"], run["steps"]) for run in runs}
+
+
 def test_large_outputs():
     measured = figures("large-outputs-zen3.json")
     rows = cells_of("large-outputs.md", "| output layer | weights |")

@@ -173,6 +173,97 @@ def test_half_precision_and_random_growth():
     assert compiled.profiles["scores 0"].to_host_bytes == 4 * weights
 
 
+def test_clipped_gradients_and_the_output():
+    def clipped(model, batches):
+        optimizer, outputs = sgd(model, lr=0.5), []
+        for x, y in batches:
+            optimizer.zero_grad()
+            outputs.append(model(x))
+            nn.functional.cross_entropy(outputs[-1], y).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            assert norm > 0.05
+            optimizer.step()
+        return torch.stack(outputs).detach()
+
+    def make_model():
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        first = ds.nn.SparseLinear(32, 16, 0.3, generator=generator)
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(16, 10))
+
+    host, twin, batches = make_model(), make_model(), digits(4)
+    expected = clipped(host, batches)
+    compiled = popsparse.compile(
+        twin, sgd(twin, lr=0.5), nn.CrossEntropyLoss(), TARGET, clip_grad_norm=0.05,
+        return_output=True, device_iterations=2,
+    )  # fmt: skip
+    x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
+    losses, outputs = zip(*(compiled.step(x[i : i + 2], y[i : i + 2]) for i in (0, 2)), strict=True)
+    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-5)
+    flat = expected.flatten(0, 1), y.flatten()
+    means = nn.functional.cross_entropy(*flat, reduction="none").view(4, -1).mean(1)
+    torch.testing.assert_close(torch.cat(losses), means)
+    compiled.copy_weights_to_host()
+    for name, weight in weights(host).items():
+        torch.testing.assert_close(weights(twin)[name], weight, atol=1e-5, rtol=1e-5)
+    step = compiled.figures()["step"]
+    assert step["to_host_bytes"] == 2 * 4 * (1 + 6 * 10)
+    flops = sum(taken["flops"] for taken in compiled.operations().values())
+    assert step["tflops"] == pytest.approx(flops / step["seconds"] / 1e12)
+    with pytest.raises(ValueError, match="clip_grad_norm must be"):
+        popsparse.compile(host, sgd(host), torch.dot, TARGET, clip_grad_norm=0.0)
+
+
+def half_linear(lr, **options):
+    """Weights of a float16 layer after 20 steps of gradient 1, and the cycles of one."""
+    model = nn.Linear(8, 64, bias=False).half()
+    nn.init.ones_(model.weight)
+    compiled = popsparse.compile(
+        model, sgd(model, lr=lr, momentum=0.0), lambda y, sign: (y.float() * sign).sum(), TARGET,
+        **options,
+    )  # fmt: skip
+    for _ in range(20):
+        compiled.step(torch.ones(1, 8).half(), torch.ones(1, 64))
+    compiled.copy_weights_to_host()
+    return model.weight.detach().float(), compiled.profiles["step"].cycles
+
+
+def test_small_steps_of_float16_weights_are_lost_unless_rounding_is_stochastic():
+    # A tenth of half the distance of float16 numbers below 1.
+    lr = 2.0**-12 / 10
+    nearest, cycles = half_linear(lr)
+    assert torch.equal(nearest, torch.ones(64, 8))
+    weights, more = half_linear(lr, stochastic_rounding=7)
+    assert more == cycles
+    # 512 weights, each of which moved by 20 trials of probability 1/20 and steps of 2^-11.
+    moved = (1 - weights) / 2.0**-11
+    assert torch.equal(moved, moved.round())
+    assert moved.mean().item() == pytest.approx(1, abs=4 * (0.95 / 512) ** 0.5)
+    assert moved.var().item() == pytest.approx(0.95, rel=0.3)
+    again, _ = half_linear(lr, stochastic_rounding=7)
+    assert torch.equal(again, weights)
+    other, _ = half_linear(lr, stochastic_rounding=8)
+    assert not torch.equal(other, weights)
+    with pytest.raises(TypeError, match="stochastic_rounding must be"):
+        half_linear(lr, stochastic_rounding="yes")
+
+
+@pytest.mark.parametrize("partials", ["float16", "float32"])
+def test_partial_sums_of_dense_products(partials):
+    """Those of float16 layers are of the type that the options name."""
+    model = nn.Linear(4096, 1, bias=False).half()
+    nn.init.constant_(model.weight, 0.25)
+    compiled = popsparse.compile(
+        model, sgd(model), lambda y, target: (y.float() - target).sum(), TARGET,
+        options={"partials_type": partials},
+    )  # fmt: skip
+    loss = compiled.step(torch.ones(1, 4096).half(), torch.tensor([[1024.0]]))
+    assert loss.item() == 0
+    groups = compiled.engine.graph.variables.values()
+    held = {v.dtype.name for group in groups for v in group if "partials" in v.name}
+    assert ("float16" in held) == (partials == "float16")
+
+
 def test_bad_input():
     model = nn.Sequential(nn.Linear(8, 4))
     compiled = popsparse.compile(model, sgd(model), nn.functional.mse_loss, TARGET)
@@ -194,10 +285,11 @@ def test_bad_input():
     with pytest.raises(TypeError, match=r"float16 and float32, got torch\.float64"):
         compiled.step(x.double(), y.double())
     model = mlp()
-    trainer = ds.DeepR(model, sgd(model), total_steps=6, update_interval=2)
-    compiled = popsparse.compile(model, trainer, nn.functional.cross_entropy, TARGET)
-    with pytest.raises(ValueError, match="DeepR looks at gradients or weights on the host"):
-        compiled.step(*digits(1)[0])
+    for kind in (ds.DeepR, ds.MEST):
+        trainer = kind(model, sgd(model), total_steps=6, update_interval=2)
+        compiled = popsparse.compile(model, trainer, nn.functional.cross_entropy, TARGET)
+        with pytest.raises(ValueError, match=f"{kind.__name__} looks at gradients or weights on"):
+            compiled.step(*digits(1)[0])
     model = nn.Sequential(nn.Linear(8, 4))
     sorting = copy.deepcopy(model).append(_Sort())
     compiled = popsparse.compile(sorting, sgd(sorting), nn.functional.mse_loss, TARGET)

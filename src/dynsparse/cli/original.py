@@ -42,14 +42,15 @@ _LOG_LEVEL = "set the environment variable DYNSPARSE_LOG_LEVEL=INFO in its place
 _ON_MACHINE = "for layers on the machine: SparseLinear(..., target_options={...}) in Python"
 _UPDATE = "for layers on the machine: popsparse.Update(...) in Python"
 _FLOAT_SUMS = "sums are float32; `dynsparse matmul --partials-type` has both: leave it out"
-_HALF = "float16 does not train here: use --data-type bfloat16"
-_NO_SCALING = "bfloat16 needs no scaling of losses or gradients: leave it out"
-_FLOAT_SLOTS = "weights and optimizer state are float32: leave it out"
+_FLOAT_SLOTS: Answer = {
+    "float32": "",
+    "float16": "weights, gradients and optimizer state are float32: leave it out",
+}
 _IN_MEMORY = "everything stays in the host's memory: leave it out"
 _HISTOGRAMS = "use --tensorboard FOLDER for curves and --records-path FOLDER for connectivity"
 _ENGINE = "an option of engines: popsparse.machine.Engine(..., options={...}) in Python"
 _REGROW: Answer = {"rigl": "--method=rigl", "random": "--method=set"}
-_TYPES: Answer = {"float32": "--data-type=float32", "float16": _HALF}
+_TYPES: Answer = {name: f"--data-type={name}" for name in ("float32", "float16")}
 
 _WANDB = ("--use-wandb", "--wandb-project-name", "--wandb-tags", "--wandb-name")
 
@@ -123,8 +124,8 @@ PROGRAMS = {
             "--disable-pruning": "--method=static",
             "--regrow": _REGROW,
             "--start-epoch": "a run with --restore goes on where its checkpoint ends: leave it out",
-            "--data-type": {"fp32": "--data-type=float32", "fp16": _HALF},
-            "--partials-type": _FLOAT_SUMS,
+            "--data-type": {"fp32": "--data-type=float32", "fp16": "--data-type=float16"},
+            "--partials-type": {"fp32": "", "fp16": _FLOAT_SUMS},
             "--disable-shared-buckets": _ON_MACHINE,
             "--train-device-iterations": "use --steps-per-epoch N or --update-interval N",
             "--disable-dense-grad-override": "use --method static, which has no dense gradient",
@@ -160,7 +161,8 @@ PROGRAMS = {
             *_SHARED_SAME,
             *("--mode", "--autoregression-offset", "--sparse-embeddings", "--grad-norm-clip"),
             *("--warmup-steps", "--cooldown-steps", "--peak-learning-rate"),
-            *("--min-learning-rate", "--decay-power", "--gradient-accumulation-count", *_WANDB),
+            *("--min-learning-rate", "--decay-power", "--gradient-accumulation-count"),
+            *("--loss-scale", *_WANDB),
         ),
         _SHARED
         | {
@@ -171,15 +173,14 @@ PROGRAMS = {
             "--repeat-count": "--update-interval={}",
             "--recompute": "activations are kept: use a smaller --batch-size",
             "--restore-epoch": "use --restore with the checkpoint's file or its folder",
-            "--loss-scale": _NO_SCALING,
-            "--unscale-grad-pre-acc": _NO_SCALING,
+            "--unscale-grad-pre-acc": "",  # in float32, where the order makes no difference
             "--grad-acculation-mode": {
                 "Avg": "",
                 "Sum": "gradients of micro-batches are averaged: leave it out",
             },
-            "--scale-grad-pre-acc": _NO_SCALING,
+            "--scale-grad-pre-acc": "",  # the loss of a micro-batch is divided by their number
             "--slots-fp-type": _FLOAT_SLOTS,
-            "--force-fp32-weight-update": _FLOAT_SLOTS,
+            "--force-fp32-weight-update": "",
             "--pipeline": _PIPELINE,
             "--gradient-accumulation-dtype": _FLOAT_SLOTS,
             "--offload-activations": _IN_MEMORY,

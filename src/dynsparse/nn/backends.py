@@ -28,8 +28,7 @@ class Executor(Protocol):
     """Computes the products of one layer.
 
     An executor with a target also has `embed(layer, ids)`, which looks up rows of a table, and may
-    have `scores(layer, pairs, pooling)`, see `Scores`, and `figures()`: by pass, what its last run
-    took, among them cycles, seconds, max_tile_bytes and tflops.
+    have `scores(layer, pairs, pooling)`, see `Scores`.
     """
 
     @property
@@ -53,10 +52,37 @@ MakeExecutor = Callable[[Any, torch.dtype, Mapping[str, Any] | None], Executor]
 """Called with a target, the dtype of the values and options by name; returns the executor."""
 
 
+class CompiledSteps(Protocol):
+    """The training steps of a whole model on a target, made by a `CompileSteps`."""
+
+    def step(self, *data: Tensor) -> Any:
+        """Train on a batch of one shape: the model's inputs, and what the loss compares its output
+        with. Returns (loss, output)."""
+
+    def copy_weights_to_device(self) -> None:
+        """Take over weights, patterns and the optimizer's state."""
+
+    def copy_weights_to_host(self) -> None:
+        """Write weights and the optimizer's state into the model and the optimizer."""
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What the last run of each program took, that of "step" and those of updates: cycles,
+        seconds, tflops, max_tile_bytes, to_host_bytes, from_host_bytes."""
+
+    def operations(self) -> dict[str, dict[str, float]]:
+        """What each operation of the last step took, among them cycles and flops."""
+
+
+CompileSteps = Callable[..., CompiledSteps]
+"""Called with a model, an optimizer or sparse trainer, a loss of (output, target), a target, and
+by name `clip_grad_norm`, None or the largest norm of all gradients, and `return_output=True`."""
+
+
 class _Backend(NamedTuple):
     target_class: type
     make: MakeExecutor
     targets: Mapping[str, Callable[..., Any]]
+    compile: CompileSteps | None
 
 
 _backends: dict[str, _Backend] = {}
@@ -67,6 +93,7 @@ def register_backend(
     target_class: type,
     make: MakeExecutor,
     targets: Mapping[str, Callable[..., Any]],
+    compile: CompileSteps | None = None,
 ) -> None:
     """Let layers compute on a `target=` of the class `target_class`.
 
@@ -75,8 +102,9 @@ def register_backend(
         target_class: the class of its targets.
         make: makes the executor of a layer.
         targets: functions that make a target, by the name that `target_named` takes.
+        compile: compiles the training steps of a whole model, if the backend can.
     """
-    _backends[name] = _Backend(target_class, make, targets)
+    _backends[name] = _Backend(target_class, make, targets, compile)
 
 
 def target_named(name: str, **settings: Any) -> Any:
@@ -120,6 +148,18 @@ def executor_for(
     raise TypeError(
         f"target must be a target such as popsparse.Target.bow(){missing}, got {shortened(target)}"
     )
+
+
+def compile_steps(target: Any) -> CompileSteps:
+    """What compiles the training steps of a whole model for `target`.
+
+    Raises:
+        TypeError: a target of a backend that compiles none, or of no registered one.
+    """
+    for backend in _backends.values():
+        if isinstance(target, backend.target_class) and backend.compile is not None:
+            return backend.compile
+    raise TypeError(f"no backend compiles training steps for {shortened(target)}")
 
 
 def scores_of(layer: Any) -> Scores | None:

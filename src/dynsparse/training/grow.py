@@ -23,7 +23,6 @@ from dynsparse.ranks import (
 )
 from dynsparse.training.deferred_checks import layer_errors
 from dynsparse.training.layer_shards import full_patterns
-from dynsparse.training.steps import is_scaled
 
 
 class Growth:
@@ -211,12 +210,3 @@ GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
 """Initial values of grown weights: a number, a `GradientStep`, or a function that returns [grown]
 or [grown, b, b]; or, on a device, where the host would wait to know which slots are grown, an
 entry for each slot, [after.nnz] or [after.nnz, b, b]."""
-
-
-def check_unscaled(value: Any) -> None:
-    """Raise ValueError where grown weights would start with a step against a scaled gradient."""
-    if isinstance(value, GradientStep) and is_scaled():
-        raise ValueError(
-            "expected grown weights that start with a number, got a GradientStep, which would go "
-            "against the scaled gradient: use bfloat16, which needs no scaler"
-        )

@@ -300,9 +300,19 @@ class _Hooks:
             steps.after_step()
 
 
-def is_scaled() -> bool:
-    """Whether a `GradScaler` takes the present step."""
-    return any(f.f_globals.get("__name__") == "torch.amp.grad_scaler" for f in _stack())
+def unscale(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (x, dY) of the present step, dY divided by what a `GradScaler` that takes the step has
+    multiplied the loss by."""
+    scale = 1.0
+    for frame in _stack():
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scale = frame.f_locals["self"].get_scale()
+            break
+    if scale == 1:
+        return list(pairs)
+    # A 16-bit gradient without its scale may be too small for 16 bits.
+    wide = [(x, dy if dy.dtype is torch.float64 else dy.float()) for x, dy in pairs]
+    return [(x, dy / scale) for x, dy in wide]
 
 
 def _stack() -> Iterator[FrameType]:

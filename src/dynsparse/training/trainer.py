@@ -24,7 +24,7 @@ from dynsparse.tracing.models import watch
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.deferred_checks import check_gradients, layer_errors
 from dynsparse.training.drop import DropScore, magnitude
-from dynsparse.training.grow import GradientStep, GrownValue, Growth, check_unscaled
+from dynsparse.training.grow import GradientStep, GrownValue, Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.layer_shards import describe_layer, follow_sizes, resolve_ranks
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state, states_of
@@ -41,6 +41,7 @@ from dynsparse.training.steps import (
     OptimizerSteps,
     count_churn,
     count_density,
+    unscale,
     unwrap_optimizer,
 )
 from dynsparse.training.update import (
@@ -248,7 +249,7 @@ class SparseTrainer:
 
         Raises:
             ValueError: the step ends in an update, and a gradient that it would rank by holds NaN
-                or infinity; weights that start with a step against a gradient that is scaled.
+                or infinity.
             RuntimeError: the gradient has been stepped with already; the step ends in an update,
                 and another trainer with another optimizer trains a layer, or each rank has a
                 different gradient.
@@ -291,7 +292,6 @@ class SparseTrainer:
     def _before(self) -> None:
         """Called before each step of the optimizer."""
         self._follow_loaded()
-        check_unscaled(self.initial_value)
         if self._is_update():
             check_before_update(
                 self.ranks, self.steps + 1, self._update_inputs(), self._trained(), self._check
@@ -312,8 +312,10 @@ class SparseTrainer:
                 if due:
                     self._check_one_optimizer()
                 self._after_step()
-                for name in self._captures:
-                    self.history.observe(name, list(self._captures[name]))
+                # Scores of one step alone rank alike at any scale of the loss.
+                is_scaled = self.history.window != 1 or isinstance(self.initial_value, GradientStep)
+                for name, pairs in self._captures.items():
+                    self.history.observe(name, unscale(pairs) if is_scaled else list(pairs))
                 has_gradient[:] = map(self._has_gradient, self._trained() if due else ())
             changes, planned = self._plan(has_gradient) if due else ({}, None)
             rewirings = {name: change.rewiring for name, change in changes.items()}
@@ -677,8 +679,8 @@ def scaled_step(trainer: SparseTrainer, scaler: torch.amp.GradScaler) -> dict[st
     """`trainer.step()` after `scaler.scale(loss).backward()`, and `scaler.update()`.
 
     The trainer does not count a step that the scaler skips because the scaled gradients overflow;
-    an update that was due comes with the next step. Growth ranks scaled gradients, which changes no
-    rank.
+    an update that was due comes with the next step. A momentum, and weights that start with a
+    `GradientStep`, are those of the gradient without the scale.
 
     Args:
         trainer: any of this library.
@@ -688,9 +690,7 @@ def scaled_step(trainer: SparseTrainer, scaler: torch.amp.GradScaler) -> dict[st
         The rewirings by layer name when patterns changed, otherwise None.
 
     Raises:
-        ValueError: grown weights that start with a step against their gradient (`GradientStep`),
-            which would be the scaled one; an optimizer that decides itself which steps it skips
-            (`fused=True`).
+        ValueError: an optimizer that decides itself which steps it skips (`fused=True`).
         RuntimeError, TypeError, ValueError: see `SparseTrainer.step`.
     """
     check_kind("trainer", trainer, SparseTrainer, "a trainer such as RigL")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from popsparse.machine import FLOAT, Copy, Graph, Tensor, as_dtype
+from popsparse.machine import FLOAT, Copy, DType, Graph, Tensor, as_dtype
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense as planner
 from popsparse.programs.dense import Layout, add_product, create_operand
@@ -80,6 +80,7 @@ class Lowering:
         values: the tensors of placeholders that have one.
         layers: weights of sparse layers, by the placeholder of their values.
         in_buckets: placeholders of values of sparse layers, and of what lies like them.
+        partials: the type of partial sums of dense products.
         program: what the steps are added to.
 
     Attributes:
@@ -93,11 +94,12 @@ class Lowering:
         values: dict[Node, Any],
         layers: Mapping[Node, SparseTensor],
         in_buckets: set[Node],
+        partials: DType,
         program: Program,
     ) -> None:
         self.graph, self.module, self.layers = graph, module, layers
         self.values: dict[Node, Any] = values
-        self.program, self._in_buckets = program, in_buckets
+        self.program, self._in_buckets, self.partials = program, in_buckets, partials
         self.backwards: dict[Node, Backward] = {}
         self._groups = _group(module.graph)
         self._constants: dict[Any, Tensor] = {}
@@ -246,7 +248,7 @@ class Lowering:
         sizes = [shape_of(tensor, turn) for tensor, turn in zip(sources, turns, strict=True)]
         groups, (m, k, n) = sources[0].shape[0], (*sizes[0], sizes[1][1])
         name = self._name(node, name_of(node))
-        layouts = plan_groups(self.graph, groups, m, k, n, sources[0].dtype)
+        layouts = plan_groups(self.graph, groups, m, k, n, sources[0].dtype, self.partials)
         results = []
         for first, layout in layouts:
             part = slice(first, first + layout.groups)
@@ -379,9 +381,11 @@ def shape_of(tensor: Tensor, turned: bool) -> tuple[int, int]:
 
 
 def plan_groups(
-    graph: Graph, groups: int, m: int, k: int, n: int, dtype: Any
+    graph: Graph, groups: int, m: int, k: int, n: int, dtype: DType, partials: DType
 ) -> list[tuple[int, Layout]]:
     """How as many products as there are groups are cut over the tiles: those of a part at once.
+
+    Their partial sums are of the type `partials`, or of the data's if that is wider.
 
     Returns the first group of each part, and its layout.
     """
@@ -391,11 +395,15 @@ def plan_groups(
     for first in range(0, groups, most):
         count = min(most, groups - first)
         target = graph.target if count == 1 else graph.target.with_(tiles=tiles // count)
-        parts.append((first, Layout(planner.plan(m, k, n, dtype.name, target), count)))
+        sums = max(dtype, partials, key=lambda kind: kind.size).name
+        planned = planner.plan(m, k, n, dtype.name, target, partials=sums)
+        parts.append((first, Layout(planned, count)))
     return parts
 
 
-def place_weight(graph: Graph, node: Node, dtype: Any, name: str) -> Tensor | None:
+def place_weight(
+    graph: Graph, node: Node, dtype: DType, partials: DType, name: str
+) -> Tensor | None:
     """A parameter where the first product that reads it, as a matrix, wants it."""
     shape = tuple(node.meta["val"].shape)
     readers = [(user, node, shape, False) for user in node.users]
@@ -410,7 +418,7 @@ def place_weight(graph: Graph, node: Node, dtype: Any, name: str) -> Tensor | No
         if name != "mm":
             continue
         a, b = (arg.meta["val"].shape for arg in reader.args)
-        (_, layout), *_ = plan_groups(graph, 1, a[0], a[1], b[1], dtype)
+        (_, layout), *_ = plan_groups(graph, 1, a[0], a[1], b[1], dtype, partials)
         which = "a" if reader.args[0] is operand else "b"
         weight = create_operand(graph, layout, which, name, transposed=turned)
         return keep_layout(weight, weight.reshape(*shape))
@@ -472,19 +480,37 @@ def _evaluate(
     results: list[Node],
     order: np.ndarray | None,
 ) -> Callable[..., list[np.ndarray]]:
-    """What evaluates a group on arrays of its leaves, all in the order of tiles."""
+    """What evaluates a group on arrays of its leaves, all in the order of tiles.
+
+    With stochastic rounding the arrays of float16 leaves are float32, and so is all that follows.
+    """
+    half = torch.float16
+    halves = [leaf.meta["val"].dtype == half for leaf in leaves]
+    members = set(group)
+    casts = {n for n in group if name_of(n) == "_to_copy" and n.meta["val"].dtype == half}
+    # What takes the results rounds them, too.
+    last_casts = {node for node in casts if not members.intersection(node.users)}
 
     def compute(*arrays: np.ndarray) -> list[np.ndarray]:
         values: dict[Node, Any] = dict(constants)
         for leaf, array in zip(leaves, arrays, strict=True):
             values[leaf] = torch.from_numpy(np.array(array))
+        is_wide = any(
+            is_half and array.dtype == np.float32
+            for is_half, array in zip(halves, arrays, strict=True)
+        )
+        left_out = casts if is_wide else last_casts
         for node in group:
+            if node in left_out:
+                values[node] = values[node.args[0]]
+                continue
             if name_of(node) in _RANDOM:
                 # The machine's generator is torch's: the numbers that a model draws on the host,
                 # in the order of their memory there.
                 like = node.meta["val"]
                 drawn = torch.empty_strided(like.shape, node.meta["strides"], dtype=like.dtype)
                 drawn = getattr(drawn, f"{name_of(node)}_")(*node.args[1:]).reshape(-1)
+                drawn = drawn.float() if is_wide else drawn
                 values[node] = drawn if order is None else drawn[torch.from_numpy(order)]
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

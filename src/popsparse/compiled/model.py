@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, fx, nn
 from dynsparse._core.checks import check_integer, check_within, typed
 from dynsparse.nn import SparseLinear
 from dynsparse.training import SparseTrainer
+from dynsparse.training.drop import MagnitudeGradient
 from dynsparse.training.history import LastStep
 from popsparse.compiled.lower import Backward, Lowering, place_weight, type_of
 from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
@@ -84,12 +86,17 @@ class CompiledModel:
         target: Target,
         loss_scale: float,
         device_iterations: int,
+        stochastic_rounding: int | None,
+        clip_grad_norm: float | None,
+        return_output: bool,
         options: TargetOptions,
     ) -> None:
         self.model, self.loss, self.target = model, loss, target
         self.trainer = optimizer if isinstance(optimizer, SparseTrainer) else None
         self.optimizer = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
         self.loss_scale, self.iterations, self.options = loss_scale, device_iterations, options
+        self.stochastic_rounding = stochastic_rounding
+        self.clip_grad_norm, self.return_output = clip_grad_norm, return_output
         self.profiles: dict[str, Profile] = {}
         self.engine: Engine | None = None
         self._layers: list[_SparseWeights] = []
@@ -118,19 +125,23 @@ class CompiledModel:
         kind: Any = type(trainer)
         if trainer is not None and (
             not isinstance(trainer.history, LastStep)
+            or isinstance(trainer.drop_score, MagnitudeGradient)
             or kind._before_step is not SparseTrainer._before_step
             or kind._after_step is not SparseTrainer._after_step
         ):
             raise ValueError(
-                f"{kind.__name__} looks at gradients or weights on the host in every step: take a "
-                "trainer such as RigL or SET"
+                f"{kind.__name__} looks at gradients or weights on the host: take a trainer such "
+                "as RigL or SET"
             )
 
     def _build(self, inputs: Sequence[Tensor], target: Tensor) -> None:
         self._check((*inputs, target))
         from popsparse.compiled.trace import trace  # which takes long to import
 
-        step = trace(self.model, self.optimizer, self.loss, self.loss_scale, inputs, target)
+        step = trace(
+            self.model, self.optimizer, self.loss, self.loss_scale, inputs, target,
+            self.clip_grad_norm, self.return_output,
+        )  # fmt: skip
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
                 pairs.clear()  # of the run that was traced
@@ -154,9 +165,16 @@ class CompiledModel:
         for key, node in step.inputs.items():
             values[node] = self._variables[key] = self._create(graph, key, node, weights)
         loss = graph.add_variable(FLOAT, [], "loss", tiles=0)
+        results: dict[Key, Variable] = {("loss",): loss}
+        if self.return_output:
+            value = step.outputs["output",].meta["val"]
+            output = graph.add_variable(type_of(value), list(value.shape), "output")
+            graph.map_linearly(output, grain=2)
+            results["output",] = output
         outputs: dict[fx.Node, list[Variable]] = {}
         for key, node in step.outputs.items():
-            outputs.setdefault(node, []).append(self._variables.get(key, loss))
+            variable = results[key] if key in results else self._variables[key]
+            outputs.setdefault(node, []).append(variable)
         parameters = {key[1] for key, node in step.inputs.items() if node in weights}
         in_buckets = {
             node
@@ -167,10 +185,15 @@ class CompiledModel:
         self._data = [key for key in step.inputs if key[0] in ("input", "target")]
         for key in self._data:
             body.add(self._stream(graph, key, to_device=True))
-        lowering = Lowering(graph, step.module, values, weights, in_buckets, body)
+        partials = self.options.planned.partials_type
+        lowering = Lowering(graph, step.module, values, weights, in_buckets, partials, body)
         lowering.lower(outputs)
-        stream = graph.add_stream("loss", FLOAT, 1, to_device=False)
-        body.add(Copy(loss, stream, name="loss to host"))
+        self._output_shape = []
+        for (name,), variable in results.items():
+            stream = graph.add_stream(name, variable.dtype, variable.numel, to_device=False)
+            body.add(Copy(variable, stream, name=f"{name} to host"))
+        if self.return_output:
+            self._output_shape = [*value.shape]
         programs: dict[str, Program] = {"step": Repeat(self.iterations, body)}
         rates = [key for key in step.inputs if key[0] == "rate"]
         programs["rates"] = Steps(*(self._stream(graph, key, to_device=True) for key in rates))
@@ -179,7 +202,7 @@ class CompiledModel:
                 self._add_layer(
                     graph, name, layer, weights[node], lowering.backwards.get(node), programs
                 )
-        self.engine = Engine(graph, programs)
+        self.engine = Engine(graph, programs, stochastic_rounding=self.stochastic_rounding)
         for held in self._layers:
             if held.update is not None:
                 held.update.connect(self.engine)
@@ -233,7 +256,8 @@ class CompiledModel:
             like = self._variables["parameter", key[1]]
             return Spread.of(graph, like).like(graph, dtype, name, like)
         if key[0] == "parameter":
-            placed = place_weight(graph, node, dtype, name)
+            partials = self.options.planned.partials_type
+            placed = place_weight(graph, node, dtype, partials, name)
             if placed is not None:
                 return placed
         variable = graph.add_variable(dtype, list(value.shape), name)
@@ -350,7 +374,7 @@ class CompiledModel:
     # Steps.
 
     @typed
-    def step(self, *data: Tensor) -> Tensor:
+    def step(self, *data: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Train on a batch.
 
         Args:
@@ -358,7 +382,8 @@ class CompiledModel:
                 `device_iterations` of n > 1 they have a leading dimension n, of n batches.
 
         Returns:
-            The loss, or the losses [n].
+            The loss, or the losses [n]; with `return_output` also the model's output, or the
+            outputs [n, ...].
 
         Raises:
             TypeError: at the first step, numbers of other types than float16 and float32.
@@ -390,16 +415,40 @@ class CompiledModel:
             engine.connect(" ".join(key), _array(batch).reshape(count, -1))
         losses = np.zeros((count, 1), np.float32)
         engine.connect("loss", losses)
+        output: np.ndarray | None = None
+        if self.return_output:
+            kind = engine.graph.streams["output"].dtype.numpy
+            output = np.zeros((count, math.prod(self._output_shape)), kind)
+            engine.connect("output", output)
         self.profiles["step"] = engine.run("step")
         if self.trainer is not None:
             self._follow(self.trainer, due)
         result = torch.from_numpy(losses[:, 0])
-        return result if count > 1 else result[0]
+        result = result if count > 1 else result[0]
+        if output is None:
+            return result
+        outer = [count] if count > 1 else []
+        return result, torch.from_numpy(output).reshape(outer + self._output_shape)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What the last run of each program took, by the names of `profiles`: cycles, seconds,
+        tflops, max_tile_bytes, to_host_bytes, from_host_bytes."""
+        return {
+            name: {
+                "cycles": profile.cycles,
+                "seconds": profile.seconds,
+                "tflops": sum(step.flops for step in profile.steps) / profile.seconds / 1e12,
+                "max_tile_bytes": int(profile.memory.max_tile_bytes),
+                "to_host_bytes": profile.to_host_bytes,
+                "from_host_bytes": profile.from_host_bytes,
+            }
+            for name, profile in self.profiles.items()
+        }
 
     def operations(self) -> dict[str, dict[str, float]]:
         """What each operation of the last step took, by its phase, module and operators: cycles,
         and of them "compute", "exchange", "sync" and "host"; "received_bytes" over the exchange by
-        all tiles. The costliest come first.
+        all tiles; "flops", floating-point operations. The costliest come first.
 
         Raises:
             RuntimeError: before the first step.
@@ -409,7 +458,12 @@ class CompiledModel:
         for step in self.profiles["step"].steps:
             if step.runs:
                 operation = taken.setdefault(step.name.split("/")[1], defaultdict(float))
-                parts = {"cycles": step.cycles, **step.parts, "received_bytes": step.received}
+                parts = {
+                    "cycles": step.cycles,
+                    **step.parts,
+                    "received_bytes": step.received,
+                    "flops": step.flops,
+                }
                 for part, amount in parts.items():
                     operation[part] += amount
         costliest = sorted(taken, key=lambda name: -taken[name]["cycles"])
@@ -515,6 +569,9 @@ def compile(
     *,
     loss_scale: float = 1.0,
     device_iterations: int = 1,
+    stochastic_rounding: int | None = None,
+    clip_grad_norm: float | None = None,
+    return_output: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
     """A model whose training steps run on the tile machine: forward, backward and the optimizer's
@@ -534,7 +591,13 @@ def compile(
         loss_scale: the loss is multiplied by it for the backward pass, and gradients are divided by
             it.
         device_iterations: batches that a step takes in a loop on the machine.
-        options: of the sparse products, by name, as `target_options` of `SparseLinear`.
+        stochastic_rounding: a seed: float16 results are rounded up or down at random, see `Engine`,
+            so that small steps of float16 weights are not lost. None rounds to nearest.
+        clip_grad_norm: gradients are scaled down together to at most this norm, as by
+            `torch.nn.utils.clip_grad_norm_`.
+        return_output: whether steps return the model's output, a tensor, too.
+        options: of the sparse products, by name, as `target_options` of `SparseLinear`;
+            "partials_type" is that of the dense products, too.
 
     Raises:
         TypeError: another optimizer. ValueError: numbers out of range, an unknown option. See
@@ -542,12 +605,18 @@ def compile(
     """
     check_integer("device_iterations", device_iterations, 1)
     check_within("loss_scale", loss_scale, "(0, inf)")
+    if stochastic_rounding is not None:
+        check_integer("stochastic_rounding", stochastic_rounding, 0)
+    if clip_grad_norm is not None:
+        check_within("clip_grad_norm", clip_grad_norm, "(0, inf)")
     stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
     if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             "optimizer must be SGD, Adam or AdamW, whose steps are operators alone, or a sparse "
             f"trainer of one, got {type(stepped).__name__}"
         )
+    parsed = TargetOptions.parse(options)
     return CompiledModel(
-        model, optimizer, loss, target, loss_scale, device_iterations, TargetOptions.parse(options)
-    )
+        model, optimizer, loss, target, loss_scale, device_iterations, stochastic_rounding,
+        clip_grad_norm, return_output, parsed,
+    )  # fmt: skip

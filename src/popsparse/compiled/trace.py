@@ -28,7 +28,7 @@ from popsparse.compiled.decompositions import TABLE, WRITING
 
 Key = tuple[str, ...]
 """Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
-("rate", number of the group), ("input", number), ("target",), ("loss",)."""
+("rate", number of the group), ("input", number), ("target",), ("loss",), ("output",)."""
 
 # Operators that change no number, and those around an optimizer's step.
 _IDENTITIES = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "detach_"}
@@ -139,6 +139,13 @@ def _take_step(
     return after
 
 
+def _clip(gradients: dict[str, Tensor], most: float) -> dict[str, Tensor]:
+    """As `torch.nn.utils.clip_grad_norm_`: scaled so that their norm together is at most that."""
+    total = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
+    factor = (most / (total + 1e-6)).clamp(max=1.0)
+    return {name: gradient * factor for name, gradient in gradients.items()}
+
+
 class _Scopes:
     """Names of the modules and phases that nodes come from, for the profile."""
 
@@ -209,6 +216,8 @@ def trace(
     loss_scale: float,
     inputs: Sequence[Tensor],
     target: Tensor,
+    clip_grad_norm: float | None = None,
+    return_output: bool = False,
 ) -> Step:
     """The step of a model in its present mode, on inputs of these shapes."""
     originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -254,7 +263,11 @@ def trace(
             for name, gradient in zip(trained, gradients, strict=True)
             if gradient is not None
         }
+        if clip_grad_norm is not None:
+            by_name = _clip(by_name, clip_grad_norm)
         after: dict[Key, Tensor] = {("loss",): result.detach()}
+        if return_output:
+            after["output",] = output.detach()
         after |= {("buffer", name): value for name, value in buffers.items()}
         after |= _take_step(optimizer, leaves, originals, by_name, values)
         scopes.mark()

@@ -170,6 +170,9 @@ class Engine:
         numerics: whether half and float data is computed. Without it only integers and bools,
             which steer a program, move and change; the profile is the same at a fraction of the
             time and memory, and floating-point tensors can be neither read nor written.
+        stochastic_rounding: a seed: float16 results of vertices are rounded up or down at random,
+            so that the expected value is the value; each vertex computes in float32 and rounds once
+            as it writes. None rounds to nearest. Host transfers always do.
 
     Raises:
         MappingError: an element without a tile, or on a tile the target does not have.
@@ -192,6 +195,7 @@ class Engine:
         numerics: bool = True,
         options: Mapping[str, Any] | None = None,
         print_to: TextIO | None = None,
+        stochastic_rounding: int | None = None,
     ) -> None:
         self.options = EngineOptions.of_engine(options)
         graph = check_kind("graph", graph, Graph, "a Graph").root
@@ -215,6 +219,9 @@ class Engine:
         self._state.float_exceptions = self.options.float_exceptions
         if print_to is not None:
             self._state.print_to = print_to
+        if stochastic_rounding is not None:
+            seed = check_integer("stochastic_rounding", stochastic_rounding, 0)
+            self._state.rounding = np.random.default_rng(seed)
         lowering = Lowering(self._state)
         self._programs = named
         self._contents = Contents(graph, self.target, liveness, self._state.rows)

@@ -377,7 +377,7 @@ class Lowering:
         self.compute_sets += 1
         step = state.add_step(path, "compute")
         replicas = [
-            [BoundVertices(v, memory, state.target) for v in sets if v.count]
+            [BoundVertices(v, memory, state.target, state.rounding) for v in sets if v.count]
             for memory in state.memories
         ]
         bound = replicas[0]

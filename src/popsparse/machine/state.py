@@ -93,6 +93,7 @@ class State:
         self.host = Host()
         self.print_to: TextIO = sys.stderr
         self.float_exceptions = False
+        self.rounding: np.random.Generator | None = None  # None rounds to nearest
         # Beside which processor a remote buffer is: that of the tiles it is copied to first.
         self.remote_home: dict[RemoteBuffer, list[int]] = {}
         self.steps: list[tuple[str, str, CopyPlan | None]] = []

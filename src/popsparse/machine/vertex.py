@@ -21,12 +21,12 @@ from dynsparse._core.checks import (
     shortened,
     typed,
 )
-from popsparse.machine.dtypes import DType, ProgramError, as_dtype
+from popsparse.machine.dtypes import HALF, DType, ProgramError, as_dtype
 from popsparse.machine.intervals import Runs
 from popsparse.machine.tensor import Tensor
 
 _RUNS_ON = ("worker", "workers", "supervisor")
-_RESERVED = ("count", "rank", "shape", "tiles", "target", "torch")
+_RESERVED = ("count", "is_wide", "rank", "shape", "tiles", "target", "torch")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Codelet:
         compute: the kernel, `compute(v)`: `v.<field>` is an array [*v.shape, ...] (a `RaggedView`
             for a `Ragged` connection), read-only for `In`, written in place otherwise; `v.shape`
             is [vertices] unless they were added as a grid. Storing into a half array rounds as
-            the machine does; the kernel chooses the type it accumulates in.
+            the machine does; the kernel chooses the type it accumulates in. With stochastic
+            rounding the half arrays it writes are float32, rounded when it returns.
         cycles: a number, or `cycles(v)` giving a number or [*v.shape]. For "worker" the cycles of
             the one worker that runs the vertex; for "workers" those of the slowest worker; for
             "supervisor" those of the whole tile.
@@ -167,7 +168,8 @@ class RaggedView:
 
 class VertexView:
     """What a kernel sees: its fields and scalars by name, and `tiles` [*shape], `shape`, `rank`
-    (vertex dimensions, 1 for a plain list), `count` (vertices in all) and `target`.
+    (vertex dimensions, 1 for a plain list), `count` (vertices in all), `target`, and `is_wide`,
+    whether rounding is stochastic.
 
     A field is NumPy; `torch(name)` is the same memory as a torch tensor.
     """
@@ -178,6 +180,7 @@ class VertexView:
         self.rank = tiles.ndim
         self.count = tiles.size
         self.target = target
+        self.is_wide = False
         self._writable: dict[str, np.ndarray] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -252,13 +255,41 @@ class VertexSet:
         return _per_vertex_runs(self.edges[name], self.offsets.get(name), self.grid.ndim)
 
 
-class BoundVertices:
-    """A vertex set joined to the memory of an engine."""
+def round_at_random(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """float32 as float16: of the two neighbours the nearer one with the larger probability, so that
+    the expected value is the value. What overflows when rounded to nearest is infinite."""
+    nearest = values.astype(np.float16)
+    beyond = np.where(values > nearest, np.float16(np.inf), np.float16(-np.inf))
+    with np.errstate(all="ignore"):
+        other = np.nextafter(nearest, beyond)
+        distance = np.abs(values - nearest) / np.abs(other.astype(np.float32) - nearest)
+    is_other = generator.random(values.shape, np.float32) < distance
+    return np.where(is_other & np.isfinite(other), other, nearest)
 
-    def __init__(self, vertices: VertexSet, memory: dict[DType, np.ndarray], target: Any) -> None:
+
+class BoundVertices:
+    """A vertex set joined to the memory of an engine.
+
+    `generator` draws how float16 results are rounded; None rounds to nearest.
+    """
+
+    def __init__(
+        self,
+        vertices: VertexSet,
+        memory: dict[DType, np.ndarray],
+        target: Any,
+        generator: np.random.Generator | None = None,
+    ) -> None:
         self.vertices = vertices
         self.codelet = vertices.codelet
         self.view = VertexView(vertices.grid, target)
+        # What the kernel sees; estimates of cycles see the types of the machine.
+        self._kernel_view = self.view
+        self._generator = generator
+        self._wide: list[tuple[np.ndarray, np.ndarray]] = []
+        if generator is not None:
+            self._kernel_view = VertexView(vertices.grid, target)
+            self._kernel_view.is_wide = True
         # Edges that are no regular view are gathered before the kernel and scattered after it.
         self._gathered: list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]] = []
         for name, tensor in vertices.edges.items():
@@ -268,16 +299,28 @@ class BoundVertices:
                 data = np.empty(tensor.shape, tensor.dtype.numpy)
                 entry = (memory[tensor.dtype], tensor.addresses(), data, edge.writes)
                 self._gathered.append(entry)
-            self.view._set(name, data, edge, vertices.offsets.get(name))
+            offsets = vertices.offsets.get(name)
+            self.view._set(name, data, edge, offsets)
+            if generator is not None:
+                if edge.writes and tensor.dtype is HALF:
+                    self._wide.append((data, np.empty(data.shape, np.float32)))
+                    data = self._wide[-1][1]
+                self._kernel_view._set(name, data, edge, offsets)
         for name, value in vertices.scalars.items():
             setattr(self.view, name, value)
+            setattr(self._kernel_view, name, value)
 
     def load(self) -> None:
         for flat, addresses, data, _ in self._gathered:
             np.take(flat, addresses, out=data)
 
     def run(self) -> None:
-        self.codelet.compute(self.view)
+        for data, wide in self._wide:
+            wide[...] = data
+        self.codelet.compute(self._kernel_view)
+        for data, wide in self._wide:
+            assert self._generator is not None
+            data[...] = round_at_random(wide, self._generator)
         for flat, addresses, data, writes in self._gathered:
             if writes:
                 flat[addresses] = data

@@ -227,9 +227,10 @@ class PrecisionOptions:
         return self
 
     def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """False only: no processor but the IPU rounds stochastically."""
+        """False only: the host rounds to nearest; see `popsparse.compile`, on the tile machine."""
         if check_flag("Precision.enableStochasticRounding", enabled):
             raise ValueError(
-                "Precision.enableStochasticRounding: these processors round to nearest; leave it"
+                "Precision.enableStochasticRounding: these processors round to nearest: leave it, "
+                "or train by popsparse.compile(..., stochastic_rounding=seed)"
             )
         return self

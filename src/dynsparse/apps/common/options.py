@@ -55,6 +55,11 @@ TRAINS = Need(
     is_shown=False,
     is_waived=lambda o, known: known.defines in o.binding,
 )
+_HALF = Need(
+    "--data-type float16",
+    lambda o: o.data_type == "float16",
+    lambda o: f"--data-type {o.data_type}",
+)
 _CHECKPOINTS = Need("runs with --checkpoint-path", lambda o: o.checkpoint_path is not None)
 _FOLDERS = Need(
     "runs with --checkpoint-path or --records-path",
@@ -123,6 +128,17 @@ def match_blocks(panel: Callable[..., Any]) -> Any:
     )  # fmt: skip
 
 
+# The other methods look at gradients or weights on the host.
+_ON_TARGETS = ("rigl", "set", "gmp", "granet", "static", "dense")
+_TARGET = Need("runs with --target", lambda o: o.target is not None)
+_SINGLE = Need(
+    "--data-type float32",
+    lambda o: o.data_type == "float32",
+    lambda o: f"--data-type {o.data_type}",
+)
+_ON_HOST = Need("--device cpu", lambda o: o.device == "cpu", lambda o: f"--device {o.device}")
+
+
 _sparsity = panel("Sparsity", "training")
 _training = panel("Training", "training")
 _checkpoints = panel("Checkpoints", "run")
@@ -143,8 +159,10 @@ class TrainingOptions:
     )  # fmt: skip
 
     data_type: str = option(
-        "float32", "Of weights and products; bfloat16 is autocast.",
-        choice("float32", "float64", "bfloat16"), "Network", defines="network",
+        "float32",
+        "Of weights and products; bfloat16 and float16 are autocast over float32 weights, float16 "
+        "with a scaled loss.",
+        choice("float32", "float64", "bfloat16", "float16"), "Network", defines="network",
     )  # fmt: skip
 
     method: str = _sparsity(
@@ -200,6 +218,11 @@ class TrainingOptions:
     optimizer_arg: dict[str, Any] = _training(
         {}, "An argument of the optimizer, such as momentum=0.9.", pairs("momentum=0.9"),
         needs=(TRAINS,),
+    )  # fmt: skip
+    loss_scale: float | None = _training(
+        None, "Multiply the loss by this for the backward pass; gradients are divided by it.",
+        number(0, above="a number above 0"), by_default="65536, halved when gradients overflow and "
+        "doubled after 2,000 steps without", needs=(TRAINS, _HALF),
     )  # fmt: skip
     device: str = _training(
         "cpu", "Where it computes: cpu, cuda or cuda:N.",
@@ -304,3 +327,17 @@ class TrainingOptions:
             if known.defines in kinds
         }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
+@dataclass(kw_only=True)
+class MachineOptions(TrainingOptions):
+    """The options of applications that can train on the tile machine."""
+
+    target: str | None = _training(
+        None, "Train on a simulated tile machine, all of a step one program; slow.",
+        choice("bow", "mk2"), methods=_ON_TARGETS, needs=(_SINGLE, _ON_HOST, TRAINS),
+    )  # fmt: skip
+    tiles: int | None = _training(
+        None, "Use this many tiles of --target.", integer(1), methods=_ON_TARGETS,
+        needs=(_TARGET, TRAINS), by_default="all",
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import is_number, shortened
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
 from dynsparse.options import Defines, flag
@@ -30,6 +30,7 @@ def save(training: Training, folder: Path) -> Path:
     number = getattr(training, training.unit)
     batches = training.partial.get("batches")
     inside = "" if batches is None else f"+{batches}"
+    training.collect_weights()
     path = folder / f"{training.unit}-{number:0{training.digits}d}{inside}.ckpt"
     save_checkpoint(
         path,
@@ -41,6 +42,7 @@ def save(training: Training, folder: Path) -> Path:
             "app": training.app,
             "options": training.options.defining(),
             "seed": training.seed,
+            "scaler": training.scaler.state_dict(),
             **training.drawn_state(),
             **{name: getattr(training, name) for name in training.counters},
             **({"partial": training.partial} if training.partial else {}),
@@ -146,6 +148,10 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         checkpoint.path, {name: checkpoint[name] for name in training.drawn_state()}
     )
     counters = {name: checkpoint[name] for name in training.counters}
+    scaler, known = checkpoint["scaler"], training.scaler.state_dict()
+    is_state = isinstance(scaler, dict) and scaler.keys() == known.keys()
+    if not is_state or not all(map(is_number, scaler.values())):
+        raise ValueError(f"{checkpoint.path}: expected the state of a scaler, got another one")
     partial = checkpoint.extra.get("partial", {})
     if not isinstance(partial, dict) or set(partial) not in (set(), {*training.partial_names}):
         raise ValueError(
@@ -159,6 +165,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         trainer=training.trainer,
         generators={training.generator_name: training.generator},
     )
+    training.scaler.load_state_dict(scaler)
     vars(training).update(counters, partial=partial)
 
 

@@ -290,7 +290,8 @@ def _go_on(recorder: Recorder, training: Training) -> None:
         recorder.truncate(training.step, patterns)
     else:
         recorder.start(patterns, overwrite=training.options.overwrite)
-    trainer.on_update.append(recorder.update)
+    # A record counts the training's steps, as its figures do, with those that a scaler skips.
+    trainer.on_update.append(lambda _, rewirings: recorder.update(training.step, rewirings))
 
 
 def bytes_text(count: int) -> str:

@@ -16,17 +16,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse._core.checks import is_number
-from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.apps.common.machine import MachineSteps
+from dynsparse.apps.common.options import MachineOptions, TrainingOptions
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ranks_of
 from dynsparse.tracing.models import unwatch
 from dynsparse.tracing.spans import counter, is_traced, span, spanned
-from dynsparse.training import CosineSchedule, SparseTrainer, Static
+from dynsparse.training import CosineSchedule, SparseTrainer, Static, scaled_step
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.steps import count_density
 
 Groups = list[dict[str, Any]]
+
+_FIRST_SCALE = 2.0**16  # torch's own
 
 
 def make_optimizer(
@@ -68,9 +71,11 @@ def make_optimizer(
         if not arguments.get("momentum"):
             # Without momentum there is nothing nesterov could look ahead with.
             arguments.pop("nesterov", None)
-    # fused: one call per step for all parameters; at small batches that is what a step costs.
+    # fused: one call per step for all parameters; at small batches that is what a step costs. Those
+    # that a scaler skips would pass the trainer unnoticed.
+    arguments["fused"] = options.data_type != "float16"
     try:
-        return optimizer_class(groups(arguments["weight_decay"]), rate, fused=True, **arguments)
+        return optimizer_class(groups(arguments["weight_decay"]), rate, **arguments)
     except ValueError as error:
         raise ValueError(f"--optimizer-arg: {error}") from None
 
@@ -203,11 +208,12 @@ class Sums:
 
     The scores stay tensors until they are asked for. `replaced` counts the weights that pattern
     updates dropped, as the churn of records does; those of `rewirings` are still to be counted.
-    `seconds` are of training alone.
+    `skipped` counts the steps whose scaled gradients overflowed. `seconds` are of training alone.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.skipped = 0
         self.count = 0
         self.loss = torch.zeros((), dtype=torch.float64)
         self.right = torch.zeros((), dtype=torch.int64)
@@ -262,6 +268,8 @@ class Training(ABC):
         generator_name: how checkpoints call `generator`; counters: the attributes they keep.
         rate_flag: the option to lower where a training diverges.
         device: where it computes. What is drawn is drawn on the CPU: all devices begin alike.
+        scaler: scales the loss in float16, and skips steps whose gradients overflow.
+        machine: takes the steps on the target that the options name; None on the host.
         stop_asked: makes the training raise `Stopped` before its next step.
         partial: of a training that stopped inside an epoch or between two reports: the sums so far,
             and what else it goes on with; plain types and tensors, under the names
@@ -313,8 +321,26 @@ class Training(ABC):
             final=final,
             generator=initial,
         )
+        half = options.data_type == "float16"
+        first_scale = _FIRST_SCALE if options.loss_scale is None else float(options.loss_scale)
+        self.scaler = torch.amp.GradScaler(self.device.type, first_scale, enabled=half)
+        self._steps_taken = 0
+        self.optimizer.register_step_post_hook(self._count_step)
         unwatch(self.model)  # its spans have the loss in them
         self.replica: nn.Module = self.model
+        self.machine: MachineSteps | None = None
+        if isinstance(options, MachineOptions) and options.target is not None:
+            if not self.ranks.alone:
+                raise ValueError(
+                    f"--target: expected one process, got {self.ranks.size}: leave torchrun out"
+                )
+            trained = self.optimizer if self.trainer is None else self.trainer
+            self.machine = MachineSteps(
+                options, self.model, trained, self.machine_loss, self.clip_grad_norm
+            )
+            if self.trainer is not None:
+                self.trainer.on_update.append(self._note_rewirings)
+            self._rewirings: list[Rewiring] = []
         if not self.ranks.alone:
             self.replica = DistributedDataParallel(self.model)
             torch.manual_seed(seed + self.ranks.rank)  # each rank drops other activations
@@ -323,6 +349,7 @@ class Training(ABC):
         self.seconds = 0.0
         self.update_seconds = 0.0
         self.replaced = 0
+        self.skipped = 0
         self.stop_asked = False
         self.partial: dict[str, Any] = {}
 
@@ -333,6 +360,35 @@ class Training(ABC):
     @abstractmethod
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the options over all parameters of `model`."""
+
+    def machine_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """What is trained on where the steps are taken on a target, a scalar."""
+        raise NotImplementedError
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        """The largest norm of all gradients together; None for any."""
+        return None
+
+    def collect_weights(self) -> None:
+        """Bring weights and optimizer state from where the steps are taken to the host."""
+        if self.machine is not None:
+            self.machine.copy_weights_to_host()
+
+    def _note_rewirings(self, _: int, rewirings: dict[str, Rewiring]) -> None:
+        self._rewirings += rewirings.values()
+
+    def step_on_machine(self, sums: Sums, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """A step on the target, and the pattern update if one is due: (loss, output)."""
+        assert self.machine is not None
+        self.step += 1
+        sums.steps += 1
+        self._rewirings.clear()
+        with span("machine"):
+            loss, output = self.machine.step(inputs, target)
+        sums.rewirings += self._rewirings
+        sums.count_replaced()
+        return loss, output
 
     def drawn_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside options, seed and counters."""
@@ -374,16 +430,25 @@ class Training(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
+    def _count_step(self, *_: Any) -> None:
+        self._steps_taken += 1
+
     def optimise(self, sums: Sums) -> None:
-        """The optimizer's step, and the pattern update if one is due."""
+        """The optimizer's step, which the scaler may skip, and the pattern update if one is due."""
         self.step += 1
         sums.steps += 1
+        begin = time.perf_counter()
+        taken = self._steps_taken
+        rewirings = None
         if self.trainer is None:
             with span("optimizer"):
-                self.optimizer.step()
-            return
-        begin = time.perf_counter()
-        rewirings = self.trainer.step()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        else:
+            rewirings = scaled_step(self.trainer, self.scaler)
+        if self.options.loss_scale is not None:
+            self.scaler.update(float(self.options.loss_scale))
+        sums.skipped += self._steps_taken == taken
         if rewirings is None:
             return
         self.update_seconds += time.perf_counter() - begin
@@ -406,24 +471,37 @@ class Training(ABC):
                 f"the training diverged: the loss is {float(sums.loss)} after step {self.step}: "
                 f"lower --{self.rate_flag}"
             )
+        # A scale that adapts itself may still be too large.
+        is_final = self.options.loss_scale is not None or self.scaler.get_scale() < 1
+        if is_final and sums.skipped == sums.steps:
+            raise ValueError(
+                f"the gradients overflow float16 in all {sums.steps} steps up to step {self.step}, "
+                f"with the loss scaled by {self.scaler.get_scale():g}: lower --loss-scale or "
+                f"--{self.rate_flag}"
+            )
         sums.count_replaced()
         # Until the device has done all that it was given.
         sums.seconds += time.perf_counter() - begin
         self.seconds += sums.seconds
         self.replaced += sums.replaced
+        self.skipped += sums.skipped
         if is_traced():
             counter("loss", sums.scores().loss)
             count_density({} if self.trainer is None else self.trainer.layers)
 
     def figures(self) -> dict[str, Any]:
         """The part of the final figures that all trainings have."""
+        self.collect_weights()
+        target = {} if self.machine is None else {"target": self.machine.figures()}
         return {
+            **target,
             "seconds": self.seconds,
             "updates": self.updates,
             "method": self.options.method,
             "seed": self.seed,
             "steps": self.step,
             "replaced": self.replaced,
+            "skipped": self.skipped,
             "synthetic_data": self.options.synthetic_data,
             "seconds_per_step": self.seconds / max(1, self.step),
             "update_share": self.update_seconds / self.seconds if self.seconds else 0.0,
@@ -432,4 +510,11 @@ class Training(ABC):
 
 def precision(data_type: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a network of that type computes."""
-    return torch.autocast(device.type, torch.bfloat16) if data_type == "bfloat16" else nullcontext()
+    if data_type not in ("bfloat16", "float16"):
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, data_type))
+
+
+def widen(logits: Tensor) -> Tensor:
+    """Logits for a loss: sixteen bits are too few for the sum of exponentials."""
+    return logits.float() if logits.dtype.itemsize == 2 else logits

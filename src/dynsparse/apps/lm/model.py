@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynsparse.apps.common.training import precision, replace_sparse
+from dynsparse.apps.common.training import precision, replace_sparse, widen
 from dynsparse.apps.lm.options import Options
 from dynsparse.nn import SparseLinear, SparseTransformerLayer, TiedEmbedding
 from dynsparse.training.algorithms import BY_NAME
@@ -236,11 +236,8 @@ def check_memory(needed: int, available: int | None) -> None:
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of every token in nats: logits [n, T, V], targets [n, T] -> [n, T]."""
-    # Sixteen bits are too few for the sum of exponentials.
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(
-        targets
-    )
+    flat = widen(logits).flatten(0, 1)
+    return F.cross_entropy(flat, targets.flatten(), reduction="none").view_as(targets)
 
 
 def repetition_weights(targets: Tensor) -> Tensor:

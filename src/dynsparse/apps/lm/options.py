@@ -14,7 +14,7 @@ from typing import Any
 from dynsparse.apps.common.options import (
     SPARSE,
     TRAINS,
-    TrainingOptions,
+    MachineOptions,
     interleave_heads,
     match_blocks,
     methods_with,
@@ -30,6 +30,7 @@ from dynsparse.options import (
     choice,
     integer,
     number,
+    options_of,
     override,
     pairs,
 )
@@ -43,6 +44,22 @@ _BPE = Need(
 _DRAWS = Need("a temperature above 0", lambda o: o.temperature > 0, lambda o: "--temperature 0")
 _SEEDED = Need(
     "runs that train or sample", lambda o: o.trains or o.sample > 0, lambda o: o.how_it_runs, False
+)
+
+_ONE_BATCH = Need(
+    "one micro-batch per step",
+    lambda o: o.gradient_accumulation_count == 1,
+    lambda o: f"--gradient-accumulation-count {o.gradient_accumulation_count}",
+)
+_UNWEIGHTED = Need(
+    "runs without --repetition-weighting",
+    lambda o: not o.repetition_weighting,
+    lambda o: "--repetition-weighting",
+)
+_DENSE_TABLE = Need(
+    "runs without --sparse-embeddings",
+    lambda o: not o.sparse_embeddings,
+    lambda o: "--sparse-embeddings",
 )
 
 
@@ -62,11 +79,12 @@ _sparsity = panel("Sparsity", "training")
 _training = panel("Training", "training")
 _rate = panel("Learning rate", "training")
 _text = panel("Text", "run")
-_changed = partial(override, TrainingOptions)
+_changed = partial(override, MachineOptions)
+_on_machine = options_of(MachineOptions)
 
 
 @dataclass(kw_only=True)
-class Options(TrainingOptions):
+class Options(MachineOptions):
     """One training; the flags of `dynsparse lm`.
 
     The defaults are those of the preset "tiny"; `preset` makes the others. `tokens` None
@@ -157,6 +175,9 @@ class Options(TrainingOptions):
     )
     gradient_accumulation_count: int = _training(
         1, "Micro-batches per optimizer step.", integer(1), needs=(TRAINS,)
+    )
+    target: str | None = _changed(
+        "target", needs=(*_on_machine["target"].needs, _ONE_BATCH, _UNWEIGHTED, _DENSE_TABLE)
     )
     optimizer: str = _changed("optimizer", help="Adam (AdamW), or SGD without or with momentum.")
     optimizer_arg: dict[str, Any] = _changed(

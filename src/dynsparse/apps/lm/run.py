@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynsparse._core.processor import available_memory
+from dynsparse.apps.common.machine import machine_tables
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import (
     Display,
@@ -183,6 +184,8 @@ def _measured(training: Training, console: Console) -> dict[str, Any]:
             outputs.close(figures)
     console.print(summary_table(figures), highlight=False)
     console.print(closing_line(figures), highlight=False)
+    for table in machine_tables(figures["target"]) if "target" in figures else ():
+        console.print(table, highlight=False)
     return figures
 
 

@@ -106,7 +106,7 @@ class Training(common.Training):
     unit = "step"
     digits = 7
     generator_name = "batches"
-    counters = ("step", "seconds", "update_seconds", "replaced", "history")
+    counters = ("step", "seconds", "update_seconds", "replaced", "skipped", "history")
     partial_names = ("window",)
     rate_flag = "peak-learning-rate"
     options: Options
@@ -198,6 +198,15 @@ class Training(common.Training):
     def _train_step(self, sums: Sums) -> None:
         options = self.options
         count = options.gradient_accumulation_count
+        if self.machine is not None:
+            self.set_rate(learning_rate(options, self.step))
+            self.model.train()
+            batch = self._batch(options.batch_size)
+            targets = batch[:, 1 + options.autoregression_offset :].contiguous()
+            _, logits = self.step_on_machine(sums, batch[:, :-1].contiguous(), targets)
+            logits = logits[:, options.autoregression_offset :]
+            _add(sums, token_losses(logits, targets), logits.argmax(-1) == targets)
+            return
         with span("data"):
             self.set_rate(learning_rate(options, self.step))
             self.model.train()
@@ -214,10 +223,11 @@ class Training(common.Training):
                     if weight:
                         _add(sums, losses.detach(), right)
                 with span("backward"):
-                    (loss if weight == 1 else loss * weight).backward()
-        if options.grad_norm_clip is not None:
+                    self.scaler.scale(loss if weight == 1 else loss * weight).backward()
+        if self.clip_grad_norm is not None:
             with span("clip"):
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.optimise(sums)
 
     def _batch(self, count: int) -> Tensor:
@@ -233,6 +243,13 @@ class Training(common.Training):
         if here and isinstance(self.replica, DistributedDataParallel):
             return self.replica.no_sync()
         return nullcontext()
+
+    def machine_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return token_losses(output[:, self.options.autoregression_offset :], target).mean()
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        return self.options.grad_norm_clip
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of sequences and the tokens that follow, [n, T + 1].
@@ -261,6 +278,7 @@ class Training(common.Training):
 
         On the whole part, or on as many sequences at its begin as hold `evaluation_tokens`.
         """
+        self.collect_weights()
         length = self.options.sequence_length
         stretches = self.corpus.sequences_of(part, length, self.options.evaluation_tokens)
         if self.options.synthetic_data:

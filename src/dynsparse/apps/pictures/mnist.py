@@ -16,31 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.apps import pictures
-from dynsparse.apps.common.options import SPARSE, panel
+from dynsparse.apps.common.options import MachineOptions, panel
 from dynsparse.apps.pictures.training import PictureOptions
 from dynsparse.data import CLASSES
 from dynsparse.data.pictures import SIDE
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.backends import target_named
-from dynsparse.options import Need, between, choice, integer, many, number, override
+from dynsparse.options import Need, between, choice, many, number, override
 from dynsparse.training.algorithms import BY_NAME
 
 _network = panel("Network", "network")
 _FIRST = Need(
     "a sparse first layer", lambda o: o.is_sparse(0), lambda o: f"density {o.densities[0]:g}"
 )
-_SINGLE = Need(
-    "--data-type float32",
-    lambda o: o.data_type == "float32",
-    lambda o: f"--data-type {o.data_type}",
-)
-_TARGET = Need("runs with --target", lambda o: o.target is not None)
-# Its forward pass uses a part of the weights, which no target computes.
-_ON_TARGETS = tuple(name for name in BY_NAME if name != "topkast")
 
 
 @dataclass(kw_only=True)
-class Options(PictureOptions):
+class Options(MachineOptions, PictureOptions):
     """One training; the flags of `dynsparse mnist`."""
 
     permute_input: str = panel("Data", "network")(
@@ -68,21 +59,6 @@ class Options(PictureOptions):
         needs=(_FIRST,),
     )
     droprate: float = _network(0.1, "Dropout after every hidden layer.", number(0, 1, below=True))
-    tiles: int | None = _network(
-        None,
-        "Use this many tiles of --target.",
-        integer(1),
-        methods=_ON_TARGETS,
-        needs=(_TARGET,),
-        by_default="all",
-    )
-    target: str | None = _network(
-        None,
-        "Compute the sparse layers, and their growth, on a simulated tile machine.",
-        choice("bow", "mk2"),
-        methods=_ON_TARGETS,
-        needs=(SPARSE, _SINGLE),
-    )
 
     def check_network(self) -> None:
         expected = len(self.hidden_sizes) + 1
@@ -180,19 +156,11 @@ class Network(nn.Module):
 
 def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
-    target = _target(options)
-    layers = [(shape.name, _layer(shape, generator, target)) for shape in layer_shapes(options)]
+    layers = [(shape.name, _layer(shape, generator)) for shape in layer_shapes(options)]
     return Network(layers, options.droprate)
 
 
-def _target(options: Options) -> Any:
-    if options.target is None:
-        return None
-    settings = {} if options.tiles is None else {"tiles": options.tiles}
-    return target_named(options.target, **settings)
-
-
-def _layer(shape: LayerShape, generator: torch.Generator, target: Any) -> nn.Module:
+def _layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
     if shape.sparse:
         return SparseLinear(
             shape.in_features,
@@ -200,7 +168,6 @@ def _layer(shape: LayerShape, generator: torch.Generator, target: Any) -> nn.Mod
             density=shape.density,
             block_size=shape.block_size,
             generator=generator,
-            target=target,
         )
     layer = nn.Linear(shape.in_features, shape.out_features)
     # nn.Linear draws from torch's global generator; the same distribution from ours.
@@ -251,11 +218,6 @@ class MnistTraining(pictures.Training):
         block = options.block_size if options.is_sparse(0) else 1
         self.permutation = pixel_permutation(options.permute_input, block, self.generator)
         return build_network(options, self.generator)
-
-    @property
-    def test_batch(self) -> int:
-        # A tile machine holds all of a batch, and one plan serves both.
-        return super().test_batch if self.options.target is None else self.options.batch_size
 
     def arrange(self, images: Tensor) -> Tensor:
         return arrange_pixels(images, self.permutation)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dynsparse import data
 from dynsparse._core.files.atomic_write import atomic_write_text
+from dynsparse.apps.common.machine import machine_tables
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import (
     Display,
@@ -160,43 +161,10 @@ def training_figures(
                 "block_size": layer.block_size if isinstance(layer, SparseLinear) else 1,
                 "density": _weight(layer).numel() / _positions(layer),
                 "weights": _weight(layer).numel(),
-                **_on_target(layer),
             }
             for name, layer in layers.items()
         ],
     }
-
-
-def _on_target(layer: nn.Module) -> dict[str, Any]:
-    """The figures of a layer that computes on a target."""
-    figures = getattr(getattr(layer, "executor", None), "figures", None)
-    return {} if figures is None else {"target": figures()}
-
-
-def target_table(figures: dict[str, Any]) -> Table | None:
-    """What the last run of each pass took on the target, by layer; None without one."""
-    layers = [layer for layer in figures["layers"] if layer.get("target")]
-    if not layers:
-        return None
-    table = Table(title="Last run of each pass on the simulated machine", title_style="bold")
-    table.add_column("layer")
-    table.add_column("pass")
-    for heading in ("cycles", "time", "TFLOP/s", "fullest tile", "to host", "from host"):
-        table.add_column(heading, justify="right")
-    for layer in layers:
-        for name, taken in layer["target"].items():
-            table.add_row(
-                layer["name"],
-                name,
-                f"{taken['cycles']:,.0f}",
-                f"{1e6 * taken['seconds']:.1f} us",
-                f"{taken['tflops']:.3g}" if "tflops" in taken else "",
-                *(
-                    bytes_text(taken[part])
-                    for part in ("max_tile_bytes", "to_host_bytes", "from_host_bytes")
-                ),
-            )
-    return table
 
 
 def summary_table(figures: dict[str, Any]) -> Table:
@@ -284,7 +252,7 @@ def _run(
                 outputs.close(figures)
     with span("report"):
         console.print(summary_table(figures), highlight=False)
-        if (table := target_table(figures)) is not None:
+        for table in machine_tables(figures["target"]) if "target" in figures else ():
             console.print(table, highlight=False)
     return figures
 

@@ -24,6 +24,7 @@ from dynsparse.apps.common.training import (
     make_optimizer,
     precision,
     start_denser,
+    widen,
 )
 from dynsparse.data import GREY as DATASETS
 from dynsparse.data import DataSet, Pictures
@@ -135,6 +136,7 @@ _OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
     "Adam": (0.5, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}),
 }
 _BATCH = 16
+_TEST_BATCH = 1000
 # The original's rates after each fifth of the training, as shares of the first.
 _FIFTHS = (1.0, 0.5, 0.25, 0.05, 0.005)
 # Evci et al. 2020, "Rigging the Lottery", section 4.2: a fifth after every 30,000 of 97,656 steps.
@@ -193,7 +195,7 @@ class Training(common.Training):
     unit = "epoch"
     digits = 4
     generator_name = "training"
-    counters = ("epoch", "step", "seconds", "update_seconds", "replaced")
+    counters = ("epoch", "step", "seconds", "update_seconds", "replaced", "skipped")
     partial_names = ("order", "batches", "window", "whole")
     rate_flag = "learning-rate"
     options: PictureOptions
@@ -217,11 +219,6 @@ class Training(common.Training):
             total_steps=self.pattern_steps,
             update_interval=self.pattern_interval,
         )
-
-    @property
-    def test_batch(self) -> int:
-        """How many test pictures the network sees at once."""
-        return 1000
 
     @property
     def pattern_steps(self) -> int:
@@ -287,9 +284,11 @@ class Training(common.Training):
         network = self.replica if self.model.training else self.model
         with precision(self.options.data_type, self.device):
             logits = network(images)
-        # Sixteen bits are too few for the sum of exponentials.
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        logits = widen(logits)
         return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
+
+    def machine_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
 
     def run_epoch(self) -> Iterator[tuple[Sums, Sums | None]]:
         """Train one epoch.
@@ -319,14 +318,18 @@ class Training(common.Training):
                 else:
                     images, labels = data.images.index_select(0, local), data.labels[local]
                     images = self.vary(images, indices)
-            with span("forward"):
-                loss, correct = self._forward(images, labels)
-                if weight:
-                    window.add(loss.detach() * len(local), correct, len(local))
-            with span("backward"):
-                self.optimizer.zero_grad()
-                (loss if weight == 1 else loss * weight).backward()
-            self.optimise(window)
+            if self.machine is not None:
+                loss, logits = self.step_on_machine(window, images, labels)
+                window.add(loss * len(local), (logits.argmax(1) == labels).sum(), len(local))
+            else:
+                with span("forward"):
+                    loss, correct = self._forward(images, labels)
+                    if weight:
+                        window.add(loss.detach() * len(local), correct, len(local))
+                with span("backward"):
+                    self.optimizer.zero_grad()
+                    self.scaler.scale(loss if weight == 1 else loss * weight).backward()
+                self.optimise(window)
             window.seconds += time.perf_counter() - begin
             ends = batch == self.batches
             if ends or batch % self.report_interval == 0:
@@ -350,13 +353,13 @@ class Training(common.Training):
     @spanned("evaluation")
     @torch.no_grad()
     def test(self) -> Scores:
-        """The scores on all test pictures, without dropout."""
+        """The scores on all test pictures, without dropout, on the host."""
+        self.collect_weights()
         data = self._pictures("test")
         self.model.eval()
         sums = Sums()
-        batches = zip(
-            *(each.split(self.test_batch) for each in (data.images, data.labels)), strict=True
-        )
+        parts = (each.split(_TEST_BATCH) for each in (data.images, data.labels))
+        batches = zip(*parts, strict=True)
         for images, labels in list(batches)[self.ranks.rank :: self.ranks.size]:
             loss, correct = self._forward(images, labels)
             sums.add(loss.double() * len(labels), correct, len(labels))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dynsparse.apps import pictures
-from dynsparse.apps.common.options import interleave_heads, match_blocks, panel
+from dynsparse.apps.common.options import MachineOptions, interleave_heads, match_blocks, panel
 from dynsparse.apps.common.training import replace_sparse
 from dynsparse.apps.pictures.training import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
@@ -29,7 +29,7 @@ _SIZE = between(1, 100_000)
 
 
 @dataclass(kw_only=True)
-class Options(PictureOptions):
+class Options(MachineOptions, PictureOptions):
     """One training; the flags of `dynsparse mnist-transformer`."""
 
     rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
