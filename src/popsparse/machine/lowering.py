@@ -108,6 +108,14 @@ def _shown(state: State, tensor: Tensor, replica: int) -> str:
     return np.array2string(state.read(tensor, replica), separator=" ", threshold=100)
 
 
+_OF_ONE_PROCESSOR = (
+    programs.Sequence,
+    programs.Call,
+    programs.Repeat,
+    programs.WriteUndef,
+)
+
+
 class Lowering:
     """Turns programs into nodes, each program once however often it is used."""
 
@@ -117,6 +125,7 @@ class Lowering:
         self.copies: list[CopyPlan] = []
         self.vertex_sets: list[VertexSet] = []
         self.compute_sets = 0
+        self.checked: set[tuple[programs.Program, int]] = set()
 
     def lower(self, program: programs.Program, path: str = "") -> Node:
         """The node of a program."""
@@ -148,6 +157,58 @@ class Lowering:
                 node(profile)
 
         return run
+
+    def _Parallel(self, program: programs.Parallel, path: str) -> Node:
+        processors = self.state.target.processors
+        nodes: dict[int, Node] = {}
+        for processor, branch in program.branches.items():
+            if processor >= processors:
+                raise ProgramError(
+                    f"a branch of {path or 'Parallel'!r} is for processor {processor}; the target "
+                    f"has processors 0 to {processors - 1}"
+                )
+            nodes[processor] = self.lower(branch, path)
+            self._check_branch(branch, processor, path)
+
+        def run(profile: Profile) -> None:
+            begin = end = profile.cycles
+            for processor, node in nodes.items():
+                profile.cycles = begin
+                node(profile)
+                profile.busy[processor] += profile.cycles - begin
+                end = max(end, profile.cycles)
+            profile.cycles = end
+            profile.parallel_cycles += end - begin
+
+        return run
+
+    def _check_branch(self, program: programs.Program, processor: int, path: str) -> None:
+        """Raises ProgramError for what is not of this processor alone."""
+        if (program, processor) in self.checked:
+            return
+        self.checked.add((program, processor))
+        if isinstance(program, programs.Execute):
+            used = [v.tiles.reshape(-1) for v in program.compute_set.merged()]
+        elif isinstance(program, programs.Copy) and not (program.stream or program.remote):
+            tensors = [side for pair in program.pairs for side in pair]
+            used = [self.state.graph.root.tiles_of(t).reshape(-1) for t in tensors]
+        elif isinstance(program, _OF_ONE_PROCESSOR):
+            used = []
+        else:
+            raise ProgramError(
+                f"a branch of {path or 'Parallel'!r} cannot contain {type(program).__name__}: a "
+                "branch computes and copies on its own processor alone"
+            )
+        each = self.state.target.processor_tiles
+        others = [t for tiles in used for t in np.unique(tiles) if t // each != processor]
+        if others:
+            raise ProgramError(
+                f"{program.name or 'a copy'!r} is in the branch of processor {processor} of "
+                f"{path or 'Parallel'!r} and uses tile {others[0]}, of processor "
+                f"{others[0] // each}"
+            )
+        for part in program.parts():
+            self._check_branch(part, processor, path)
 
     def _Call(self, program: programs.Call, path: str) -> Node:
         return self.lower(program.function, path)

@@ -183,8 +183,9 @@ class _Analysis:
 
     def before(self, program: programs.Program, after: int) -> int:
         """What is live before a program, given what is live after it."""
-        if isinstance(program, programs.Sequence):
-            for part in reversed(program.programs):
+        # Branches of Parallel lie on tiles of their own: for each tile they are a sequence too.
+        if isinstance(program, (programs.Sequence, programs.Parallel)):
+            for part in reversed(program.parts()):
                 after = self.before(part, after)
             return after
         if isinstance(program, programs.Call):

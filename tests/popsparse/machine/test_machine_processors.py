@@ -1,5 +1,6 @@
 """Several processors: links between them, replicas of a program, parts of a graph."""
 
+import json
 import math
 
 import numpy as np
@@ -11,16 +12,22 @@ from popsparse.machine import (
     FLOAT,
     HALF,
     INT,
+    Codelet,
     Copy,
     CrossReplicaCopy,
     Engine,
     Execute,
     Graph,
     If,
+    InOut,
     MappingError,
+    Parallel,
+    Profile,
     ProgramError,
+    Repeat,
     RepeatWhileTrue,
     Sequence,
+    Sync,
     Target,
     codelets,
 )
@@ -243,3 +250,62 @@ def test_a_product_on_each_of_two_processors():
     assert (profile.tile_cycles > 0).reshape(2, 8).any(1).all()
     assert graph.tiles_of(made[1].values).min() >= 8
     assert HALF.size == 2
+
+
+def busy_for(graph, processor, cycles, tensor):
+    """A step that adds 1 to a tensor on tile 0 of a processor."""
+    codelet = Codelet(
+        f"busy {cycles}", {"x": InOut()}, lambda v: np.add(v.x, 1, out=v.x),
+        cycles=lambda v: cycles, runs_on="supervisor",
+    )  # fmt: skip
+    made = graph.add_compute_set(f"busy {cycles}")
+    graph.virtual(processor=processor).add_vertex(made, codelet, 0, {"x": tensor})
+    return Execute(made)
+
+
+def test_branches_of_processors_run_at_once():
+    graph = Graph(POD)
+    x, y = (graph.add_variable(FLOAT, [2], name, tiles=t) for name, t in (("x", 0), ("y", 4)))
+    z = graph.virtual(processor=1).add_variable(FLOAT, [2], "z", tiles=1)
+    short, long = busy_for(graph, 0, 100, x), busy_for(graph, 1, 400, y)
+    first = Repeat(3, short)
+    second = Sequence(long, Copy(y, z, name="on chip"))
+    send = Copy(z, x, name="send")
+    engine = Engine(graph, Sequence(Parallel({0: first, 1: second}, name="both"), send))
+    engine.write("x", 0)
+    engine.write("y", 5)
+    profile = engine.run()
+    assert (engine.read("z")[0], engine.read("x")[0]) == (6, 6)
+    # The second branch: 400, a superstep of its own processor alone and one fragment.
+    longest = 400 + 311 + 3
+    assert profile.step("on chip").sync == 311
+    assert profile.cycles == longest + profile.step("send").cycles
+    assert profile.parallel_cycles == longest
+    assert profile.busy.tolist() == [300, longest]
+    assert profile.idle.tolist() == [1 - 300 / longest, 0]
+    assert profile.overlapped_cycles == 300
+    assert sum(profile.parts.values()) == profile.cycles + 300
+    root, *inside = profile.tree()
+    both = next(node for node in inside if node.name == "both")
+    assert (root.cycles, both.cycles) == (profile.cycles, longest)
+    assert "of 714 in which processors ran at once, idle for 58%, 0%" in profile.summary()
+    again = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert (again.cycles, again.idle.tolist()) == (profile.cycles, profile.idle.tolist())
+
+
+def test_branches_stay_on_their_processors():
+    graph = Graph(POD)
+    x, y = (graph.add_variable(FLOAT, [2], name, tiles=t) for name, t in (("x", 0), ("y", 4)))
+    stream = graph.add_stream("in", FLOAT, 2, to_device=True)
+    step = busy_for(graph, 1, 10, y)
+    for branches, line in (
+        ({0: step}, "'busy 10' is in the branch of processor 0 of 'p' and uses tile 4, of"),
+        ({1: Copy(x, y, name="send")}, "'send' is in the branch of processor 1 of 'p' and uses"),
+        ({0: Copy(stream, x)}, "a branch of 'p' cannot contain Copy"),
+        ({1: Sync()}, "a branch of 'p' cannot contain Sync: a branch computes and copies on"),
+        ({2: step}, "is for processor 2; the target has processors 0 to 1"),
+    ):
+        with pytest.raises(ProgramError, match=line):
+            Engine(graph, Parallel(branches, name="p"))
+    with pytest.raises(TypeError, match="branches must be programs by processor"):
+        Parallel([step])
