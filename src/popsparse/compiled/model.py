@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from dynsparse._core.checks import check_integer, check_within, typed
+from dynsparse._core.checks import check_choice, check_integer, check_within, typed
 from dynsparse.nn import SparseLinear
 from dynsparse.training import SparseTrainer
 from dynsparse.training.history import LastStep
 from popsparse.compiled.lower import Backward, Lowering, place_weight, type_of
+from popsparse.compiled.pipeline import SCHEDULES, Pipeline, StageProfile
 from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
 from popsparse.machine import Sequence as Steps
 from popsparse.machine import Tensor as Variable
@@ -85,11 +86,15 @@ class CompiledModel:
         loss_scale: float,
         device_iterations: int,
         options: TargetOptions,
+        pipeline: str | None = None,
+        gradient_accumulation: int = 1,
     ) -> None:
         self.model, self.loss, self.target = model, loss, target
         self.trainer = optimizer if isinstance(optimizer, SparseTrainer) else None
         self.optimizer = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
         self.loss_scale, self.iterations, self.options = loss_scale, device_iterations, options
+        self.schedule, self.batches = pipeline, gradient_accumulation
+        self._pipeline: Pipeline | None = None
         self.profiles: dict[str, Profile] = {}
         self.engine: Engine | None = None
         self._layers: list[_SparseWeights] = []
@@ -130,13 +135,23 @@ class CompiledModel:
         self._check((*inputs, target))
         from popsparse.compiled.trace import trace  # which takes long to import
 
-        step = trace(self.model, self.optimizer, self.loss, self.loss_scale, inputs, target)
+        in_parts = self.schedule is not None or self.batches > 1
+        batches = self.batches if in_parts else None
+        step = trace(
+            self.model, self.optimizer, self.loss, self.loss_scale, inputs, target, batches
+        )
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
                 pairs.clear()  # of the run that was traced
         self._settings = _settings(self.optimizer)
         self._shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
         graph = Graph(self.target)
+        pipeline = Pipeline(graph, step, self.schedule, self.batches) if in_parts else None
+        self._pipeline = pipeline
+
+        def graph_of(node: fx.Node) -> Graph:
+            return graph if pipeline is None else pipeline.graph_of(node)
+
         layers = {
             step.inputs["parameter", f"{name}.values" if name else "values"]: (name, module)
             for name, module in self.model.named_modules()
@@ -144,7 +159,7 @@ class CompiledModel:
         }
         product = torch.ops.dynsparse.linear.default
         weights = {
-            node: self._create_weights(graph, node, name, layer)
+            node: self._create_weights(graph_of(node), node, name, layer)
             for node, (name, layer) in layers.items()
             if any(user.target is product for user in node.users)
         }
@@ -152,8 +167,8 @@ class CompiledModel:
         self._variables: dict[Key, Variable] = {}
         values: dict[fx.Node, Any] = {}
         for key, node in step.inputs.items():
-            values[node] = self._variables[key] = self._create(graph, key, node, weights)
-        loss = graph.add_variable(FLOAT, [], "loss", tiles=0)
+            values[node] = self._variables[key] = self._create(graph_of(node), key, node, weights)
+        loss = graph_of(step.outputs["loss",]).add_variable(FLOAT, [], "loss", tiles=0)
         outputs: dict[fx.Node, list[Variable]] = {}
         for key, node in step.outputs.items():
             outputs.setdefault(node, []).append(self._variables.get(key, loss))
@@ -161,23 +176,32 @@ class CompiledModel:
         in_buckets = {
             node
             for key, node in step.inputs.items()
-            if key[0] in ("parameter", "state") and key[1] in parameters
+            if key[0] in ("parameter", "state", "sum") and key[1] in parameters
         }
-        body = Steps()
         self._data = [key for key in step.inputs if key[0] in ("input", "target")]
-        for key in self._data:
-            body.add(self._stream(graph, key, to_device=True))
-        lowering = Lowering(graph, step.module, values, weights, in_buckets, body)
+        loads = [(key, self._stream(graph, key, to_device=True)) for key in self._data]
+        body = Steps(*(load for _, load in loads))
+        lowering = Lowering(graph, step.module, values, weights, in_buckets, body, pipeline)
         lowering.lower(outputs)
         stream = graph.add_stream("loss", FLOAT, 1, to_device=False)
-        body.add(Copy(loss, stream, name="loss to host"))
+        to_host = Copy(loss, stream, name="loss to host")
+        if pipeline is None:
+            body.add(to_host)
+        else:
+            sums = [(key, held) for key, held in self._variables.items() if key[0] == "sum"]
+            body = pipeline.build(sums, loads, to_host)
         programs: dict[str, Program] = {"step": Repeat(self.iterations, body)}
         rates = [key for key in step.inputs if key[0] == "rate"]
         programs["rates"] = Steps(*(self._stream(graph, key, to_device=True) for key in rates))
         for node, (name, layer) in layers.items():
             if node in weights:
                 self._add_layer(
-                    graph, name, layer, weights[node], lowering.backwards.get(node), programs
+                    graph_of(node),
+                    name,
+                    layer,
+                    weights[node],
+                    lowering.backwards.get(node),
+                    programs,
                 )
         self.engine = Engine(graph, programs)
         for held in self._layers:
@@ -211,7 +235,7 @@ class CompiledModel:
             pattern.density,
             pattern.block_size,
             str(layer.values.dtype).removeprefix("torch."),
-            self.target,
+            graph.target,
             passes=passes,
             options=options.planned,
         )
@@ -229,7 +253,8 @@ class CompiledModel:
             return weights[node].nz_values
         value, name = node.meta["val"], " ".join(key)
         dtype = type_of(value)
-        if key[0] == "state" and ("parameter", key[1]) in self._variables and value.ndim:
+        beside = key[0] in ("state", "sum") and ("parameter", key[1]) in self._variables
+        if beside and value.ndim:
             like = self._variables["parameter", key[1]]
             return Spread.of(graph, like).like(graph, dtype, name, like)
         if key[0] == "parameter":
@@ -355,7 +380,8 @@ class CompiledModel:
 
         Args:
             data: the model's inputs, then what the loss compares its output with. With
-                `device_iterations` of n > 1 they have a leading dimension n, of n batches.
+                `device_iterations` x `gradient_accumulation` = n > 1 they have a leading dimension
+                n, of n batches.
 
         Returns:
             The loss, or the losses [n].
@@ -368,7 +394,7 @@ class CompiledModel:
                 inside the iterations.
             NotImplementedError: an operator of the model that has no program, by its name.
         """
-        count = self.iterations
+        count = self.iterations * self.batches
         if count > 1 and any(not t.ndim or len(t) != count for t in data):
             raise ValueError(f"expected tensors of {count} batches, [{count}, ...]")
         batches = [tensor if count > 1 else tensor.unsqueeze(0) for tensor in data]
@@ -408,12 +434,24 @@ class CompiledModel:
         taken: dict[str, dict[str, float]] = {}
         for step in self.profiles["step"].steps:
             if step.runs:
-                operation = taken.setdefault(step.name.split("/")[1], defaultdict(float))
+                path = [part for part in step.name.split("/") if not part.startswith("stage ")]
+                operation = taken.setdefault(path[1], defaultdict(float))
                 parts = {"cycles": step.cycles, **step.parts, "received_bytes": step.received}
                 for part, amount in parts.items():
                     operation[part] += amount
         costliest = sorted(taken, key=lambda name: -taken[name]["cycles"])
         return {name: dict(taken[name]) for name in costliest}
+
+    def stages(self) -> list[StageProfile]:
+        """What each stage of the pipeline took in the last step, and what it holds.
+
+        Raises:
+            RuntimeError: before the first step. ValueError: a model without a pipeline.
+        """
+        self._running()
+        if self._pipeline is None or self.schedule is None:
+            raise ValueError("the model has no stages: compile it with pipeline=")
+        return self._pipeline.profile(self.profiles["step"])
 
     def _send_rates(self) -> None:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -515,6 +553,8 @@ def compile(
     *,
     loss_scale: float = 1.0,
     device_iterations: int = 1,
+    pipeline: str | None = None,
+    gradient_accumulation: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
     """A model whose training steps run on the tile machine: forward, backward and the optimizer's
@@ -533,7 +573,12 @@ def compile(
         target: the machine.
         loss_scale: the loss is multiplied by it for the backward pass, and gradients are divided by
             it.
-        device_iterations: batches that a step takes in a loop on the machine.
+        device_iterations: steps that a call takes in a loop on the machine.
+        pipeline: cuts the model where a block on another processor begins, see
+            `poptorch.BeginBlock`: "grouped", "interleaved" or "sequential". None: all of the model
+            is spread over all processors.
+        gradient_accumulation: micro-batches of a step, whose mean gradient the optimizer takes.
+            A trainer that grows by gradients looks at those of the last one.
         options: of the sparse products, by name, as `target_options` of `SparseLinear`.
 
     Raises:
@@ -542,6 +587,9 @@ def compile(
     """
     check_integer("device_iterations", device_iterations, 1)
     check_within("loss_scale", loss_scale, "(0, inf)")
+    check_integer("gradient_accumulation", gradient_accumulation, 1)
+    if pipeline is not None:
+        check_choice("pipeline", pipeline, SCHEDULES)
     stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
     if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
@@ -549,5 +597,13 @@ def compile(
             f"trainer of one, got {type(stepped).__name__}"
         )
     return CompiledModel(
-        model, optimizer, loss, target, loss_scale, device_iterations, TargetOptions.parse(options)
+        model,
+        optimizer,
+        loss,
+        target,
+        loss_scale,
+        device_iterations,
+        TargetOptions.parse(options),
+        pipeline,
+        gradient_accumulation,
     )

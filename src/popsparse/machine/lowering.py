@@ -108,10 +108,14 @@ def _shown(state: State, tensor: Tensor, replica: int) -> str:
     return np.array2string(state.read(tensor, replica), separator=" ", threshold=100)
 
 
-_OF_ONE_PROCESSOR = (
+_IN_BRANCHES = (
     programs.Sequence,
     programs.Call,
     programs.Repeat,
+    programs.RepeatWhileTrue,
+    programs.RepeatWhileFalse,
+    programs.If,
+    programs.Switch,
     programs.WriteUndef,
 )
 
@@ -172,12 +176,13 @@ class Lowering:
 
         def run(profile: Profile) -> None:
             begin = end = profile.cycles
+            profile.in_branch = True
             for processor, node in nodes.items():
                 profile.cycles = begin
                 node(profile)
                 profile.busy[processor] += profile.cycles - begin
                 end = max(end, profile.cycles)
-            profile.cycles = end
+            profile.cycles, profile.in_branch = end, False
             profile.parallel_cycles += end - begin
 
         return run
@@ -192,8 +197,9 @@ class Lowering:
         elif isinstance(program, programs.Copy) and not (program.stream or program.remote):
             tensors = [side for pair in program.pairs for side in pair]
             used = [self.state.graph.root.tiles_of(t).reshape(-1) for t in tensors]
-        elif isinstance(program, _OF_ONE_PROCESSOR):
-            used = []
+        elif isinstance(program, _IN_BRANCHES):
+            tested = [getattr(program, part, None) for part in ("predicate", "value")]
+            used = [self.state.graph.root.tiles_of(t).reshape(-1) for t in tested if t is not None]
         else:
             raise ProgramError(
                 f"a branch of {path or 'Parallel'!r} cannot contain {type(program).__name__}: a "
@@ -228,9 +234,10 @@ class Lowering:
         step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
         flats = [memory[scalar.dtype] for memory in state.memories]
         address = int(scalar.addresses().reshape(-1)[0])
-        exchange, sync = broadcast_cycles(state.target, scalar), state.target.whole_sync_cycles
+        exchange, target = broadcast_cycles(state.target, scalar), state.target
 
         def test(profile: Profile) -> int:
+            sync = target.sync_cycles if profile.in_branch else target.whole_sync_cycles
             profile.record(step, sync=sync, exchange=exchange)
             values = [int(flat[address]) for flat in flats]
             profile.chosen(step, values[0])

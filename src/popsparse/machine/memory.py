@@ -267,6 +267,19 @@ def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
         always = more
 
 
+def find_carried(
+    graph: Graph, first: Iterable[programs.Program], then: programs.Program
+) -> list[Variable]:
+    """The variables that some programs write and another reads as they left them."""
+    analysis = _Analysis(graph)
+    written, seen = 0, set[programs.Program]()
+    for program in first:
+        for part in _leaves(program, seen):
+            written |= analysis.effect(part).writes
+    carried = written & analysis.before(then, 0)
+    return [v for i, v in enumerate(analysis.variables) if carried >> i & 1]
+
+
 # A vertex holds the address of its codelet, for each edge a 32-bit pointer and count (Poplar's
 # default vector layout SPAN; smaller ones exist, so this is an upper bound), a word per scalar.
 _VERTEX_BYTES = 4

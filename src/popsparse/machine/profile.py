@@ -236,7 +236,7 @@ class Profile:
 
     `cycles` is the time that passed. Where processors run at once (`Parallel`), that is less than
     the sum over the steps: `parallel_cycles` of it passed there, in which each processor was busy
-    for `busy` cycles, [processors].
+    for `busy` cycles, [processors]. `in_branch`: whether it runs now, for engines.
     """
 
     target: Target
@@ -252,6 +252,7 @@ class Profile:
     choices: dict[int, dict[int, int]] = field(default_factory=dict)
     nodes: list[ProgramNode] = field(default_factory=list)
     parallel_cycles: float = 0
+    in_branch: bool = False
     busy: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:

@@ -293,8 +293,7 @@ class Parallel(Program):
 
     The results are those of one branch after the other, and cycles those of the longest: within a
     branch only the tiles of its processor synchronise. So a branch computes and copies on its
-    processor alone; what crosses links, the host link and control flow that tests a value come
-    before or after.
+    processor alone; what crosses links or the host link comes before or after.
     """
 
     def __init__(self, branches: abc.Mapping[int, Program], *, name: str | None = None) -> None:
