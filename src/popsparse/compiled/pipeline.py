@@ -110,8 +110,8 @@ def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str
     Without `cut` there is one stage.
 
     Raises:
-        NotImplementedError: a weight or buffer of stages on several processors, or a buffer that
-            the backward pass reads and the forward pass changes; an optimizer that mixes them.
+        NotImplementedError: a buffer that the backward pass reads and the forward pass changes; an
+            optimizer that mixes parameters of several stages.
     """
     calls = [node for node in step.module.graph.nodes if node.op == "call_function"]
     scopes = {node: node.meta["custom"] for node in calls if "custom" in node.meta}
@@ -127,12 +127,6 @@ def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str
         users = [places[user] for user in node.users if user in places]
         stage = min((user.stage for user in users), default=0)
         if key[0] in ("parameter", "buffer"):
-            if len({stages[user.stage][0] for user in users}) > 1:
-                found = sorted({user.stage for user in users})
-                raise NotImplementedError(
-                    f"{key[0]} {key[1]!r} is used by the stages {found} on several processors: put "
-                    "them on one"
-                )
             phases = {user.phase for user in users}
             if key[0] == "buffer" and key in step.outputs and BACKWARD in phases:
                 raise NotImplementedError(
@@ -194,7 +188,7 @@ class Pipeline:
         self.programs: dict[Place, Steps] = defaultdict(Steps)
         self.activation_bytes = [0] * len(self.stages)
         self._fixed = {
-            node
+            node: key
             for key, node in step.inputs.items()
             if key[0] in ("parameter", "buffer", "state", "sum")
         }
@@ -212,10 +206,19 @@ class Pipeline:
         """What a node made, for a reader at another place: what is sent there.
 
         Raises:
-            NotImplementedError: stages that read what a later one makes.
+            NotImplementedError: stages that read what a later one makes; a weight of stages on
+                several processors.
         """
         home = self.places[node]
-        if place is None or (node in self._fixed and home.phase != SHARED):
+        if place is None:
+            return value
+        if node in self._fixed and home.phase != SHARED:
+            if self.stages[home.stage][0] != self.stages[place.stage][0]:
+                kind, name = self._fixed[node][:2]
+                raise NotImplementedError(
+                    f"{kind} {name!r} is used by the stages {home.stage} and {place.stage} on two "
+                    "processors: put them on one"
+                )
             return value
         if home.phase == SHARED:
             if place.phase == SHARED or self.stages[place.stage][0] == self.stages[0][0]:
