@@ -10,7 +10,7 @@ import numpy as np
 
 from popsparse.machine import program as programs
 from popsparse.machine.checks import check_compute_set
-from popsparse.machine.dtypes import AbortError, ProgramError
+from popsparse.machine.dtypes import AbortError, OutOfMemoryError, ProgramError
 from popsparse.machine.exchange import CopyPlan, bind_pair, broadcast_cycles, link_cycles, plan_copy
 from popsparse.machine.profile import CodeletProfile, Profile
 from popsparse.machine.state import Node, State
@@ -66,6 +66,13 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
             f"remote buffer {buffer.name!r} is beside one processor: {tensor.name} and what else "
             f"is copied must lie on tiles of it, got those of processors "
             f"{sorted({*processors, *home})}"
+        )
+    beside = [other for other, at in state.remote_home.items() if at == home]
+    taken = sum(other.bytes for other in beside)
+    if taken > state.target.remote_bytes:
+        raise OutOfMemoryError(
+            f"remote buffers beside processor {home[0]} take {taken:,} bytes, with "
+            f"{buffer.name!r}, of the {state.target.remote_bytes:,} that it has"
         )
     step = state.add_step(path, "remote")
     target = state.target
@@ -378,12 +385,13 @@ class Lowering:
         busiest = max(int(of_tile.max()), int(to_tile.max())) if program.to else 0
         exchange = math.ceil(busiest / target.exchange_bytes_per_cycle)
         each = target.processor_tiles
-        by_processor = np.stack([t.reshape(-1, each).sum(1) for t in (of_tile, to_tile)])
-        # A replica's processor sends to one other and receives from one.
-        links = np.diag(by_processor.max(0)).astype(float)
+        by_processor = np.stack([t.reshape(-1, each).sum(1) for t in (of_tile, to_tile)]).max(0)
         moving = {s: r for s, r in program.to.items() if s != r}
+        links = np.zeros((count, target.processors, count, target.processors))
+        for sender, receiver in moving.items():
+            links[sender, :, receiver] += np.diag(by_processor)
         size = src.numel * src.dtype.size * len(moving)
-        spent = max(exchange, link_cycles(target, links) if moving else 0)
+        spent = max(exchange, link_cycles(target, links.reshape(count * target.processors, -1)))
 
         def run(profile: Profile) -> None:
             if state.computes(src.dtype):

@@ -21,6 +21,7 @@ from popsparse.machine import (
     If,
     InOut,
     MappingError,
+    OutOfMemoryError,
     Parallel,
     Profile,
     ProgramError,
@@ -30,10 +31,11 @@ from popsparse.machine import (
     Sync,
     Target,
     codelets,
+    exchange,
 )
 
 POD = Target.pod(
-    2, tiles=4, clock_hz=1e9, link_bytes_per_second=2e9, host_read_bytes_per_second=1e9
+    2, tiles=4, clock_hz=1e9, link_bytes_per_second=0.5e9, host_read_bytes_per_second=1e9
 )
 
 
@@ -309,3 +311,48 @@ def test_branches_stay_on_their_processors():
             Engine(graph, Parallel(branches, name="p"))
     with pytest.raises(TypeError, match="branches must be programs by processor"):
         Parallel([step])
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "loads"),
+    [
+        # From, to, how many links: a pair has four for itself, a way on has two.
+        (0, 1, [(0, 1, 4)]),
+        (0, 2, [(0, 2, 2)]),
+        (0, 3, [(0, 1, 2), (1, 3, 2)]),
+        (5, 0, [(5, 4, 2), (4, 2, 2), (2, 0, 2)]),
+        (6, 1, [(6, 4, 2), (4, 2, 2), (2, 0, 2), (0, 1, 2)]),  # the seventh of seven
+        (1, 6, [(1, 0, 2), (0, 2, 2), (2, 4, 2), (4, 6, 2)]),
+    ],
+)
+def test_the_way_between_processors(start, end, loads):
+    route = exchange._route(start, end, 7)
+    assert [(a, b, count) for (a, b, _), count in route] == loads
+
+
+def test_the_busiest_links_count():
+    pod = Target.pod(4, tiles=2, clock_hz=1e9, link_bytes_per_second=1e9)
+    links = np.zeros((4, 4))
+    links[0, 1] = 400  # 100 cycles on four links
+    assert exchange.link_cycles(pod, links) == 100
+    links[0, 3] = 100  # across the rung beside it, on two links of its own, and up the rail
+    assert exchange.link_cycles(pod, links) == 100
+    links[1, 3] = 200  # on the same rail: 100 + 200 on two links
+    assert exchange.link_cycles(pod, links) == 150
+    links[3, 1] = 300  # the other way is free
+    assert exchange.link_cycles(pod, links) == 150
+
+
+def test_remote_buffers_have_a_capacity():
+    graph = Graph(Target.pod(2, tiles=2, remote_bytes=1000))
+    near, far = (graph.add_variable(FLOAT, [100], n, tiles=t) for n, t in (("a", 0), ("b", 2)))
+    first, second = (graph.add_remote_buffer(name, FLOAT, 100, 2) for name in ("one", "two"))
+    index = graph.add_constant(INT, [1], 0, "row", tiles=0)
+    Engine(graph, Sequence(*(Copy(t, b, index=index) for t, b in ((near, first), (far, second)))))
+    program = Sequence(*(Copy(near, buffer, index=index) for buffer in (first, second)))
+    line = "beside processor 0 take 1,600 bytes, with 'two', of the 1,000 that it has"
+    with pytest.raises(OutOfMemoryError, match=line):
+        Engine(graph, program)
+    line = "remote buffers take 2,400 bytes, with 'three', of the 2,000 beside 2 processors"
+    with pytest.raises(OutOfMemoryError, match=line):
+        graph.add_remote_buffer("three", FLOAT, 100, 2)
