@@ -419,7 +419,9 @@ def plan_groups(
     parts = []
     for first in range(0, groups, most):
         count = min(most, groups - first)
-        target = graph.target if count == 1 else graph.target.with_(tiles=tiles // count)
+        target = graph.target
+        if count > 1:
+            target = target.with_(tiles=tiles // count, processors=1)
         parts.append((first, Layout(planner.plan(m, k, n, dtype.name, target), count)))
     return parts
 

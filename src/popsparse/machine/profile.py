@@ -475,7 +475,8 @@ class Profile:
         lines.append(f"Cycles: {self.cycles:,.0f} ({self.seconds * 1e6:,.2f} us)")
         for part, spent in self.parts.items():
             if spent:
-                lines.append(f"  {part:<14}{spent:>12,.0f}  {spent / self.cycles:6.1%}")
+                share = spent / (self.cycles + self.overlapped_cycles)
+                lines.append(f"  {part:<14}{spent:>12,.0f}  {share:6.1%}")
         if self.parallel_cycles:
             shares = ", ".join(f"{share:.0%}" for share in self.idle)
             saved, during = self.overlapped_cycles, self.parallel_cycles
