@@ -253,6 +253,8 @@ RECIPES = MATRICES | {
         target=target,
         loss_scale=lambda: 2.0,
         device_iterations=lambda: 2,
+        pipeline=lambda: "grouped",
+        gradient_accumulation=lambda: 2,
         options=lambda: {"partials_type": "float32"},
     ),
     "popsparse.machine_profiles": call(

@@ -108,6 +108,9 @@ RECIPES = {
         lambda more: m.Sequence().add(more), lambda: {"more": program()}
     ),
     "popsparse.machine.CrossReplicaCopy": Recipe(m.CrossReplicaCopy, cross_arguments),
+    "popsparse.machine.Parallel": call(
+        m.Parallel, branches=lambda: {0: program()}, name=lambda: "both"
+    ),
     "popsparse.machine.PrintTensor": call(
         m.PrintTensor, tensor=variable, title=lambda: "x", name=lambda: "p"
     ),

@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popsparse import dense
+from popsparse.machine import Engine, Graph, Sequence
 from popsparse.machine.dtypes import FLOAT, HALF
 from popsparse.machine.target import Target
 from popsparse.planning.cycles import AMP
 from popsparse.planning.dense import Cut, least_cycles, price, tile_bytes
 from popsparse.planning.params import all_partitions, even_parts
+from popsparse.programs.dense import Layout, add_product, create_operand
 
 
 def test_golden_plan():
@@ -91,3 +93,34 @@ def test_bad_sizes(sizes):
 def test_partials_narrower_than_data():
     with pytest.raises(ValueError, match="partials must be at least as wide as the data"):
         dense.plan(8, 8, 8, "float32", Target.mk2(), partials="float16")
+
+
+def simulated(plan):
+    """A run of a plan whose operands lie where it wants them, without numbers."""
+    graph, program = Graph(plan.target), Sequence()
+    layout = Layout(plan)
+    a, b = (create_operand(graph, layout, which, which) for which in "ab")
+    add_product(graph, layout, a, b, program, "product")
+    return Engine(graph, program, numerics=False).run()
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(256, 256, 256), (1024, 1024, 64)])
+def test_links_between_processors_are_priced(m, k, n):
+    pod = Target.pod(2, tiles=32)
+    plan = dense.plan(m, k, n, "float16", pod)
+    assert plan.tiles_used > pod.processor_tiles
+    run = simulated(plan)
+    crossing = sum(step.exchange for step in run.steps if step.link_bytes)
+    assert plan.terms["links"] == pytest.approx(crossing, abs=1)
+    assert plan.sync_cycles == plan.phases * pod.link_sync_cycles
+    assert plan.cycles == pytest.approx(run.cycles, rel=0.05)
+
+
+def test_what_links_would_slow_down_stays_on_one_processor():
+    pod = Target.pod(4, tiles=128)
+    plan = dense.plan(256, 256, 256, "float16", pod)
+    alone = dense.plan(256, 256, 256, "float16", pod.share(4))
+    assert (plan.tiles_used, plan.terms, plan.cycles) == (128, alone.terms, alone.cycles)
+    assert simulated(plan).link_bytes == 0
+    fast = dense.plan(256, 256, 256, "float16", pod.with_(link_bytes_per_second=1e15))
+    assert fast.tiles_used > 128

@@ -46,6 +46,35 @@ def test_the_facts_are_those_of_the_code():
         assert re.match(r"\[[VTMI]\] ", fact.source)
 
 
+def test_the_published_numbers_beside_the_fields_of_targets():
+    bow, four = facts.Target.bow(), facts.Target.pod(4)
+    links = sum(f.typical for f in (facts.PAIR_LINKS, facts.CROSS_LINKS, facts.RAIL_LINKS))
+    links += facts.RAIL_LINKS.typical  # up and down
+    assert links == 10
+    flops = [bow.tiles * bow.peak_flops(dtype) * bow.clock_hz for dtype in ("half", "float")]
+    computed = [
+        ("tiles", four.tiles, "{:,.0f}"),
+        ("threads", four.tiles * four.workers, "{:,.0f}"),
+        ("memory of the tiles", bow.tiles * bow.bytes_per_tile / 2**20, "{:.0f}"),
+        (
+            "memory bandwidth",
+            bow.tiles * 3 * bow.data_path_bits / 8 * bow.clock_hz / 1e12,
+            "{:.1f}",
+        ),
+        ("exchange", bow.tiles * bow.exchange_bytes_per_cycle * bow.clock_hz / 1e12, "{:.1f}"),
+        ("float16", flops[0] / 1e12, "{:.1f}"),
+        ("float32", flops[1] / 1e12, "{:.1f}"),
+        ("float16", four.processors * flops[0] / 1e15, "{:.2f}"),
+        ("links", links * 2 * bow.link_bytes_per_second / 1e9, "{:.0f}"),
+        ("streaming memory", four.processors * four.remote_bytes / 1e9, "{:.0f}"),
+    ]
+    shown = [cells(line) for line in tables("number | processors")]
+    assert [(row[0], row[3]) for row in shown] == [(n, form.format(x)) for n, x, form in computed]
+    for name, _, published, of_model, *_ in shown:
+        said, found = (float(text.replace(",", "")) for text in (published, of_model))
+        assert found == pytest.approx(said, rel=0.2 if name == "links" else 0.01)
+
+
 def rows(first, most):
     """Lines with m = k of at most so many."""
     place = first.split(" | ").index("m = k")

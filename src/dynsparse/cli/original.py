@@ -36,7 +36,10 @@ _NO_CACHE = "data is read into memory once, in any case: leave it out"
 _NO_TOKENS = "there are no tokens, the rows of a picture are its sequence: leave it out"
 _ONE_VOCABULARY = "the vocabulary follows from --tokens and --vocabulary-size: leave it out"
 _NO_DECODER = "the model has no decoder: leave it out"
-_PIPELINE = "one process has no stages; docs/many-processes.md has pipelines over processes"
+_PIPELINE = (
+    "one process has no stages; popsparse.compile has those of the machine, "
+    "docs/many-processes.md those over processes"
+)
 _NO_OUTLINING = "nothing is outlined, there is no program memory to save: leave it out"
 _LOG_LEVEL = "set the environment variable DYNSPARSE_LOG_LEVEL=INFO in its place"
 _ON_MACHINE = "for layers on the machine: SparseLinear(..., target_options={...}) in Python"

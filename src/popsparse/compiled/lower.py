@@ -9,13 +9,15 @@ the machine has. Any other operator is refused by its name.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import fx
 
+from popsparse.compiled.pipeline import Pipeline, Place
 from popsparse.machine import FLOAT, Copy, DType, Graph, Tensor, as_dtype
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense as planner
@@ -82,6 +84,7 @@ class Lowering:
         in_buckets: placeholders of values of sparse layers, and of what lies like them.
         partials: the type of partial sums of dense products.
         program: what the steps are added to.
+        pipeline: has the program of each node, in place of one.
 
     Attributes:
         backwards: by placeholder of the values of a sparse layer.
@@ -96,12 +99,16 @@ class Lowering:
         in_buckets: set[Node],
         partials: DType,
         program: Program,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.graph, self.module, self.layers = graph, module, layers
         self.values: dict[Node, Any] = values
         self.program, self._in_buckets, self.partials = program, in_buckets, partials
         self.backwards: dict[Node, Backward] = {}
-        self._groups = _group(module.graph)
+        self._pipeline = pipeline
+        self._places: Mapping[Node, Place] = {} if pipeline is None else pipeline.places
+        self._place: Place | None = None
+        self._groups = _group(module.graph, self._places)
         self._constants: dict[Any, Tensor] = {}
 
     def lower(self, outputs: Mapping[Node, list[Tensor]]) -> None:
@@ -110,21 +117,43 @@ class Lowering:
         for node in self.module.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in self._groups:
                 self.value(node)
-        late: list[tuple[Tensor, Tensor]] = []
+        late: dict[int, tuple[Program, list[tuple[Tensor, Tensor]]]] = {}
         for node, variables in outputs.items():
-            value = self.tensor(node)
-            late += [(value, variable) for variable in variables if variable is not value]
-        if late:
-            self.program.add(Copy(late, name="new values"))
+            with self._at(node):
+                value = self.tensor(node)
+                _, pairs = late.setdefault(id(self.program), (self.program, []))
+                pairs += [(value, variable) for variable in variables if variable is not value]
+        for program, pairs in late.values():
+            if pairs:
+                program.add(Copy(pairs, name="new values"))
+
+    @contextmanager
+    def _at(self, node: Node) -> Iterator[None]:
+        """Steps are added at the place of a node."""
+        place = self._places.get(node)
+        if place is None or self._pipeline is None:
+            yield
+            return
+        before = self._place, self.graph, self.program
+        self._place, self.graph = place, self._pipeline.graph_of(node)
+        self.program = self._pipeline.programs[place]
+        try:
+            yield
+        finally:
+            self._place, self.graph, self.program = before
 
     def value(self, node: Node) -> Any:
         """What a node gives: a tensor of the machine, a constant of torch, or several."""
         if node not in self.values:
-            if node in self._groups:
-                self._lower_group(self._groups[node])
-            else:
-                self.values[node] = self._lower(node)
-        return self.values[node]
+            with self._at(node):
+                if node in self._groups:
+                    self._lower_group(self._groups[node])
+                else:
+                    self.values[node] = self._lower(node)
+        value = self.values[node]
+        if self._pipeline is None or not isinstance(value, Tensor):
+            return value
+        return self._pipeline.bring(node, value, self._place)
 
     def tensor(self, node: Node) -> Tensor:
         """What a node gives, on the machine."""
@@ -136,7 +165,7 @@ class Lowering:
         dtype = type_of(value)
         is_uniform = value.numel() == 1 or not any(value.stride())
         held = value.reshape(-1)[:1] if is_uniform else value
-        key = (dtype, held.item()) if is_uniform else id(value)
+        key = (self.graph, dtype, held.item()) if is_uniform else (self.graph, id(value))
         if key not in self._constants:
             tensor = self.graph.add_constant(dtype, list(held.shape), held.numpy())
             self.graph.map_linearly(tensor)
@@ -394,7 +423,9 @@ def plan_groups(
     parts = []
     for first in range(0, groups, most):
         count = min(most, groups - first)
-        target = graph.target if count == 1 else graph.target.with_(tiles=tiles // count)
+        target = graph.target
+        if count > 1:
+            target = target.with_(tiles=tiles // count, processors=1)
         sums = max(dtype, partials, key=lambda kind: kind.size).name
         planned = planner.plan(m, k, n, dtype.name, target, partials=sums)
         parts.append((first, Layout(planned, count)))
@@ -425,11 +456,11 @@ def place_weight(
     return None
 
 
-def _group(graph: fx.Graph) -> dict[Node, list[Node]]:
+def _group(graph: fx.Graph, places: Mapping[Node, Place]) -> dict[Node, list[Node]]:
     """The element-wise operators that run as one step, by each of them, in order.
 
-    Those of one shape join that use each other's results, unless a way from one to the other leads
-    through anything else: `level` counts such ways.
+    Those of one shape and place join that use each other's results, unless a way from one to the
+    other leads through anything else: `level` counts such ways.
     """
     level: dict[Node, int] = {}
     groups: dict[Node, list[Node]] = {}
@@ -441,6 +472,7 @@ def _group(graph: fx.Graph) -> dict[Node, list[Node]]:
                 source in groups
                 and _is_elementwise(node)
                 and source.meta["val"].shape == node.meta["val"].shape
+                and places.get(source) == places.get(node)
             )
             near += [source] if joins else []
             level[node] = max(level[node], level[source] + (not joins))
@@ -464,6 +496,7 @@ def _group(graph: fx.Graph) -> dict[Node, list[Node]]:
         if (
             goal is not None
             and level[users[0]] > level[group[0]]
+            and places.get(goal[0]) == places.get(group[0])
             and goal[-1].meta["val"].shape == group[-1].meta["val"].shape
             and all(u in goal or level[u] >= level[users[0]] for u in users)
         ):

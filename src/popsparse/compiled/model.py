@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from dynsparse._core.checks import check_integer, check_within, typed
+from dynsparse._core.checks import check_choice, check_integer, check_within, typed
 from dynsparse.nn import SparseLinear
 from dynsparse.training import SparseTrainer
 from dynsparse.training.drop import MagnitudeGradient
 from dynsparse.training.history import LastStep
 from popsparse.compiled.lower import Backward, Lowering, place_weight, type_of
+from popsparse.compiled.pipeline import SCHEDULES, Pipeline, StageProfile
 from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
 from popsparse.machine import Sequence as Steps
 from popsparse.machine import Tensor as Variable
@@ -90,6 +91,8 @@ class CompiledModel:
         clip_grad_norm: float | None,
         return_output: bool,
         options: TargetOptions,
+        pipeline: str | None = None,
+        gradient_accumulation: int = 1,
     ) -> None:
         self.model, self.loss, self.target = model, loss, target
         self.trainer = optimizer if isinstance(optimizer, SparseTrainer) else None
@@ -97,6 +100,8 @@ class CompiledModel:
         self.loss_scale, self.iterations, self.options = loss_scale, device_iterations, options
         self.stochastic_rounding = stochastic_rounding
         self.clip_grad_norm, self.return_output = clip_grad_norm, return_output
+        self.schedule, self.batches = pipeline, gradient_accumulation
+        self._pipeline: Pipeline | None = None
         self.profiles: dict[str, Profile] = {}
         self.engine: Engine | None = None
         self._layers: list[_SparseWeights] = []
@@ -138,9 +143,10 @@ class CompiledModel:
         self._check((*inputs, target))
         from popsparse.compiled.trace import trace  # which takes long to import
 
+        in_parts = self.schedule is not None or self.batches > 1
         step = trace(
             self.model, self.optimizer, self.loss, self.loss_scale, inputs, target,
-            self.clip_grad_norm, self.return_output,
+            self.clip_grad_norm, self.return_output, self.batches if in_parts else None,
         )  # fmt: skip
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
@@ -148,6 +154,12 @@ class CompiledModel:
         self._settings = _settings(self.optimizer)
         self._shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
         graph = Graph(self.target)
+        pipeline = Pipeline(graph, step, self.schedule, self.batches) if in_parts else None
+        self._pipeline = pipeline
+
+        def graph_of(node: fx.Node) -> Graph:
+            return graph if pipeline is None else pipeline.graph_of(node)
+
         layers = {
             step.inputs["parameter", f"{name}.values" if name else "values"]: (name, module)
             for name, module in self.model.named_modules()
@@ -155,7 +167,7 @@ class CompiledModel:
         }
         product = torch.ops.dynsparse.linear.default
         weights = {
-            node: self._create_weights(graph, node, name, layer)
+            node: self._create_weights(graph_of(node), node, name, layer)
             for node, (name, layer) in layers.items()
             if any(user.target is product for user in node.users)
         }
@@ -163,14 +175,15 @@ class CompiledModel:
         self._variables: dict[Key, Variable] = {}
         values: dict[fx.Node, Any] = {}
         for key, node in step.inputs.items():
-            values[node] = self._variables[key] = self._create(graph, key, node, weights)
-        loss = graph.add_variable(FLOAT, [], "loss", tiles=0)
+            values[node] = self._variables[key] = self._create(graph_of(node), key, node, weights)
+        loss = graph_of(step.outputs["loss",]).add_variable(FLOAT, [], "loss", tiles=0)
         results: dict[Key, Variable] = {("loss",): loss}
+        self._output_shape = []
         if self.return_output:
             value = step.outputs["output",].meta["val"]
             output = graph.add_variable(type_of(value), list(value.shape), "output")
             graph.map_linearly(output, grain=2)
-            results["output",] = output
+            results["output",], self._output_shape = output, [*value.shape]
         outputs: dict[fx.Node, list[Variable]] = {}
         for key, node in step.outputs.items():
             variable = results[key] if key in results else self._variables[key]
@@ -179,28 +192,38 @@ class CompiledModel:
         in_buckets = {
             node
             for key, node in step.inputs.items()
-            if key[0] in ("parameter", "state") and key[1] in parameters
+            if key[0] in ("parameter", "state", "sum") and key[1] in parameters
         }
-        body = Steps()
         self._data = [key for key in step.inputs if key[0] in ("input", "target")]
-        for key in self._data:
-            body.add(self._stream(graph, key, to_device=True))
+        loads = [(key, self._stream(graph, key, to_device=True)) for key in self._data]
+        body = Steps(*(load for _, load in loads))
         partials = self.options.planned.partials_type
-        lowering = Lowering(graph, step.module, values, weights, in_buckets, partials, body)
+        lowering = Lowering(
+            graph, step.module, values, weights, in_buckets, partials, body, pipeline
+        )
         lowering.lower(outputs)
-        self._output_shape = []
+        to_host = []
         for (name,), variable in results.items():
             stream = graph.add_stream(name, variable.dtype, variable.numel, to_device=False)
-            body.add(Copy(variable, stream, name=f"{name} to host"))
-        if self.return_output:
-            self._output_shape = [*value.shape]
+            to_host.append(Copy(variable, stream, name=f"{name} to host"))
+        if pipeline is None:
+            for copy in to_host:
+                body.add(copy)
+        else:
+            sums = [(key, held) for key, held in self._variables.items() if key[0] == "sum"]
+            body = pipeline.build(sums, loads, to_host[0])
         programs: dict[str, Program] = {"step": Repeat(self.iterations, body)}
         rates = [key for key in step.inputs if key[0] == "rate"]
         programs["rates"] = Steps(*(self._stream(graph, key, to_device=True) for key in rates))
         for node, (name, layer) in layers.items():
             if node in weights:
                 self._add_layer(
-                    graph, name, layer, weights[node], lowering.backwards.get(node), programs
+                    graph_of(node),
+                    name,
+                    layer,
+                    weights[node],
+                    lowering.backwards.get(node),
+                    programs,
                 )
         self.engine = Engine(graph, programs, stochastic_rounding=self.stochastic_rounding)
         for held in self._layers:
@@ -234,7 +257,7 @@ class CompiledModel:
             pattern.density,
             pattern.block_size,
             str(layer.values.dtype).removeprefix("torch."),
-            self.target,
+            graph.target,
             passes=passes,
             options=options.planned,
         )
@@ -252,7 +275,8 @@ class CompiledModel:
             return weights[node].nz_values
         value, name = node.meta["val"], " ".join(key)
         dtype = type_of(value)
-        if key[0] == "state" and ("parameter", key[1]) in self._variables and value.ndim:
+        beside = key[0] in ("state", "sum") and ("parameter", key[1]) in self._variables
+        if beside and value.ndim:
             like = self._variables["parameter", key[1]]
             return Spread.of(graph, like).like(graph, dtype, name, like)
         if key[0] == "parameter":
@@ -379,7 +403,8 @@ class CompiledModel:
 
         Args:
             data: the model's inputs, then what the loss compares its output with. With
-                `device_iterations` of n > 1 they have a leading dimension n, of n batches.
+                `device_iterations` x `gradient_accumulation` = n > 1 they have a leading dimension
+                n, of n batches.
 
         Returns:
             The loss, or the losses [n]; with `return_output` also the model's output, or the
@@ -393,7 +418,7 @@ class CompiledModel:
                 inside the iterations.
             NotImplementedError: an operator of the model that has no program, by its name.
         """
-        count = self.iterations
+        count = self.iterations * self.batches
         if count > 1 and any(not t.ndim or len(t) != count for t in data):
             raise ValueError(f"expected tensors of {count} batches, [{count}, ...]")
         batches = [tensor if count > 1 else tensor.unsqueeze(0) for tensor in data]
@@ -457,7 +482,8 @@ class CompiledModel:
         taken: dict[str, dict[str, float]] = {}
         for step in self.profiles["step"].steps:
             if step.runs:
-                operation = taken.setdefault(step.name.split("/")[1], defaultdict(float))
+                path = [part for part in step.name.split("/") if not part.startswith("stage ")]
+                operation = taken.setdefault(path[1], defaultdict(float))
                 parts = {
                     "cycles": step.cycles,
                     **step.parts,
@@ -468,6 +494,17 @@ class CompiledModel:
                     operation[part] += amount
         costliest = sorted(taken, key=lambda name: -taken[name]["cycles"])
         return {name: dict(taken[name]) for name in costliest}
+
+    def stages(self) -> list[StageProfile]:
+        """What each stage of the pipeline took in the last step, and what it holds.
+
+        Raises:
+            RuntimeError: before the first step. ValueError: a model without a pipeline.
+        """
+        self._running()
+        if self._pipeline is None or self.schedule is None:
+            raise ValueError("the model has no stages: compile it with pipeline=")
+        return self._pipeline.profile(self.profiles["step"])
 
     def _send_rates(self) -> None:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -572,6 +609,8 @@ def compile(
     stochastic_rounding: int | None = None,
     clip_grad_norm: float | None = None,
     return_output: bool = False,
+    pipeline: str | None = None,
+    gradient_accumulation: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
     """A model whose training steps run on the tile machine: forward, backward and the optimizer's
@@ -590,12 +629,18 @@ def compile(
         target: the machine.
         loss_scale: the loss is multiplied by it for the backward pass, and gradients are divided by
             it.
-        device_iterations: batches that a step takes in a loop on the machine.
+        device_iterations: steps that a call takes in a loop on the machine.
         stochastic_rounding: a seed: float16 results are rounded up or down at random, see `Engine`,
             so that small steps of float16 weights are not lost. None rounds to nearest.
         clip_grad_norm: gradients are scaled down together to at most this norm, as by
-            `torch.nn.utils.clip_grad_norm_`.
-        return_output: whether steps return the model's output, a tensor, too.
+            `torch.nn.utils.clip_grad_norm_`. Not with a pipeline.
+        return_output: whether steps return the model's output, a tensor, too. Not with a pipeline
+            or micro-batches.
+        pipeline: cuts the model where a block on another processor begins, see
+            `poptorch.BeginBlock`: "grouped", "interleaved" or "sequential". None: all of the model
+            is spread over all processors.
+        gradient_accumulation: micro-batches of a step, whose mean gradient the optimizer takes.
+            A trainer that grows by gradients looks at those of the last one.
         options: of the sparse products, by name, as `target_options` of `SparseLinear`;
             "partials_type" is that of the dense products, too.
 
@@ -609,6 +654,16 @@ def compile(
         check_integer("stochastic_rounding", stochastic_rounding, 0)
     if clip_grad_norm is not None:
         check_within("clip_grad_norm", clip_grad_norm, "(0, inf)")
+    check_integer("gradient_accumulation", gradient_accumulation, 1)
+    if pipeline is not None:
+        check_choice("pipeline", pipeline, SCHEDULES)
+        if clip_grad_norm is not None:
+            raise ValueError("clip_grad_norm needs all gradients at once: leave out pipeline")
+    if return_output and (pipeline is not None or gradient_accumulation > 1):
+        raise ValueError(
+            "return_output returns that of a whole batch: leave out pipeline and "
+            "gradient_accumulation"
+        )
     stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
     if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
@@ -618,5 +673,5 @@ def compile(
     parsed = TargetOptions.parse(options)
     return CompiledModel(
         model, optimizer, loss, target, loss_scale, device_iterations, stochastic_rounding,
-        clip_grad_norm, return_output, parsed,
+        clip_grad_norm, return_output, parsed, pipeline, gradient_accumulation,
     )  # fmt: skip

@@ -8,6 +8,7 @@ machine does not have by those that it has (`decompositions.TABLE`).
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._autograd import _get_sequence_nr
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.func import functional_call, functionalize
 from torch.fx import traceback
@@ -24,11 +26,13 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from dynsparse.nn import SparseLinear
+from popsparse.compiled.blocks import block_of, tracers
 from popsparse.compiled.decompositions import TABLE, WRITING
 
 Key = tuple[str, ...]
 """Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
-("rate", number of the group), ("input", number), ("target",), ("loss",), ("output",)."""
+("rate", number of the group), ("input", number), ("target",), ("loss",), ("output",), and
+("sum", parameter), of the gradients of the micro-batches so far."""
 
 # Operators that change no number, and those around an optimizer's step.
 _IDENTITIES = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "detach_"}
@@ -42,11 +46,14 @@ class Step(NamedTuple):
         module: holds the graph and its constants.
         inputs: the placeholder of every tensor.
         outputs: the node of the loss, and of the new value of each tensor that the step changes.
+        stages: the processor of each stage of the model, and its name. Nodes have the number of
+            theirs in `meta["custom"]["stage"]`.
     """
 
     module: fx.GraphModule
     inputs: dict[Key, fx.Node]
     outputs: dict[Key, fx.Node]
+    stages: list[tuple[int, str]]
 
 
 def _unhooked(optimizer: torch.optim.Optimizer) -> Any:
@@ -155,6 +162,9 @@ class _Scopes:
         self.phase, self.module = "forward", ""
         self.seen: set[Any] = set()
         self.marked = 0
+        self.stage = 0
+        self.stages: list[tuple[int, str]] = [(0, "")]
+        self.first: list[int] = []  # Sequence number of autograd as each later stage begins.
 
     def mark(self, module: str | None = None) -> None:
         """The nodes made since the last mark belong to this module."""
@@ -162,14 +172,27 @@ class _Scopes:
         nodes = list(tracing.tracer.graph.nodes)
         for node in nodes[self.marked :]:
             name = self.module if module is None else module
-            node.meta["custom"] = {"phase": self.phase, "module": name}
+            node.meta["custom"] = {"phase": self.phase, "module": name, "stage": self.stage}
         self.marked = len(nodes)
+
+    def begin(self, name: str, processor: int | None) -> None:
+        """A block begins here; one on another processor is a stage."""
+        if processor is None or processor == self.stages[-1][0]:
+            self.stages[-1] = (self.stages[-1][0], name or self.stages[-1][1])
+            return
+        self.mark()
+        self.stages.append((processor, name))
+        self.first.append(_get_sequence_nr())
+        self.stage += 1
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         if module in self.names:
             self.mark()
             for tensor in pytree.tree_leaves(inputs):
                 self.follow(getattr(tensor, "grad_fn", None), self.module)
+            block = block_of(module)
+            if block is not None:
+                self.begin(*block)
             self.begun.append(self.module)
             self.module = self.names[module]
 
@@ -189,12 +212,13 @@ class _Scopes:
             if node is None or node in self.seen:
                 continue
             self.seen.add(node)
-            node.register_prehook(lambda _, name=name: self._switch(name))
+            stage = bisect_right(self.first, node._sequence_nr())
+            node.register_prehook(lambda _, name=name, stage=stage: self._switch(name, stage))
             waiting += [before for before, _ in node.next_functions]
 
-    def _switch(self, name: str) -> None:
+    def _switch(self, name: str, stage: int) -> None:
         self.mark()
-        self.module = name
+        self.module, self.stage = name, stage
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -202,9 +226,11 @@ class _Scopes:
             hooks.register_module_forward_pre_hook(self.enter),
             hooks.register_module_forward_hook(self.leave),
         ]
+        tracers.append(self)
         try:
             yield
         finally:
+            tracers.pop()
             for handle in handles:
                 handle.remove()
 
@@ -218,8 +244,13 @@ def trace(
     target: Tensor,
     clip_grad_norm: float | None = None,
     return_output: bool = False,
+    batches: int | None = None,
 ) -> Step:
-    """The step of a model in its present mode, on inputs of these shapes."""
+    """The step of a model in its present mode, on inputs of these shapes.
+
+    With a number of `batches` it is that of the last of so many micro-batches, whose gradients are
+    added to the sums of those before; the optimizer takes their mean.
+    """
     originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = {p for group in optimizer.param_groups for p in group["params"]}
     trained = [name for name, p in originals.items() if p in held]
@@ -234,6 +265,8 @@ def trace(
         **{("input", str(i)): x for i, x in enumerate(inputs)},
         ("target",): target,
     }
+    if batches is not None:
+        tensors |= {("sum", name): torch.zeros_like(originals[name]) for name in trained}
     keys: list[Key] = list(tensors)
     results: list[Key] = []
     scopes = _Scopes(model)
@@ -254,9 +287,23 @@ def trace(
         scopes.follow(result.grad_fn, "loss")
         scopes.phase, scopes.module = "backward", "loss"
         chosen = [leaves[name] for name in trained]
-        scaled = result * loss_scale if loss_scale != 1 else result
+        scale = loss_scale / (batches or 1)
+        scaled = result * scale if scale != 1 else result
         gradients = torch.autograd.grad(scaled, chosen, allow_unused=True)
         scopes.mark()
+        after: dict[Key, Tensor] = {("loss",): result.detach()}
+        if batches is not None:
+            scopes.phase, scopes.module = "accumulate", ""
+            gradients = tuple(
+                None if gradient is None else values["sum", name] + gradient
+                for name, gradient in zip(trained, gradients, strict=True)
+            )
+            after |= {
+                ("sum", name): total
+                for name, total in zip(trained, gradients, strict=True)
+                if total is not None
+            }
+            scopes.mark()
         scopes.phase, scopes.module = "update", "optimizer"
         by_name = {
             name: gradient / loss_scale if loss_scale != 1 else gradient
@@ -265,7 +312,6 @@ def trace(
         }
         if clip_grad_norm is not None:
             by_name = _clip(by_name, clip_grad_norm)
-        after: dict[Key, Tensor] = {("loss",): result.detach()}
         if return_output:
             after["output",] = output.detach()
         after |= {("buffer", name): value for name, value in buffers.items()}
@@ -296,7 +342,7 @@ def trace(
     before = dict(zip(keys, placeholders, strict=True))
     after = dict(zip(results, nodes[-1].args[0], strict=True))
     changed = {key: node for key, node in after.items() if before.get(key) is not node}
-    return Step(module, before, changed)
+    return Step(module, before, changed, scopes.stages)
 
 
 def _simplify(graph: fx.Graph) -> fx.Graph:

@@ -9,6 +9,7 @@ their tile are copied by its workers instead.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from popsparse.machine.dtypes import DType, RaceError
 from popsparse.machine.graph import Graph
 from popsparse.machine.intervals import Runs, refine, union_lengths
 from popsparse.machine.target import (
+    CROSS_LINKS,
     EXCHANGE_ENTRY,
     LONG_SEND,
+    PAIR_LINKS,
+    RAIL_LINKS,
     RECEIVE,
     RECEIVE_POINTER,
     SEND,
@@ -197,11 +201,33 @@ def _send_code(
 def link_cycles(target: Target, links: np.ndarray) -> int:
     """Cycles of moving bytes between processors: links[i, j] from i to j, all at once.
 
-    A processor sends, and at the same time receives, at the rate of its links, whoever the others
-    are. How links are laid from chip to chip is left out.
+    Bytes take every link on their way at its rate, so the busiest links count.
     """
-    worst = max(links.sum(0).max(), links.sum(1).max())
+    loads: dict[tuple[int, int, bool], float] = {}
+    for start, end in np.argwhere(links).tolist():
+        for way, count in _route(start, end, len(links)):
+            loads[way] = loads.get(way, 0.0) + links[start, end] / count
+    worst = max(loads.values(), default=0.0)
     return math.ceil(worst / target.link_bytes_per_second * target.clock_hz)
+
+
+def _route(start: int, end: int, processors: int) -> list[tuple[tuple[int, int, bool], float]]:
+    """The links on the way between two processors of the ladder: (from, to, whether they serve the
+    pair alone), and how many there are."""
+    if start // 2 == end // 2:
+        return [((start, end, True), PAIR_LINKS.typical)]
+    path = [start]
+    # First across the rung, but for the last of an odd number, which has nobody beside it.
+    if (start ^ end) & 1 and start ^ 1 < processors:
+        path.append(start ^ 1)
+    step = 2 if end // 2 > start // 2 else -2
+    while path[-1] // 2 != end // 2:
+        path.append(path[-1] + step)
+    path += [end] if path[-1] != end else []
+    return [
+        ((a, b, False), CROSS_LINKS.typical if a // 2 == b // 2 else RAIL_LINKS.typical)
+        for a, b in itertools.pairwise(path)
+    ]
 
 
 def _link_bytes(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse._core.checks import check_array, check_integer, check_kind, shortened, typed
-from popsparse.machine.dtypes import DType, MappingError, as_dtype
+from popsparse.machine.dtypes import DType, MappingError, OutOfMemoryError, as_dtype
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
@@ -560,6 +560,7 @@ class Graph:
 
         Raises:
             ValueError: a name that exists, fewer than one row or element, a row above 128 MiB.
+            OutOfMemoryError: more than there is beside the processors.
         """
         if name in self.remote_buffers:
             raise ValueError(f"the remote buffer {name!r} exists already")
@@ -570,6 +571,13 @@ class Graph:
             raise ValueError(
                 f"a row of a remote buffer has at most {_MOST_REMOTE:,} bytes, got "
                 f"{row_bytes:,}: use more rows"
+            )
+        beside = self.root.target.processors * self.root.target.remote_bytes
+        taken = buffer.bytes + sum(other.bytes for other in self.remote_buffers.values())
+        if taken > beside:
+            raise OutOfMemoryError(
+                f"remote buffers take {taken:,} bytes, with {name!r}, of the {beside:,} beside "
+                f"{self.root.target.processors} processors"
             )
         self.remote_buffers[name] = buffer
         return buffer

@@ -10,7 +10,7 @@ import numpy as np
 
 from popsparse.machine import program as programs
 from popsparse.machine.checks import check_compute_set
-from popsparse.machine.dtypes import AbortError, ProgramError
+from popsparse.machine.dtypes import AbortError, OutOfMemoryError, ProgramError
 from popsparse.machine.exchange import CopyPlan, bind_pair, broadcast_cycles, link_cycles, plan_copy
 from popsparse.machine.profile import CodeletProfile, Profile
 from popsparse.machine.state import Node, State
@@ -67,6 +67,13 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
             f"is copied must lie on tiles of it, got those of processors "
             f"{sorted({*processors, *home})}"
         )
+    beside = [other for other, at in state.remote_home.items() if at == home]
+    taken = sum(other.bytes for other in beside)
+    if taken > state.target.remote_bytes:
+        raise OutOfMemoryError(
+            f"remote buffers beside processor {home[0]} take {taken:,} bytes, with "
+            f"{buffer.name!r}, of the {state.target.remote_bytes:,} that it has"
+        )
     step = state.add_step(path, "remote")
     target = state.target
     rate = target.remote_read_bytes_per_second if up else target.remote_write_bytes_per_second
@@ -108,6 +115,18 @@ def _shown(state: State, tensor: Tensor, replica: int) -> str:
     return np.array2string(state.read(tensor, replica), separator=" ", threshold=100)
 
 
+_IN_BRANCHES = (
+    programs.Sequence,
+    programs.Call,
+    programs.Repeat,
+    programs.RepeatWhileTrue,
+    programs.RepeatWhileFalse,
+    programs.If,
+    programs.Switch,
+    programs.WriteUndef,
+)
+
+
 class Lowering:
     """Turns programs into nodes, each program once however often it is used."""
 
@@ -117,6 +136,7 @@ class Lowering:
         self.copies: list[CopyPlan] = []
         self.vertex_sets: list[VertexSet] = []
         self.compute_sets = 0
+        self.checked: set[tuple[programs.Program, int]] = set()
 
     def lower(self, program: programs.Program, path: str = "") -> Node:
         """The node of a program."""
@@ -149,6 +169,60 @@ class Lowering:
 
         return run
 
+    def _Parallel(self, program: programs.Parallel, path: str) -> Node:
+        processors = self.state.target.processors
+        nodes: dict[int, Node] = {}
+        for processor, branch in program.branches.items():
+            if processor >= processors:
+                raise ProgramError(
+                    f"a branch of {path or 'Parallel'!r} is for processor {processor}; the target "
+                    f"has processors 0 to {processors - 1}"
+                )
+            nodes[processor] = self.lower(branch, path)
+            self._check_branch(branch, processor, path)
+
+        def run(profile: Profile) -> None:
+            begin = end = profile.cycles
+            profile.in_branch = True
+            for processor, node in nodes.items():
+                profile.cycles = begin
+                node(profile)
+                profile.busy[processor] += profile.cycles - begin
+                end = max(end, profile.cycles)
+            profile.cycles, profile.in_branch = end, False
+            profile.parallel_cycles += end - begin
+
+        return run
+
+    def _check_branch(self, program: programs.Program, processor: int, path: str) -> None:
+        """Raises ProgramError for what is not of this processor alone."""
+        if (program, processor) in self.checked:
+            return
+        self.checked.add((program, processor))
+        if isinstance(program, programs.Execute):
+            used = [v.tiles.reshape(-1) for v in program.compute_set.merged()]
+        elif isinstance(program, programs.Copy) and not (program.stream or program.remote):
+            tensors = [side for pair in program.pairs for side in pair]
+            used = [self.state.graph.root.tiles_of(t).reshape(-1) for t in tensors]
+        elif isinstance(program, _IN_BRANCHES):
+            tested = [getattr(program, part, None) for part in ("predicate", "value")]
+            used = [self.state.graph.root.tiles_of(t).reshape(-1) for t in tested if t is not None]
+        else:
+            raise ProgramError(
+                f"a branch of {path or 'Parallel'!r} cannot contain {type(program).__name__}: a "
+                "branch computes and copies on its own processor alone"
+            )
+        each = self.state.target.processor_tiles
+        others = [t for tiles in used for t in np.unique(tiles) if t // each != processor]
+        if others:
+            raise ProgramError(
+                f"{program.name or 'a copy'!r} is in the branch of processor {processor} of "
+                f"{path or 'Parallel'!r} and uses tile {others[0]}, of processor "
+                f"{others[0] // each}"
+            )
+        for part in program.parts():
+            self._check_branch(part, processor, path)
+
     def _Call(self, program: programs.Call, path: str) -> Node:
         return self.lower(program.function, path)
 
@@ -167,9 +241,10 @@ class Lowering:
         step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
         flats = [memory[scalar.dtype] for memory in state.memories]
         address = int(scalar.addresses().reshape(-1)[0])
-        exchange, sync = broadcast_cycles(state.target, scalar), state.target.whole_sync_cycles
+        exchange, target = broadcast_cycles(state.target, scalar), state.target
 
         def test(profile: Profile) -> int:
+            sync = target.sync_cycles if profile.in_branch else target.whole_sync_cycles
             profile.record(step, sync=sync, exchange=exchange)
             values = [int(flat[address]) for flat in flats]
             profile.chosen(step, values[0])
@@ -310,12 +385,13 @@ class Lowering:
         busiest = max(int(of_tile.max()), int(to_tile.max())) if program.to else 0
         exchange = math.ceil(busiest / target.exchange_bytes_per_cycle)
         each = target.processor_tiles
-        by_processor = np.stack([t.reshape(-1, each).sum(1) for t in (of_tile, to_tile)])
-        # A replica's processor sends to one other and receives from one.
-        links = np.diag(by_processor.max(0)).astype(float)
+        by_processor = np.stack([t.reshape(-1, each).sum(1) for t in (of_tile, to_tile)]).max(0)
         moving = {s: r for s, r in program.to.items() if s != r}
+        links = np.zeros((count, target.processors, count, target.processors))
+        for sender, receiver in moving.items():
+            links[sender, :, receiver] += np.diag(by_processor)
         size = src.numel * src.dtype.size * len(moving)
-        spent = max(exchange, link_cycles(target, links) if moving else 0)
+        spent = max(exchange, link_cycles(target, links.reshape(count * target.processors, -1)))
 
         def run(profile: Profile) -> None:
             if state.computes(src.dtype):

@@ -183,8 +183,9 @@ class _Analysis:
 
     def before(self, program: programs.Program, after: int) -> int:
         """What is live before a program, given what is live after it."""
-        if isinstance(program, programs.Sequence):
-            for part in reversed(program.programs):
+        # Branches of Parallel lie on tiles of their own: for each tile they are a sequence too.
+        if isinstance(program, (programs.Sequence, programs.Parallel)):
+            for part in reversed(program.parts()):
                 after = self.before(part, after)
             return after
         if isinstance(program, programs.Call):
@@ -264,6 +265,19 @@ def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
         if more == always:
             return Liveness(analysis.variables, always, analysis.moments, analysis.held)
         always = more
+
+
+def find_carried(
+    graph: Graph, first: Iterable[programs.Program], then: programs.Program
+) -> list[Variable]:
+    """The variables that some programs write and another reads as they left them."""
+    analysis = _Analysis(graph)
+    written, seen = 0, set[programs.Program]()
+    for program in first:
+        for part in _leaves(program, seen):
+            written |= analysis.effect(part).writes
+    carried = written & analysis.before(then, 0)
+    return [v for i, v in enumerate(analysis.variables) if carried >> i & 1]
 
 
 # A vertex holds the address of its codelet, for each edge a 32-bit pointer and count (Poplar's

@@ -78,7 +78,8 @@ def build_tree(
     for i in reversed(range(len(order))):
         row = rows.get(order[i])
         spent[i] = 0.0 if row is None else cycles[row]
-        spent[i] += sum(spent[part] * n / counts[part] for _, part, n in parts[i] if n)
+        inner = [spent[part] * n / counts[part] for _, part, n in parts[i] if n]
+        spent[i] += max([0.0, *inner]) if isinstance(order[i], programs.Parallel) else sum(inner)
     return [
         ProgramNode(type(p).__name__, p.name or "", rows.get(p), counts[i], spent[i], parts[i])
         for i, p in enumerate(order)
@@ -232,6 +233,10 @@ class CodeletProfile:
 class Profile:
     """The cost of one run. Fields are plain numbers and NumPy arrays, but for `contents`: what lies
     where and when, and `nodes`: the program that ran. `name` is the one the engine knows it by.
+
+    `cycles` is the time that passed. Where processors run at once (`Parallel`), that is less than
+    the sum over the steps: `parallel_cycles` of it passed there, in which each processor was busy
+    for `busy` cycles, [processors]. `in_branch`: whether it runs now, for engines.
     """
 
     target: Target
@@ -246,6 +251,13 @@ class Profile:
     timeline_is_whole: bool = True
     choices: dict[int, dict[int, int]] = field(default_factory=dict)
     nodes: list[ProgramNode] = field(default_factory=list)
+    parallel_cycles: float = 0
+    in_branch: bool = False
+    busy: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        if not self.busy.size:
+            self.busy = np.zeros(self.target.processors)
 
     def chosen(self, step: int, value: int) -> None:
         """Count a control value that was tested. For engines."""
@@ -314,6 +326,16 @@ class Profile:
         return int(self._total("link_bytes"))
 
     @property
+    def overlapped_cycles(self) -> float:
+        """Cycles of steps that ran beside the longest branch of a `Parallel`."""
+        return sum(self.parts.values()) - self.cycles
+
+    @property
+    def idle(self) -> np.ndarray:
+        """The share of `parallel_cycles` in which each processor waited, [processors]."""
+        return 1 - self.busy / (self.parallel_cycles or np.inf)
+
+    @property
     def seconds(self) -> float:
         return self.target.seconds(self.cycles)
 
@@ -366,7 +388,8 @@ class Profile:
         max_tile_bytes, worst_tile, and that tile's by_category); `steps` (name, kind, runs, cycles
         by part, balance, bytes; and `per_tile`, figures of the tiles in order, each with how many
         tiles in a row have it);
-        `timeline` (rows of step, start, sync, exchange, compute, host); `codelets`; `tiles` (bytes,
+        `timeline` (rows of step, start, sync, exchange, compute, host); `parallel` (cycles, busy);
+        `codelets`; `tiles` (bytes,
         cycles, exchange, received, sent: lists; memory: lists by category); `contents` (as of
         `Contents.to_dict`); `tree` (nodes as of the method).
         """
@@ -386,6 +409,7 @@ class Profile:
             "steps": [step._to_dict() for step in self.steps],
             "timeline": [list(row) for row in self.timeline],
             "timeline_is_whole": self.timeline_is_whole,
+            "parallel": {"cycles": self.parallel_cycles, "busy": self.busy.tolist()},
             "codelets": {name: asdict(codelet) for name, codelet in self.codelets.items()},
             "tiles": {
                 "bytes": self.memory.per_tile.astype(int).tolist(),
@@ -412,6 +436,7 @@ class Profile:
             ProgramNode(**{**node, "parts": [tuple(part) for part in node["parts"]]})
             for node in plain["tree"]
         ]
+        parallel = plain.get("parallel", {})
         return cls(
             target,
             MemoryUse(memory, int(plain["memory"]["limit"])),
@@ -427,6 +452,8 @@ class Profile:
             cycles=float(plain["cycles"]["total"]),
             timeline_is_whole=plain["timeline_is_whole"],
             nodes=tree,
+            parallel_cycles=float(parallel.get("cycles", 0)),
+            busy=np.asarray(parallel.get("busy", []), float),
         )
 
     @typed
@@ -448,7 +475,15 @@ class Profile:
         lines.append(f"Cycles: {self.cycles:,.0f} ({self.seconds * 1e6:,.2f} us)")
         for part, spent in self.parts.items():
             if spent:
-                lines.append(f"  {part:<14}{spent:>12,.0f}  {spent / self.cycles:6.1%}")
+                share = spent / (self.cycles + self.overlapped_cycles)
+                lines.append(f"  {part:<14}{spent:>12,.0f}  {share:6.1%}")
+        if self.parallel_cycles:
+            shares = ", ".join(f"{share:.0%}" for share in self.idle)
+            saved, during = self.overlapped_cycles, self.parallel_cycles
+            lines.append(
+                f"  {'at once':<14}{-saved:>12,.0f}  of {during:,.0f} in which processors ran at "
+                f"once, idle for {shares}"
+            )
         for what, out, back in (
             ("Host link", "to_host_bytes", "from_host_bytes"),
             ("Remote buffers", "to_remote_bytes", "from_remote_bytes"),

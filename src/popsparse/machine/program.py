@@ -288,6 +288,25 @@ class Call(Program):
         return [self.function]
 
 
+class Parallel(Program):
+    """Programs of different processors that run at the same time, by processor.
+
+    The results are those of one branch after the other, and cycles those of the longest: within a
+    branch only the tiles of its processor synchronise. So a branch computes and copies on its
+    processor alone; what crosses links or the host link comes before or after.
+    """
+
+    def __init__(self, branches: abc.Mapping[int, Program], *, name: str | None = None) -> None:
+        check_kind("branches", branches, abc.Mapping, "programs by processor")
+        self.branches = {
+            check_integer("a processor", k, 0): check_program(p) for k, p in branches.items()
+        }
+        self.name = name
+
+    def parts(self) -> list[Program]:
+        return list(self.branches.values())
+
+
 class Sync(Program):
     """Wait for all tiles."""
 

@@ -140,6 +140,50 @@ RECEIVE_POINTER = Fact(
     "were 14 % below to 18 % above the code of eight scheduled exchanges",
 )
 
+LINK = Fact(
+    "link",
+    423e3 / 8 / 4,
+    423e3 / 8 / 4,
+    16_000,
+    "MB/s each way",
+    "[V] a sample of gc-iputraffictest: 423 Gbit/s, both ways together; [I] over the two links of "
+    "a rail, as the data sheet's 512 Gbit/s of a Bow-2000 are. High: the published 320 GB/s of ten "
+    "links, both ways together. An old model of PopLibs has 14,603: 0.85 of 128 Gibit/s",
+)
+PAIR_LINKS = Fact(
+    "links within a pair",
+    4,
+    4,
+    4,
+    "links",
+    "[T] PopLibs' constraints of its model: processors 2 i and 2 i + 1 are a rung of a ladder",
+)
+CROSS_LINKS = Fact(
+    "links of a pair for the way to others",
+    2,
+    2,
+    2,
+    "links",
+    "[T] the same: what goes to the other side of another rung crosses its own rung on these",
+)
+RAIL_LINKS = Fact(
+    "links from rung to rung",
+    2,
+    2,
+    2,
+    "links",
+    "[T] the same: two up and two down, so that a processor has the published ten. [M] Citadel: "
+    "the ladder is no torus",
+)
+STREAMING = Fact(
+    "streaming memory",
+    64,
+    64,
+    64,
+    "GB a processor",
+    "[V] a Bow-2000's data sheet: up to 256 GB for its four",
+)
+
 # Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
 PRESETS = ("mk2", "bow")  # names of functions of `Target`
@@ -154,6 +198,7 @@ _INTEGERS = {
     "data_path_bits": 2**16,
     "exchange_bus_tiles": 2,
     "coefficient_load_bytes_per_cycle": 2**16,
+    "remote_bytes": 2**50,
 }
 _POSITIVE = (
     "exchange_bytes_per_cycle",
@@ -211,9 +256,10 @@ class Target:
             to tile.
         remote_write_bytes_per_second: tiles to that memory, which is said to be 3 to 20 times
             slower than the links. [V] the same: tile to buffer.
-        link_bytes_per_second: what a processor sends to others and, at the same time, receives
-            from them. [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways together; a Bow-2000's
-            data sheet says 512.
+        remote_bytes: how much of that memory a processor has: `STREAMING`.
+        link_bytes_per_second: what one link between two processors carries in one direction and,
+            at the same time, in the other: `LINK`. How many join which processors: `PAIR_LINKS`,
+            `CROSS_LINKS`, `RAIL_LINKS`.
         link_sync_cycles: cost of each synchronisation of all processors, where there are several.
             [T] `Target::getGlobalSyncCycles` of the C600. Uncertain.
 
@@ -239,7 +285,8 @@ class Target:
     remote_read_bytes_per_second: float = 26e9 / 8
     remote_write_bytes_per_second: float = 30e9 / 8
     processors: int = 1
-    link_bytes_per_second: float = 423e9 / 8 / 2
+    remote_bytes: int = int(STREAMING.typical * 1e9)
+    link_bytes_per_second: float = LINK.typical * 1e6
     link_sync_cycles: float = 600
 
     def __post_init__(self) -> None:

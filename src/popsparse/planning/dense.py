@@ -25,6 +25,7 @@ import numpy as np
 
 from dynsparse._core.checks import check_integer, check_within, typed
 from popsparse.machine.dtypes import DType
+from popsparse.machine.exchange import link_cycles
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (
@@ -151,6 +152,35 @@ def _reduction(
     return compute, moved, stages
 
 
+def _links(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -> Array:
+    """Cycles of one step's bytes on the links between processors.
+
+    Tiles are numbered by part of the in-channels, of the field, of the out-channels, and processors
+    have as many each. An operand's part is spread over the tiles that share it; each processor of
+    these receives what it does not hold, once. Partial sums and what is rearranged, `moved` bytes a
+    tile, come evenly from all processors in use.
+    """
+    f, o, i = cut.partitions
+    streamed, held, results = _sizes(cut)[3:]
+    tiles = target.processor_tiles
+    used = -(-f * o * i // tiles)
+    each = np.minimum(f * o * i, tiles)
+
+    def from_others(processors: Array) -> Array:
+        return 1 - 1 / np.maximum(processors, 1)
+
+    received = streamed * dtype.size * -(-each // o) * from_others(-(-o // tiles))
+    received += held * dtype.size * np.minimum(o, each) * from_others(-(-f * o // tiles))
+    summed_far = from_others(np.minimum(i, used))
+    received += (results * partials.size * summed_far + moved * from_others(used)) * each
+    # Of a byte that each of so many processors receives evenly from the others.
+    cycles = np.zeros(target.processors + 1)
+    for count in range(2, target.processors + 1):
+        even = (1 - np.eye(count)) / (count - 1)
+        cycles[count] = link_cycles(target, 1e6 * even) / 1e6
+    return np.ceil(received * cycles[used]).astype(np.int64)
+
+
 def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     """Price every partition of a cut. Nothing overlaps; synchronisation is not a term."""
     f, o, i = cut.partitions
@@ -215,6 +245,8 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
                 -(-cut.fields * cut.outs // used) // serial, dtype, workers
             )
         terms["serial slices"] = slices
+    if target.processors > 1:
+        terms["links"] = _links(cut, dtype, partials, target, moved[0] + moved[1] + moved[2])
     terms = {name: serial * value for name, value in terms.items()}
     repeats = 1 if cut.once else serial
     terms["field exchange"] = repeats * field_exchange
@@ -247,7 +279,8 @@ class DensePlan:
         serial_out, serial_in: splits in time; at most one is above 1.
         broadcast_once: the streamed operand is brought to the tiles once, before the serial loop.
         terms: cycles by name as the planner counts them; they add up to `planned_cycles`.
-        phases: bulk-synchronous steps, each of which costs the target's `sync_cycles`.
+        phases: bulk-synchronous steps, each of which costs the target's `sync_cycles`, on several
+            processors its `link_sync_cycles`.
         temporary_bytes, resident_bytes: of a tile; resident are A, B and C.
         cycles: planned cycles and the synchronisation.
         seconds, tflops: at the target's clock; tflops counts 2 m k n.
@@ -292,7 +325,9 @@ class DensePlan:
 
     @property
     def sync_cycles(self) -> float:
-        return self.phases * self.target.sync_cycles
+        crosses = self.tiles_used > self.target.processor_tiles
+        sync = self.target.whole_sync_cycles if crosses else self.target.sync_cycles
+        return self.phases * sync
 
     @property
     def cycles(self) -> float:

@@ -8,6 +8,7 @@ on whatever processor the model is on, or on the tile machine. Source: PopTorch 
 "Running models", "Efficient data batching".
 """
 
+from popsparse.compiled.blocks import BeginBlock, Block
 from popsparse.poptorch.data_loader import DataLoader
 from popsparse.poptorch.model import (
     WrappedModel,
@@ -26,6 +27,8 @@ from popsparse.poptorch.options import (
 
 __all__ = [
     "AnchorMode",
+    "BeginBlock",
+    "Block",
     "ConnectionType",
     "DataLoader",
     "DataLoaderMode",

@@ -95,11 +95,12 @@ def render_balance(profile: Profile) -> str:
         if cycles
     ]
     counts = ", ".join(f"{number(n)} {esc(what)}" for what, n in profile.counts.items())
+    whole = sum(profile.parts.values())
     return (
         f"<p><b>{number(profile.cycles)} cycles</b>, {number(profile.seconds * 1e6)} µs on "
         f"{esc(profile.target.name)} at {profile.target.clock_hz / 1e9:g} GHz"
         + (f": {counts}" if counts else "")
-        + f'.</p><p class="wide">{bar(profile.parts.items(), profile.cycles)}</p>{legend(shares)}'
+        + f'.</p><p class="wide">{bar(profile.parts.items(), whole)}</p>{legend(shares)}'
     )
 
 
@@ -108,6 +109,11 @@ def render_timeline(profile: Profile, identity: str) -> str:
     cut = ""
     if not profile.timeline_is_whole:
         cut = f" Only the first {number(len(profile.timeline))} runs of steps were recorded."
+    if profile.parallel_cycles:
+        cut += (
+            f" Steps of several processors that ran at once, {number(profile.overlapped_cycles)} "
+            "cycles, are drawn one after the other."
+        )
     return (
         "<p>All tiles take each step together: synchronisation, exchange, compute. Where several "
         "steps share a pixel, height is the share of that moment. Drag to zoom in, double-click "

@@ -1,5 +1,6 @@
 """Several processors: links between them, replicas of a program, parts of a graph."""
 
+import json
 import math
 
 import numpy as np
@@ -11,22 +12,30 @@ from popsparse.machine import (
     FLOAT,
     HALF,
     INT,
+    Codelet,
     Copy,
     CrossReplicaCopy,
     Engine,
     Execute,
     Graph,
     If,
+    InOut,
     MappingError,
+    OutOfMemoryError,
+    Parallel,
+    Profile,
     ProgramError,
+    Repeat,
     RepeatWhileTrue,
     Sequence,
+    Sync,
     Target,
     codelets,
+    exchange,
 )
 
 POD = Target.pod(
-    2, tiles=4, clock_hz=1e9, link_bytes_per_second=2e9, host_read_bytes_per_second=1e9
+    2, tiles=4, clock_hz=1e9, link_bytes_per_second=0.5e9, host_read_bytes_per_second=1e9
 )
 
 
@@ -243,3 +252,107 @@ def test_a_product_on_each_of_two_processors():
     assert (profile.tile_cycles > 0).reshape(2, 8).any(1).all()
     assert graph.tiles_of(made[1].values).min() >= 8
     assert HALF.size == 2
+
+
+def busy_for(graph, processor, cycles, tensor):
+    """A step that adds 1 to a tensor on tile 0 of a processor."""
+    codelet = Codelet(
+        f"busy {cycles}", {"x": InOut()}, lambda v: np.add(v.x, 1, out=v.x),
+        cycles=lambda v: cycles, runs_on="supervisor",
+    )  # fmt: skip
+    made = graph.add_compute_set(f"busy {cycles}")
+    graph.virtual(processor=processor).add_vertex(made, codelet, 0, {"x": tensor})
+    return Execute(made)
+
+
+def test_branches_of_processors_run_at_once():
+    graph = Graph(POD)
+    x, y = (graph.add_variable(FLOAT, [2], name, tiles=t) for name, t in (("x", 0), ("y", 4)))
+    z = graph.virtual(processor=1).add_variable(FLOAT, [2], "z", tiles=1)
+    short, long = busy_for(graph, 0, 100, x), busy_for(graph, 1, 400, y)
+    first = Repeat(3, short)
+    second = Sequence(long, Copy(y, z, name="on chip"))
+    send = Copy(z, x, name="send")
+    engine = Engine(graph, Sequence(Parallel({0: first, 1: second}, name="both"), send))
+    engine.write("x", 0)
+    engine.write("y", 5)
+    profile = engine.run()
+    assert (engine.read("z")[0], engine.read("x")[0]) == (6, 6)
+    # The second branch: 400, a superstep of its own processor alone and one fragment.
+    longest = 400 + 311 + 3
+    assert profile.step("on chip").sync == 311
+    assert profile.cycles == longest + profile.step("send").cycles
+    assert profile.parallel_cycles == longest
+    assert profile.busy.tolist() == [300, longest]
+    assert profile.idle.tolist() == [1 - 300 / longest, 0]
+    assert profile.overlapped_cycles == 300
+    assert sum(profile.parts.values()) == profile.cycles + 300
+    root, *inside = profile.tree()
+    both = next(node for node in inside if node.name == "both")
+    assert (root.cycles, both.cycles) == (profile.cycles, longest)
+    assert "of 714 in which processors ran at once, idle for 58%, 0%" in profile.summary()
+    again = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert (again.cycles, again.idle.tolist()) == (profile.cycles, profile.idle.tolist())
+
+
+def test_branches_stay_on_their_processors():
+    graph = Graph(POD)
+    x, y = (graph.add_variable(FLOAT, [2], name, tiles=t) for name, t in (("x", 0), ("y", 4)))
+    stream = graph.add_stream("in", FLOAT, 2, to_device=True)
+    step = busy_for(graph, 1, 10, y)
+    for branches, line in (
+        ({0: step}, "'busy 10' is in the branch of processor 0 of 'p' and uses tile 4, of"),
+        ({1: Copy(x, y, name="send")}, "'send' is in the branch of processor 1 of 'p' and uses"),
+        ({0: Copy(stream, x)}, "a branch of 'p' cannot contain Copy"),
+        ({1: Sync()}, "a branch of 'p' cannot contain Sync: a branch computes and copies on"),
+        ({2: step}, "is for processor 2; the target has processors 0 to 1"),
+    ):
+        with pytest.raises(ProgramError, match=line):
+            Engine(graph, Parallel(branches, name="p"))
+    with pytest.raises(TypeError, match="branches must be programs by processor"):
+        Parallel([step])
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "loads"),
+    [
+        # From, to, how many links: a pair has four for itself, a way on has two.
+        (0, 1, [(0, 1, 4)]),
+        (0, 2, [(0, 2, 2)]),
+        (0, 3, [(0, 1, 2), (1, 3, 2)]),
+        (5, 0, [(5, 4, 2), (4, 2, 2), (2, 0, 2)]),
+        (6, 1, [(6, 4, 2), (4, 2, 2), (2, 0, 2), (0, 1, 2)]),  # the seventh of seven
+        (1, 6, [(1, 0, 2), (0, 2, 2), (2, 4, 2), (4, 6, 2)]),
+    ],
+)
+def test_the_way_between_processors(start, end, loads):
+    route = exchange._route(start, end, 7)
+    assert [(a, b, count) for (a, b, _), count in route] == loads
+
+
+def test_the_busiest_links_count():
+    pod = Target.pod(4, tiles=2, clock_hz=1e9, link_bytes_per_second=1e9)
+    links = np.zeros((4, 4))
+    links[0, 1] = 400  # 100 cycles on four links
+    assert exchange.link_cycles(pod, links) == 100
+    links[0, 3] = 100  # across the rung beside it, on two links of its own, and up the rail
+    assert exchange.link_cycles(pod, links) == 100
+    links[1, 3] = 200  # on the same rail: 100 + 200 on two links
+    assert exchange.link_cycles(pod, links) == 150
+    links[3, 1] = 300  # the other way is free
+    assert exchange.link_cycles(pod, links) == 150
+
+
+def test_remote_buffers_have_a_capacity():
+    graph = Graph(Target.pod(2, tiles=2, remote_bytes=1000))
+    near, far = (graph.add_variable(FLOAT, [100], n, tiles=t) for n, t in (("a", 0), ("b", 2)))
+    first, second = (graph.add_remote_buffer(name, FLOAT, 100, 2) for name in ("one", "two"))
+    index = graph.add_constant(INT, [1], 0, "row", tiles=0)
+    Engine(graph, Sequence(*(Copy(t, b, index=index) for t, b in ((near, first), (far, second)))))
+    program = Sequence(*(Copy(near, buffer, index=index) for buffer in (first, second)))
+    line = "beside processor 0 take 1,600 bytes, with 'two', of the 1,000 that it has"
+    with pytest.raises(OutOfMemoryError, match=line):
+        Engine(graph, program)
+    line = "remote buffers take 2,400 bytes, with 'three', of the 2,000 beside 2 processors"
+    with pytest.raises(OutOfMemoryError, match=line):
+        graph.add_remote_buffer("three", FLOAT, 100, 2)
