@@ -102,6 +102,30 @@ def test_one_processor_accumulates_gradients():
         compiled.stages()
 
 
+def test_the_mean_of_micro_batches_is_clipped():
+    host = stages(1)[:1]  # without dropout
+    model = copy.deepcopy(host)
+    x, y = batches(2, 3)
+    optimizer = sgd(host)
+    norms = []
+    for xs, ys in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        for inputs, labels in zip(xs, ys, strict=True):
+            (nn.functional.cross_entropy(host(inputs), labels) / 3).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(host.parameters(), 0.1)))
+        optimizer.step()
+    assert min(norms) > 0.1
+    compiled = popsparse.compile(
+        model, sgd(model), nn.functional.cross_entropy, Target.bow(tiles=8),
+        clip_grad_norm=0.1, gradient_accumulation=3,
+    )  # fmt: skip
+    for xs, ys in zip(x, y, strict=True):
+        compiled.step(xs, ys)
+    compiled.copy_weights_to_host()
+    for trained, expected in zip(model.parameters(), host.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
+
+
 class Skips(nn.Module):
     """Three stages on two processors; the first two send to the last."""
 
@@ -257,6 +281,10 @@ def test_bad_input():
         ValueError, match="pipeline must be one of grouped, interleaved, sequential"
     ):
         take_step(stages(), pod, pipeline="fast")
+    with pytest.raises(ValueError, match="clip_grad_norm needs all gradients at once"):
+        take_step(stages(), pod, clip_grad_norm=1.0, **how)
+    with pytest.raises(ValueError, match="return_output returns that of a whole batch"):
+        take_step(stages(), pod, return_output=True, gradient_accumulation=2)
     with pytest.raises(ValueError, match="gradient_accumulation must be an integer of at least 1"):
         take_step(stages(), pod, gradient_accumulation=0)
     with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module"):
