@@ -121,3 +121,33 @@ def test_large_outputs():
         "bottleneck": "with the bottleneck",
     }.items():
         assert f"{measured['peak'][name]:.1f} GB {words}" in text.replace("of memory ", "")
+
+
+def test_reinforcement_learning():
+    measured = figures("reinforcement-zen3.json")
+    start = measured["settings"]["start"]
+    rows = cells_of("reinforcement.md", "| network | weights of the actor |")
+    assert len(rows) == len(measured["runs"])
+    base = 0.0
+    for (_, weights, update, steps, share), (name, run) in zip(
+        rows, measured["runs"].items(), strict=True
+    ):
+        reached = [_first_above(episodes, -200) for episodes in run["episodes"]]
+        mean = statistics.mean(reached)
+        speed = measured["times"]["1024"][name][1]
+        base = base or mean - start
+        assert weights == f"{run['weights']:,}"
+        assert update == f"{speed:.2f}"
+        assert steps == f"{mean:,.0f} ({min(reached):,} to {max(reached):,})"
+        assert share == f"{(mean - start) / base / speed:.2f}"
+    wide = {name: f"{row[1]:.1f}" for name, row in measured["times"]["2048"].items()}
+    text = " ".join((ROOT / "docs" / "reinforcement.md").read_text().split())
+    assert f"is {wide['static-0.1']} (0.1) and {wide['static-0.05']} (0.05) times as fast" in text
+    assert f"slower than dense ({measured['times']['2048']['masked-0.1'][1]:.2f})" in text
+
+
+def _first_above(episodes: list, least: float) -> int:
+    """The step after the first five episodes whose mean return is at least this."""
+    returns = [total for _, total in episodes]
+    means = [statistics.mean(returns[i - 4 : i + 1]) for i in range(4, len(returns))]
+    return episodes[4 + next(i for i, mean in enumerate(means) if mean >= least)][0]
