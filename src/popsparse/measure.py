@@ -62,10 +62,14 @@ def plan_figures(plan: AnyPlan) -> dict[str, Any]:
     return cut
 
 
-def _numbers(shape: Sequence[int], sums: float, dtype: str, generator: Any) -> torch.Tensor:
-    """+1 and -1 where sums of so many stay nearly exact, else uniform in [-1, 1)."""
+def _numbers(
+    shape: Sequence[int], sums: float, dtype: str, generator: Any, normal: bool
+) -> torch.Tensor:
+    """+1 and -1 where sums of so many stay nearly exact, else uniform in [-1, 1); or normal."""
     exact = 2048 if dtype == "float16" else 1 << 24
-    if 1.3 * sums <= 10 * exact:
+    if normal:
+        values = torch.randn(list(shape), generator=generator)
+    elif 1.3 * sums <= 10 * exact:
         values = torch.randint(2, list(shape), generator=generator).float() * 2 - 1
     else:
         values = torch.rand(list(shape), generator=generator) * 2 - 1
@@ -79,6 +83,7 @@ def sparse_figures(
     *,
     seed: int = 0,
     ignore_data: bool = False,
+    normal: bool = False,
 ) -> dict[str, Any]:
     """Run passes of a layer on a pattern, with random values and operands.
 
@@ -87,6 +92,7 @@ def sparse_figures(
         pattern: of the layer's shape and block size.
         seed: of the values.
         ignore_data: run without numbers; the layer may be one with `numerics=False`.
+        normal: draw from a normal distribution, not numbers whose sums round little.
 
     Returns:
         "cycles" and "tflops" by pass (2 x non-zeros x batch over the pass's seconds at the target's
@@ -105,7 +111,7 @@ def sparse_figures(
         for name in passes:
             layer.run(name)
     else:
-        error = _run_and_check(layer, pattern, passes, seed)
+        error = _run_and_check(layer, pattern, passes, seed, normal)
     assert layer.encoding is not None
     products = 2.0 * pattern.nnz * pattern.block_size**2 * sizes.z
     profiles = {name: layer.profiles[name] for name in passes}
@@ -127,14 +133,15 @@ def _figures_of(profiles: Mapping[str, Profile], products: Mapping[str, float]) 
     }
 
 
-def _run_and_check(layer: Layer, pattern: SparsePattern, passes: Sequence[str], seed: int) -> float:
+def _run_and_check(
+    layer: Layer, pattern: SparsePattern, passes: Sequence[str], seed: int, normal: bool
+) -> float:
     plan, generator = layer.plan, torch.Generator().manual_seed(seed)
     rows, cols = pattern.shape
     batch, dtype = plan.sizes.z, plan.dtype.name
     sums = max(rows, cols, batch) * max(pattern.density, 1e-9)
-    values = _numbers(pattern.values_shape, sums, dtype, generator)
-    x = _numbers((batch, cols), sums, dtype, generator)
-    dy = _numbers((batch, rows), sums, dtype, generator)
+    shapes = (pattern.values_shape, (batch, cols), (batch, rows))
+    values, x, dy = (_numbers(shape, sums, dtype, generator, normal) for shape in shapes)
     layer.set_values(values)
     weights = pattern.to_dense(values).double()
     error = 0.0
@@ -216,8 +223,8 @@ def static_plans(
     return plans
 
 
-def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool) -> Run:
-    """One product with operands uniform in [-1, 1)."""
+def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool, normal: bool) -> Run:
+    """One product with operands uniform in [-1, 1), or normal."""
     graph, program = Graph(plan.target), Program()
     right: Tensor
     result: Tensor
@@ -234,7 +241,8 @@ def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool) -> Ru
     rng, kind = np.random.default_rng(seed), np.dtype(plan.dtype.name)
 
     def draw(*shape: int) -> np.ndarray:
-        return rng.uniform(-1, 1, shape).astype(kind)
+        drawn = rng.standard_normal(shape) if normal else rng.uniform(-1, 1, shape)
+        return drawn.astype(kind)
 
     if isinstance(plan, StaticPlan):
         values = draw(*plan.pattern.values_shape)
@@ -254,6 +262,7 @@ def run_plans(
     *,
     seed: int = 0,
     ignore_data: bool = False,
+    normal: bool = False,
 ) -> dict[str, Run]:
     """Run static or dense products on the simulated machine, with random values and operands.
 
@@ -261,6 +270,7 @@ def run_plans(
         plans: by pass, as `static_plans` or `dense_plans` makes them.
         seed: of the values, uniform in [-1, 1).
         ignore_data: compute no numbers.
+        normal: draw from a normal distribution.
 
     Raises:
         ValueError: a plan that does not fit the tiles, code included.
@@ -275,7 +285,7 @@ def run_plans(
                     f"them temporary), the target has {memory.available}: use a smaller batch, a "
                     "lower available_memory_proportion or more tiles"
                 )
-        runs[name] = _run(plan, seed, numerics=numerics)
+        runs[name] = _run(plan, seed, numerics=numerics, normal=normal)
     return runs
 
 

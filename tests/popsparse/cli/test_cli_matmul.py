@@ -57,6 +57,16 @@ def test_dense(capsys):
     assert found["tflops"]["forward"] == pytest.approx(2 * 128 * 96 * 32 / seconds / 1e12, rel=0.05)
 
 
+@pytest.mark.parametrize("method", ["dynamic", "static", "dense"])
+def test_normal_numbers_are_checked(capsys, method):
+    more = ["--method", method, "--dtype", "float16"]
+    usual, normal = figures(capsys, *more), figures(capsys, *more, "--check", "normal")
+    assert normal["rounding"] == 2.0**-11
+    assert 0 < normal["max_relative_error"] < 0.01
+    assert normal["max_relative_error"] != usual["max_relative_error"]
+    assert normal["cycles"] == usual["cycles"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_dense_runs_and_is_checked(capsys, dtype):
     names = "forward,grad_input,grad_weight"
@@ -204,6 +214,7 @@ def test_text(capsys, method):
         ('--method static --options {"bands":1}', "unknown option 'bands'"),
         ('--method static --options {"n_split":"a"}', "n_split must be an integer"),
         ("--report-plan", "--report-plan is text"),
+        ("--check normal --ignore-data", "--check compares numbers"),
     ],
 )
 def test_wrong_calls_end_in_one_line(capsys, more, words):

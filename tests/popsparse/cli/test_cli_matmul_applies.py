@@ -31,6 +31,7 @@ OPTIONS = {
     "weighted_area_end": "--weighted-area-begin 0 0 --weighted-area-end 8 8",
     "weighted_area_weighting": "--weighted-area-begin 0 0 --weighted-area-end 8 8 "
     "--weighted-area-weighting 2",
+    "check": "--check normal",
     "ignore_data": "--ignore-data",
     "ignore_memory": "--ignore-memory",
     "plan_only": "--plan-only",
@@ -57,9 +58,9 @@ PLANS = {
 RUNS = {
     "dynamic": PLANS["dynamic"]
     | AREA
-    | {"seed", "seeds", "ignore_data", "ignore_memory", "update", "profile"},
-    "static": PLANS["static"] | {"seeds", "ignore_data", "profile"},
-    "dense": PLANS["dense"] | {"seed", "ignore_data", "profile"},
+    | {"seed", "seeds", "check", "ignore_data", "ignore_memory", "update", "profile"},
+    "static": PLANS["static"] | {"seeds", "check", "ignore_data", "profile"},
+    "dense": PLANS["dense"] | {"seed", "check", "ignore_data", "profile"},
 }
 
 

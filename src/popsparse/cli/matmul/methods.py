@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from popsparse.cli.matmul.request import Request
 from popsparse.estimates import UpdateEstimate
 from popsparse.layer import Layer
@@ -38,6 +40,8 @@ def summarise(request: Request, plan: dict[str, Any], runs: list[dict[str, Any]]
     figures = {"plan": plan, **{key: value for key, value in middle.items() if key != "seed"}}
     if not request.ignore_data:
         figures["max_relative_error"] = max(run["max_relative_error"] for run in runs)
+    if request.check is not None:
+        figures["rounding"] = float(np.finfo(request.dtype).eps) / 2
     if len(runs) > 1:
         figures["seeds"] = runs
         figures["spread"] = {name: _spread(runs, name) for name in request.names}
@@ -77,7 +81,10 @@ def show(figures: dict[str, Any], request: Request) -> None:
         for name, cycles in update["parts"].items():
             print(f"  {name}: {cycles:,.0f} cycles")
     if figures.get("max_relative_error") is not None:
-        print(f"largest relative error: {figures['max_relative_error']:.2e}")
+        line = f"largest relative error: {figures['max_relative_error']:.2e}"
+        if "rounding" in figures:
+            line += f"; {request.dtype} rounds a number by up to {figures['rounding']:.2e} of it"
+        print(line)
 
 
 def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
@@ -126,7 +133,12 @@ def run_dynamic(request: Request) -> None:
     runs: list[dict[str, Any]] = []
     for seed in range(request.seed, request.seed + request.seeds):
         figures_of_run = sparse_figures(
-            layer, request.draw(seed), request.names, seed=seed, ignore_data=request.ignore_data
+            layer,
+            request.draw(seed),
+            request.names,
+            seed=seed,
+            ignore_data=request.ignore_data,
+            normal=request.check is not None,
         )
         runs.append({"seed": seed, **figures_of_run})
     figures = summarise(request, plan_figures(plan), runs)
@@ -238,7 +250,12 @@ def run_by_pass(request: Request) -> None:
         if seed > request.seed:
             plans = _plans_by_pass(request, seed)
         try:
-            runs = run_plans(plans, seed=seed, ignore_data=request.ignore_data)
+            runs = run_plans(
+                plans,
+                seed=seed,
+                ignore_data=request.ignore_data,
+                normal=request.check is not None,
+            )
         except OutOfMemoryError as error:
             raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
         results.append((plans, runs))

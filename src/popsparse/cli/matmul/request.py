@@ -132,6 +132,10 @@ class Request:
     weighted_area_weighting: float = _pattern(
         1.0, "How much denser the area is.", number(0, 1e6), methods=_SPARSE, needs=_RUNS_PATTERN
     )
+    check: str | None = _pattern(
+        None, "Compute with numbers of a normal distribution, and name the type's own rounding.",
+        choice("normal"), needs=_RUNS, by_default="numbers whose sums round little",
+    )  # fmt: skip
     ignore_data: bool = _pattern(
         False, "Count cycles without computing numbers.", SWITCH, needs=_RUNS
     )
@@ -160,6 +164,8 @@ class Request:
                 )
         if self.report_plan and self.json and not self.plan_only:
             raise ValueError("--report-plan is text; with --json use --plan-only --json")
+        if self.check is not None and self.ignore_data:
+            raise ValueError("--check compares numbers: leave --ignore-data out")
         _ = self.names, self.machine, self.area
 
     @property
