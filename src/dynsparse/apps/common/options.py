@@ -333,11 +333,11 @@ class TrainingOptions:
 class MachineOptions(TrainingOptions):
     """The options of applications that can train on the tile machine."""
 
-    target: str | None = _training(
-        None, "Train on a simulated tile machine, all of a step one program; slow.",
-        choice("bow", "mk2"), methods=_ON_TARGETS, needs=(_SINGLE, _ON_HOST, TRAINS),
-    )  # fmt: skip
     tiles: int | None = _training(
         None, "Use this many tiles of --target.", integer(1), methods=_ON_TARGETS,
         needs=(_TARGET, TRAINS), by_default="all",
+    )  # fmt: skip
+    target: str | None = _training(
+        None, "Train on a simulated tile machine, all of a step one program; slow.",
+        choice("bow", "mk2"), methods=_ON_TARGETS, needs=(_SINGLE, _ON_HOST, TRAINS),
     )  # fmt: skip
