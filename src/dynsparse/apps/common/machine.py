@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from dynsparse.apps.common.options import MachineOptions
@@ -91,30 +90,3 @@ class MachineSteps:
                 taken["seconds"] = taken["cycles"] * seconds_per_cycle
                 taken["tflops"] = taken["flops"] / taken["seconds"] / 1e12
         return {"programs": programs, "operations": operations}
-
-
-def machine_tables(figures: dict[str, Any], count: int = 12) -> list[Table]:
-    """The figures of `MachineSteps`: each program, and the costliest operations of a step."""
-    programs = _table("Last run of each program on the simulated machine")
-    for heading in ("fullest tile", "to host", "from host"):
-        programs.add_column(heading, justify="right")
-    for name, taken in figures["programs"].items():
-        sizes = (taken[size] for size in ("max_tile_bytes", "to_host_bytes", "from_host_bytes"))
-        programs.add_row(*_cells(name, taken), *(f"{size / 1024:,.1f} KiB" for size in sizes))
-    operations = _table("Costliest operations of a step")
-    for name, taken in list(figures["operations"].items())[:count]:
-        operations.add_row(*_cells(name, taken))
-    return [programs, operations]
-
-
-def _table(title: str) -> Table:
-    table = Table(title=title, title_style="bold")
-    table.add_column("", no_wrap=True)
-    for heading in ("cycles", "time", "TFLOP/s"):
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _cells(name: str, taken: dict[str, float]) -> list[str]:
-    time = f"{1e6 * taken['seconds']:.1f} us"
-    return [name, f"{taken['cycles']:,.0f}", time, f"{taken['tflops']:.3g}"]

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from dynsparse._core.files.atomic_write import atomic_write_text, remove_temporary_files
 from dynsparse._core.files.folders import only_writer
@@ -300,6 +301,37 @@ def bytes_text(count: int) -> str:
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return f"{count / 1024:,.1f} KiB"
+
+
+def machine_tables(figures: dict[str, Any], count: int = 12) -> list[Table]:
+    """What the programs of `MachineSteps` took, and the costliest operations of a step; none where
+    the steps were taken on the host."""
+    taken_on_target = figures.get("target")
+    if taken_on_target is None:
+        return []
+    programs = _machine_table("Last run of each program on the simulated machine")
+    for heading in ("fullest tile", "to host", "from host"):
+        programs.add_column(heading, justify="right")
+    for name, taken in taken_on_target["programs"].items():
+        sizes = (taken[size] for size in ("max_tile_bytes", "to_host_bytes", "from_host_bytes"))
+        programs.add_row(*_machine_cells(name, taken), *map(bytes_text, sizes))
+    operations = _machine_table("Costliest operations of a step")
+    for name, taken in list(taken_on_target["operations"].items())[:count]:
+        operations.add_row(*_machine_cells(name, taken))
+    return [programs, operations]
+
+
+def _machine_table(title: str) -> Table:
+    table = Table(title=title, title_style="bold")
+    table.add_column("", no_wrap=True)
+    for heading in ("cycles", "time", "TFLOP/s"):
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _machine_cells(name: str, taken: dict[str, float]) -> list[str]:
+    time = f"{1e6 * taken['seconds']:.1f} us"
+    return [name, f"{taken['cycles']:,.0f}", time, f"{taken['tflops']:.3g}"]
 
 
 @contextmanager

@@ -361,9 +361,9 @@ class Training(ABC):
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the options over all parameters of `model`."""
 
+    @abstractmethod
     def machine_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """What is trained on where the steps are taken on a target, a scalar."""
-        raise NotImplementedError
 
     @property
     def clip_grad_norm(self) -> float | None:

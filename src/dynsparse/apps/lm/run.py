@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dynsparse._core.processor import available_memory
-from dynsparse.apps.common.machine import machine_tables
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import (
     Display,
     Names,
     Outputs,
     bytes_text,
+    machine_tables,
     open_loggers,
     run_with,
     stop_on_interrupt,
@@ -184,7 +184,7 @@ def _measured(training: Training, console: Console) -> dict[str, Any]:
             outputs.close(figures)
     console.print(summary_table(figures), highlight=False)
     console.print(closing_line(figures), highlight=False)
-    for table in machine_tables(figures["target"]) if "target" in figures else ():
+    for table in machine_tables(figures):
         console.print(table, highlight=False)
     return figures
 

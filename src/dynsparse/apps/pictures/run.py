@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from dynsparse import data
 from dynsparse._core.files.atomic_write import atomic_write_text
-from dynsparse.apps.common.machine import machine_tables
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import (
     Display,
@@ -25,6 +24,7 @@ from dynsparse.apps.common.run import (
     Names,
     Outputs,
     bytes_text,
+    machine_tables,
     open_loggers,
     run_with,
     stop_on_interrupt,
@@ -252,7 +252,7 @@ def _run(
                 outputs.close(figures)
     with span("report"):
         console.print(summary_table(figures), highlight=False)
-        for table in machine_tables(figures["target"]) if "target" in figures else ():
+        for table in machine_tables(figures):
             console.print(table, highlight=False)
     return figures
 
