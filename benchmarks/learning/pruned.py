@@ -1,7 +1,9 @@
-"""A small character GPT, pruned, repaired and fine-tuned with and without moving connections.
+"""A GPT, pruned, repaired and fine-tuned with and without moving connections.
 
     python benchmarks/learning/pruned.py --data input.txt --densities 0.3 0.2 0.1 --seeds 0 1 2 \
         --output results.jsonl
+    python benchmarks/learning/pruned.py --data novels.txt --bpe gpt2-bpe --size 10M \
+        --dense-steps 2000 --checkpoint dense.pt --seeds 0 --output results.jsonl
 
 Trains one dense model for each seed, prunes it, and prints a line of JSON for each way from there:
 the test perplexity after pruning, after `training.repair`, and after as many steps of fine-tuning
@@ -16,7 +18,8 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,26 +27,39 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dynsparse as ds
+from dynsparse.data.text import load_gpt2
 
-LENGTH = 64
-FEATURES = 128
-HEADS = 4
-LAYERS = 3
-BATCH = 16
 CALIBRATION = 16  # batches
 EPOCHS = 5  # of the repair
 RATE = 1e-3
+TEST_TOKENS = 51_200
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and of its batches; `rate` is that of the dense training."""
+
+    features: int
+    heads: int
+    layers: int
+    length: int
+    batch: int
+    rate: float
+
+
+SIZES = {"0.6M": Size(128, 4, 3, 64, 16, 3e-3), "10M": Size(320, 5, 8, 256, 4, 1e-3)}
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(FEATURES) for _ in range(2)])
-        self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.up, self.down = nn.Linear(FEATURES, 4 * FEATURES), nn.Linear(4 * FEATURES, FEATURES)
+        features, self.heads = size.features, size.heads
+        self.norms = nn.ModuleList([nn.LayerNorm(features) for _ in range(2)])
+        self.qkv, self.out = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.up, self.down = nn.Linear(features, 4 * features), nn.Linear(4 * features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (*x.shape[:2], HEADS, FEATURES // HEADS)
+        heads = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
         q, k, v = (p.view(heads).transpose(1, 2) for p in self.qkv(self.norms[0](x)).chunk(3, -1))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
@@ -51,12 +67,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, size: Size) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, FEATURES)
-        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, FEATURES))
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm, self.head = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, vocabulary, bias=False)
+        features = size.features
+        self.tokens = nn.Embedding(vocabulary, features)
+        self.positions = nn.Parameter(0.02 * torch.randn(size.length, features))
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
+        self.norm, self.head = nn.LayerNorm(features), nn.Linear(features, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         nn.init.normal_(self.tokens.weight, std=0.02)
 
@@ -68,20 +85,24 @@ class GPT(nn.Module):
 
 
 class Text:
-    """Characters as tokens; the last tenth is for tests."""
+    """Tokens: characters, or the first merges of GPT-2. The last tenth is for tests."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: Size, bpe: Path | None = None, merges: int = 4096) -> None:
         text = path.read_text()
-        characters = {c: i for i, c in enumerate(sorted(set(text)))}
-        ids = torch.tensor([characters[c] for c in text])
-        self.vocabulary, cut = len(characters), len(ids) * 9 // 10
-        self.train, self.test = ids[:cut], ids[cut:]
+        if bpe is None:
+            characters = {c: i for i, c in enumerate(sorted(set(text)))}
+            ids, self.vocabulary = torch.tensor([characters[c] for c in text]), len(characters)
+        else:
+            ids = torch.from_numpy(load_gpt2(bpe, merges).encode(text).astype("int64"))
+            self.vocabulary = merges
+        cut = len(ids) * 9 // 10
+        self.size, self.train, self.test = size, ids[:cut], ids[cut:]
 
     def batches(self, count: int, seed: int) -> list[Tensor]:
-        """[BATCH, LENGTH + 1] each."""
-        g = torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(self.train) - LENGTH, (count, BATCH), generator=g)
-        return [torch.stack([self.train[i : i + LENGTH + 1] for i in row]) for row in starts]
+        """[batch, length + 1] each."""
+        g, length = torch.Generator().manual_seed(seed), self.size.length
+        starts = torch.randint(len(self.train) - length, (count, self.size.batch), generator=g)
+        return [torch.stack([self.train[i : i + length + 1] for i in row]) for row in starts]
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -90,8 +111,9 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, text: Text) -> float:
-    windows = text.test.unfold(0, LENGTH + 1, LENGTH)[:800]
-    losses = [loss_of(model, batch) for batch in windows.split(100)]
+    length = text.size.length
+    windows = text.test.unfold(0, length + 1, length)[: TEST_TOKENS // length]
+    losses = [loss_of(model, batch) for batch in windows.split(6400 // length)]
     return math.exp(float(torch.stack(losses).mean()))
 
 
@@ -147,35 +169,35 @@ def fine_tune_masked(model: nn.Module, batches: list[Tensor]) -> None:
     train(model, batches, RATE, masked)
 
 
-def study(text: Text, density: float, seed: int, dense: nn.Module, steps: int) -> list[dict]:
+def study(
+    text: Text, density: float, seed: int, dense: nn.Module, steps: int
+) -> Iterator[dict[str, object]]:
     """What became of the model on each way: {"way", "perplexity", "seconds"}."""
     calibration = text.batches(CALIBRATION, 1000 + seed)
     inputs = [batch[:, :-1] for batch in calibration]
-    rows = []
 
-    def note(way: str, model: nn.Module, began: float) -> None:
+    def row(way: str, model: nn.Module, began: float) -> dict[str, object]:
         seconds = time.perf_counter() - began
-        rows.append({"way": way, "perplexity": perplexity(model, text), "seconds": seconds})
+        return {"way": way, "perplexity": perplexity(model, text), "seconds": seconds}
 
     for start in ("magnitude", "wanda", "sparsegpt"):
         began, pruned = time.perf_counter(), copy.deepcopy(dense)
         ds.sparsify(pruned, density, start=start, allocation="uniform", verbose=False,
                     calibration=None if start == "magnitude" else inputs)  # fmt: skip
-        note(start, pruned, began)
+        yield row(start, pruned, began)
         began, repaired = time.perf_counter(), copy.deepcopy(pruned)
         ds.training.repair(repaired, dense, inputs, epochs=EPOCHS, lr=3e-3, verbose=False)
-        note(f"{start}, repair", repaired, began)
+        yield row(f"{start}, repair", repaired, began)
         if start != "wanda":
             continue
         began, masked = time.perf_counter(), copy.deepcopy(pruned)
         fine_tune_masked(masked, calibration * EPOCHS)
-        note("wanda, masked fine-tuning on the calibration data", masked, began)
+        yield row("wanda, masked fine-tuning on the calibration data", masked, began)
         batches = text.batches(steps, 2000 + seed)
         for method in ("static", "SET", "RigL"):
             began, tuned = time.perf_counter(), copy.deepcopy(repaired)
             fine_tune(tuned, batches, method)
-            note(f"wanda, repair, fine-tuning {method}", tuned, began)
-    return rows
+            yield row(f"wanda, repair, fine-tuning {method}", tuned, began)
 
 
 def report(row: dict[str, object], output: Path | None) -> None:
@@ -190,25 +212,37 @@ def report(row: dict[str, object], output: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="a text file")
+    parser.add_argument("--bpe", type=Path, help="a folder with GPT-2's vocab.bpe; characters else")
+    parser.add_argument("--size", choices=SIZES, default="0.6M", help="parameters in the blocks")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.3, 0.2, 0.1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--dense-steps", type=int, default=900)
     parser.add_argument("--steps", type=int, default=200, help="of fine-tuning the whole")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="one dense model for all seeds: read if it is there, otherwise written",
+    )
     parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
     options = parser.parse_args()
-    text = Text(options.data)
+    size = SIZES[options.size]
+    text = Text(options.data, size, options.bpe)
     for seed in options.seeds:
         torch.manual_seed(seed)
-        dense = GPT(text.vocabulary)
+        dense = GPT(text.vocabulary, size)
         began = time.perf_counter()
-        train(dense, text.batches(options.dense_steps, seed), 3e-3)
+        if options.checkpoint and options.checkpoint.exists():
+            dense.load_state_dict(torch.load(options.checkpoint))
+        else:
+            train(dense, text.batches(options.dense_steps, seed), size.rate)
+            if options.checkpoint:
+                torch.save(dense.state_dict(), options.checkpoint)
         seconds = time.perf_counter() - began
-        found = [(1.0, {"way": "dense", "perplexity": perplexity(dense, text), "seconds": seconds})]
+        row = {"way": "dense", "perplexity": perplexity(dense, text), "seconds": seconds}
+        report({"seed": seed, "density": 1.0, **row}, options.output)
         for density in options.densities:
-            rows = study(text, density, seed, dense, options.steps)
-            found += [(density, row) for row in rows]
-        for density, row in found:
-            report({"seed": seed, "density": density, **row}, options.output)
+            for row in study(text, density, seed, dense, options.steps):
+                report({"seed": seed, "density": density, **row}, options.output)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,13 @@ import copy
 from pathlib import Path
 
 import torch
-from pruned import CALIBRATION, GPT, Text, fine_tune, perplexity, report, train
+from pruned import CALIBRATION, GPT, SIZES, Text, fine_tune, perplexity, report, train
 
 import dynsparse as ds
-from dynsparse.data.text import load_gpt2
 
 VOCABULARY = ["tokens", "head"]
 BLOCKS = 0.2  # density
 TABLES = (1.0, 0.5, 0.2, 0.1)  # densities
-
-
-class BytePairs(Text):
-    """The first merges of GPT-2 as tokens; the last tenth is for tests."""
-
-    def __init__(self, path: Path, bpe: Path, vocabulary: int) -> None:
-        ids = torch.from_numpy(load_gpt2(bpe, vocabulary).encode(path.read_text()).astype("int64"))
-        self.vocabulary, cut = vocabulary, len(ids) * 9 // 10
-        self.train, self.test = ids[:cut], ids[cut:]
 
 
 def main() -> None:
@@ -44,11 +34,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of fine-tuning")
     parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
     options = parser.parse_args()
-    text = BytePairs(options.data, options.bpe, options.vocabulary)
+    size = SIZES["0.6M"]
+    text = Text(options.data, size, options.bpe, options.vocabulary)
     for seed in options.seeds:
         torch.manual_seed(seed)
-        dense = GPT(text.vocabulary)
-        train(dense, text.batches(options.dense_steps, seed), 3e-3)
+        dense = GPT(text.vocabulary, size)
+        train(dense, text.batches(options.dense_steps, seed), size.rate)
         calibration = [batch[:, :-1] for batch in text.batches(CALIBRATION, 1000 + seed)]
         batches = text.batches(options.steps, 2000 + seed)
         rows = [{"table": "dense model", "pruned": perplexity(dense, text)}]

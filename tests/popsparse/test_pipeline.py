@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,7 +62,7 @@ def train_on_host(model, optimizer, x, y):
     return torch.tensor(losses).view(len(x), -1)
 
 
-def check(host, optimizer_of, target, pipeline, count, steps=2, **sizes):
+def check(host, optimizer_of, target, pipeline, count, steps=2, replicas=1, **sizes):
     twin = copy.deepcopy(host)
     x, y = batches(steps, count, **sizes)
     torch.manual_seed(1)
@@ -73,7 +74,8 @@ def check(host, optimizer_of, target, pipeline, count, steps=2, **sizes):
         nn.functional.cross_entropy,
         target,
         pipeline=pipeline,
-        gradient_accumulation=count,
+        gradient_accumulation=count // replicas,
+        replicas=replicas,
     )
     losses = [
         compiled.step(*(data if count > 1 else (part[0] for part in data))).view(-1)
@@ -124,6 +126,26 @@ def test_the_mean_of_micro_batches_is_clipped():
     compiled.copy_weights_to_host()
     for trained, expected in zip(model.parameters(), host.parameters(), strict=True):
         torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "processors", "schedule", "count"),
+    [(2, 2, None, 2), (2, 2, None, 6), (4, 4, None, 4), (2, 4, "interleaved", 8)],
+)
+def test_replicas_take_the_mean_gradient(replicas, processors, schedule, count):
+    model = nn.Sequential(*(m for m in stages() if not isinstance(m, nn.Dropout)))
+    target = Target.pod(processors, tiles=8)
+    compiled = check(model, sgd, target, schedule, count, replicas=replicas)
+    for replica in range(1, replicas):
+        for name, variable in compiled._variables.items():
+            if name[0] in ("parameter", "state"):
+                ours, theirs = (compiled.engine.read(variable, r) for r in (0, replica))
+                assert np.array_equal(ours, theirs), name
+    step = compiled.profiles["step"]
+    steps = [s for s in step.steps if "exchange gradients" in s.name]
+    assert [s.runs for s in steps] == [1] * int(np.log2(replicas))
+    held = sum(p.numel() for p in model.parameters())
+    assert step.link_bytes >= len(steps) * replicas * held * 4
 
 
 class Skips(nn.Module):
@@ -263,6 +285,23 @@ def test_patterns_change_on_the_processors_of_their_stages():
     assert int(model[6].num_batches_tracked) == 18
 
 
+def test_replicas_get_the_same_new_pattern():
+    model = stages(1)
+    trainer = ds.RigL(model, sgd(model), total_steps=9, update_interval=2)
+    compiled = popsparse.compile(
+        model, trainer, nn.functional.cross_entropy, Target.pod(2, tiles=4),
+        device_iterations=2, replicas=2,
+    )  # fmt: skip
+    before = model[0].pattern
+    x, y = (data.flatten(0, 1) for data in batches(4, 1))
+    losses = [compiled.step(x, y) for _ in range(3)]
+    assert (trainer.updates, trainer.steps, losses[0].shape) == (2, 6, (4,))
+    assert float(losses[2].mean()) < float(losses[0].mean())
+    assert model[0].pattern != before
+    for held in (compiled._layers[0].weights.meta_info, *compiled._layers[0].tensors.values()):
+        assert np.array_equal(*(compiled.engine.read(held, replica) for replica in (0, 1)))
+
+
 def test_bad_input():
     def take_step(model, target, **options):
         compiled = popsparse.compile(
@@ -287,6 +326,10 @@ def test_bad_input():
         take_step(stages(), pod, return_output=True, gradient_accumulation=2)
     with pytest.raises(ValueError, match="gradient_accumulation must be an integer of at least 1"):
         take_step(stages(), pod, gradient_accumulation=0)
+    with pytest.raises(ValueError, match="replicas must be a power of two, got 3"):
+        take_step(stages(), pod, replicas=3)
+    with pytest.raises(ValueError, match="replicas must share 2 processors evenly, got 4"):
+        take_step(stages(1), pod, replicas=4)
     with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module"):
         poptorch.BeginBlock("first")
     with pytest.raises(ValueError, match="ipu_id must be an integer of at least 0"):

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,50 @@ class _Scored:
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StepOptions:
+    """The options of `compile`."""
+
+    loss_scale: float
+    device_iterations: int
+    stochastic_rounding: int | None
+    clip_grad_norm: float | None
+    return_output: bool
+    pipeline: str | None
+    gradient_accumulation: int
+    replicas: int
+
+    def __post_init__(self) -> None:
+        for name in ("device_iterations", "gradient_accumulation", "replicas"):
+            check_integer(name, getattr(self, name), 1)
+        check_within("loss_scale", self.loss_scale, "(0, inf)")
+        if self.stochastic_rounding is not None:
+            check_integer("stochastic_rounding", self.stochastic_rounding, 0)
+        if self.clip_grad_norm is not None:
+            check_within("clip_grad_norm", self.clip_grad_norm, "(0, inf)")
+        if self.pipeline is not None:
+            check_choice("pipeline", self.pipeline, SCHEDULES)
+            if self.clip_grad_norm is not None:
+                raise ValueError("clip_grad_norm needs all gradients at once: leave out pipeline")
+        if self.replicas & (self.replicas - 1):
+            raise ValueError(f"replicas must be a power of two, got {self.replicas}")
+        if self.return_output and self.in_parts:
+            raise ValueError(
+                "return_output returns that of a whole batch: leave out pipeline, "
+                "gradient_accumulation and replicas"
+            )
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of a step, of all replicas."""
+        return self.gradient_accumulation * self.replicas
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether gradients are sums over micro-batches."""
+        return self.pipeline is not None or self.batches > 1
+
+
 class CompiledModel:
     """A model that trains on the tile machine; made by `compile`.
 
@@ -85,22 +130,13 @@ class CompiledModel:
         optimizer: torch.optim.Optimizer | SparseTrainer,
         loss: Callable[[Any, Tensor], Tensor],
         target: Target,
-        loss_scale: float,
-        device_iterations: int,
-        stochastic_rounding: int | None,
-        clip_grad_norm: float | None,
-        return_output: bool,
+        how: _StepOptions,
         options: TargetOptions,
-        pipeline: str | None = None,
-        gradient_accumulation: int = 1,
     ) -> None:
         self.model, self.loss, self.target = model, loss, target
         self.trainer = optimizer if isinstance(optimizer, SparseTrainer) else None
         self.optimizer = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
-        self.loss_scale, self.iterations, self.options = loss_scale, device_iterations, options
-        self.stochastic_rounding = stochastic_rounding
-        self.clip_grad_norm, self.return_output = clip_grad_norm, return_output
-        self.schedule, self.batches = pipeline, gradient_accumulation
+        self._how, self.options = how, options
         self._pipeline: Pipeline | None = None
         self.profiles: dict[str, Profile] = {}
         self.engine: Engine | None = None
@@ -143,18 +179,20 @@ class CompiledModel:
         self._check((*inputs, target))
         from popsparse.compiled.trace import trace  # which takes long to import
 
-        in_parts = self.schedule is not None or self.batches > 1
+        how = self._how
         step = trace(
-            self.model, self.optimizer, self.loss, self.loss_scale, inputs, target,
-            self.clip_grad_norm, self.return_output, self.batches if in_parts else None,
+            self.model, self.optimizer, self.loss, how.loss_scale, inputs, target,
+            how.clip_grad_norm, how.return_output, how.batches if how.in_parts else None,
         )  # fmt: skip
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
                 pairs.clear()  # of the run that was traced
         self._settings = _settings(self.optimizer)
         self._shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
-        graph = Graph(self.target)
-        pipeline = Pipeline(graph, step, self.schedule, self.batches) if in_parts else None
+        graph = Graph(self.target, how.replicas)
+        pipeline = None
+        if how.in_parts:
+            pipeline = Pipeline(graph, step, how.pipeline, how.gradient_accumulation)
         self._pipeline = pipeline
 
         def graph_of(node: fx.Node) -> Graph:
@@ -179,7 +217,7 @@ class CompiledModel:
         loss = graph_of(step.outputs["loss",]).add_variable(FLOAT, [], "loss", tiles=0)
         results: dict[Key, Variable] = {("loss",): loss}
         self._output_shape = []
-        if self.return_output:
+        if how.return_output:
             value = step.outputs["output",].meta["val"]
             output = graph.add_variable(type_of(value), list(value.shape), "output")
             graph.map_linearly(output, grain=2)
@@ -212,7 +250,7 @@ class CompiledModel:
         else:
             sums = [(key, held) for key, held in self._variables.items() if key[0] == "sum"]
             body = pipeline.build(sums, loads, to_host[0])
-        programs: dict[str, Program] = {"step": Repeat(self.iterations, body)}
+        programs: dict[str, Program] = {"step": Repeat(how.device_iterations, body)}
         rates = [key for key in step.inputs if key[0] == "rate"]
         programs["rates"] = Steps(*(self._stream(graph, key, to_device=True) for key in rates))
         for node, (name, layer) in layers.items():
@@ -225,7 +263,7 @@ class CompiledModel:
                     lowering.backwards.get(node),
                     programs,
                 )
-        self.engine = Engine(graph, programs, stochastic_rounding=self.stochastic_rounding)
+        self.engine = Engine(graph, programs, stochastic_rounding=how.stochastic_rounding)
         for held in self._layers:
             if held.update is not None:
                 held.update.connect(self.engine)
@@ -403,8 +441,8 @@ class CompiledModel:
 
         Args:
             data: the model's inputs, then what the loss compares its output with. With
-                `device_iterations` x `gradient_accumulation` = n > 1 they have a leading dimension
-                n, of n batches.
+                `device_iterations` x `replicas` x `gradient_accumulation` = n > 1 they have a
+                leading dimension n, of n batches in this order.
 
         Returns:
             The loss, or the losses [n]; with `return_output` also the model's output, or the
@@ -418,7 +456,8 @@ class CompiledModel:
                 inside the iterations.
             NotImplementedError: an operator of the model that has no program, by its name.
         """
-        count = self.iterations * self.batches
+        how = self._how
+        count = how.device_iterations * how.batches
         if count > 1 and any(not t.ndim or len(t) != count for t in data):
             raise ValueError(f"expected tensors of {count} batches, [{count}, ...]")
         batches = [tensor if count > 1 else tensor.unsqueeze(0) for tensor in data]
@@ -436,19 +475,22 @@ class CompiledModel:
             )
         due = self._due()
         self._send_rates()
+        # Replicas take turns on a stream.
+        order = np.arange(count).reshape(-1, how.replicas, how.gradient_accumulation)
+        order = order.transpose(0, 2, 1).reshape(-1)
         for key, batch in zip(self._data, batches, strict=True):
-            engine.connect(" ".join(key), _array(batch).reshape(count, -1))
+            engine.connect(" ".join(key), _array(batch).reshape(count, -1)[order])
         losses = np.zeros((count, 1), np.float32)
         engine.connect("loss", losses)
         output: np.ndarray | None = None
-        if self.return_output:
+        if how.return_output:
             kind = engine.graph.streams["output"].dtype.numpy
             output = np.zeros((count, math.prod(self._output_shape)), kind)
             engine.connect("output", output)
         self.profiles["step"] = engine.run("step")
         if self.trainer is not None:
             self._follow(self.trainer, due)
-        result = torch.from_numpy(losses[:, 0])
+        result = torch.from_numpy(losses[np.argsort(order), 0])
         result = result if count > 1 else result[0]
         if output is None:
             return result
@@ -502,7 +544,7 @@ class CompiledModel:
             RuntimeError: before the first step. ValueError: a model without a pipeline.
         """
         self._running()
-        if self._pipeline is None or self.schedule is None:
+        if self._pipeline is None or self._how.pipeline is None:
             raise ValueError("the model has no stages: compile it with pipeline=")
         return self._pipeline.profile(self.profiles["step"])
 
@@ -522,17 +564,18 @@ class CompiledModel:
         trainer = self.trainer
         if trainer is None:
             return False
-        due = [trainer._is_due(trainer.steps + 1 + i) for i in range(self.iterations)]
+        iterations = self._how.device_iterations
+        due = [trainer._is_due(trainer.steps + 1 + i) for i in range(iterations)]
         if any(due[:-1]):
             raise ValueError(
-                f"an update of the pattern comes inside {self.iterations} device iterations: let "
+                f"an update of the pattern comes inside {iterations} device iterations: let "
                 "update_interval be a multiple of them"
             )
         return due[-1]
 
     def _follow(self, trainer: SparseTrainer, due: bool) -> None:
         """Count the steps, and update the patterns."""
-        for _ in range(self.iterations - due):
+        for _ in range(self._how.device_iterations - due):
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
         if not due:
@@ -611,6 +654,7 @@ def compile(
     return_output: bool = False,
     pipeline: str | None = None,
     gradient_accumulation: int = 1,
+    replicas: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
     """A model whose training steps run on the tile machine: forward, backward and the optimizer's
@@ -634,13 +678,16 @@ def compile(
             so that small steps of float16 weights are not lost. None rounds to nearest.
         clip_grad_norm: gradients are scaled down together to at most this norm, as by
             `torch.nn.utils.clip_grad_norm_`. Not with a pipeline.
-        return_output: whether steps return the model's output, a tensor, too. Not with a pipeline
-            or micro-batches.
+        return_output: whether steps return the model's output, a tensor, too. Not with a pipeline,
+            micro-batches or replicas.
         pipeline: cuts the model where a block on another processor begins, see
             `poptorch.BeginBlock`: "grouped", "interleaved" or "sequential". None: all of the model
             is spread over all processors.
         gradient_accumulation: micro-batches of a step, whose mean gradient the optimizer takes.
             A trainer that grows by gradients looks at those of the last one.
+        replicas: copies of the model, a power of two, each on its share of the processors. Their
+            mean gradient is taken. Buffers, as of batch norm, and the gradients that growth looks
+            at are those of the first.
         options: of the sparse products, by name, as `target_options` of `SparseLinear`;
             "partials_type" is that of the dense products, too.
 
@@ -648,30 +695,21 @@ def compile(
         TypeError: another optimizer. ValueError: numbers out of range, an unknown option. See
             `CompiledModel.step` for what is found there.
     """
-    check_integer("device_iterations", device_iterations, 1)
-    check_within("loss_scale", loss_scale, "(0, inf)")
-    if stochastic_rounding is not None:
-        check_integer("stochastic_rounding", stochastic_rounding, 0)
-    if clip_grad_norm is not None:
-        check_within("clip_grad_norm", clip_grad_norm, "(0, inf)")
-    check_integer("gradient_accumulation", gradient_accumulation, 1)
-    if pipeline is not None:
-        check_choice("pipeline", pipeline, SCHEDULES)
-        if clip_grad_norm is not None:
-            raise ValueError("clip_grad_norm needs all gradients at once: leave out pipeline")
-    if return_output and (pipeline is not None or gradient_accumulation > 1):
-        raise ValueError(
-            "return_output returns that of a whole batch: leave out pipeline and "
-            "gradient_accumulation"
-        )
+    how = _StepOptions(
+        loss_scale=loss_scale,
+        device_iterations=device_iterations,
+        stochastic_rounding=stochastic_rounding,
+        clip_grad_norm=clip_grad_norm,
+        return_output=return_output,
+        pipeline=pipeline,
+        gradient_accumulation=gradient_accumulation,
+        replicas=replicas,
+    )
     stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
     if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             "optimizer must be SGD, Adam or AdamW, whose steps are operators alone, or a sparse "
             f"trainer of one, got {type(stepped).__name__}"
         )
-    parsed = TargetOptions.parse(options)
-    return CompiledModel(
-        model, optimizer, loss, target, loss_scale, device_iterations, stochastic_rounding,
-        clip_grad_norm, return_output, parsed, pipeline, gradient_accumulation,
-    )  # fmt: skip
+    target.share(replicas)  # which refuses what they cannot share
+    return CompiledModel(model, optimizer, loss, target, how, TargetOptions.parse(options))

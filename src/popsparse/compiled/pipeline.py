@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from popsparse.machine import Copy, Graph, Parallel, Profile, Program, Tensor
+from popsparse.machine import (
+    Copy,
+    CrossReplicaCopy,
+    Graph,
+    Parallel,
+    Profile,
+    Program,
+    Tensor,
+    concat,
+)
 from popsparse.machine import Sequence as Steps
+from popsparse.machine.dtypes import DType
 from popsparse.machine.memory import find_carried
 from popsparse.tensor_ops import map_elements
 
@@ -309,6 +319,8 @@ class Pipeline:
                 body.add(sends[sent])
             if Place(FORWARD, len(self.stages) - 1) in sent:
                 body.add(loss)
+        if self.graph.replicas > 1:
+            body.add(self._reduce([total for _, total in sums]))
         shared = Place(SHARED, 0)
         body.add(self.programs[shared])
         if self._sends[shared]:
@@ -319,6 +331,33 @@ class Pipeline:
             for stage in stages
         }
         return body.add(self._together(update))
+
+    def _reduce(self, sums: Sequence[Tensor]) -> Steps:
+        """Adds the sums of all replicas: in pairs, then in pairs of pairs, so that all of them get
+        the same bits."""
+        steps = Steps(name="all-reduce")
+        by_type: dict[DType, list[Tensor]] = defaultdict(list)
+        for total in sums:
+            by_type[total.dtype].append(total.flatten())
+        for dtype, totals in by_type.items():
+            own = concat(totals)
+            theirs = self.graph.add_variable(dtype, own.shape, "sums of another replica")
+            self.graph.set_tile_mapping(theirs, self.graph.tiles_of(own))
+            for bit in range(self.graph.replicas.bit_length() - 1):
+                to = {replica: replica ^ 1 << bit for replica in range(self.graph.replicas)}
+                steps.add(CrossReplicaCopy(own, theirs, to, name="exchange gradients"))
+                map_elements(
+                    self.graph,
+                    "add gradients",
+                    [own, theirs],
+                    [own],
+                    lambda a, b: [a + b],
+                    steps,
+                    like=own,
+                    vector_operations=1,
+                    functions=0,
+                )
+        return steps
 
     def _name(self, stage: int, phase: str) -> str | None:
         return f"stage {stage} {phase}" if self._is_cut else None
