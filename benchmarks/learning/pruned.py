@@ -8,7 +8,8 @@
 Trains one dense model for each seed, prunes it, and prints a line of JSON for each way from there:
 the test perplexity after pruning, after `training.repair`, and after as many steps of fine-tuning
 the whole as --steps says. "masked" fine-tunes a dense model with masks of Wanda's pattern, for as
-many steps as the repair takes for each block.
+many steps as the repair takes for each block. --times compares steps of fine-tuning instead: a line
+for each density, of the time of a masked and of a dense step over that of a sparse one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dynsparse as ds
+from dynsparse.bench.timing import Effort, measure
 from dynsparse.data.text import load_gpt2
 
 CALIBRATION = 16  # batches
@@ -148,8 +150,8 @@ def fine_tune(model: nn.Module, batches: list[Tensor], method: str) -> None:
     train(model, batches, RATE, lambda optimizer: kinds[method](model, optimizer, **moving).step)
 
 
-def fine_tune_masked(model: nn.Module, batches: list[Tensor]) -> None:
-    """Dense layers whose absent weights are set to zero after every step."""
+def masked_step(model: nn.Module) -> Callable[[torch.optim.Optimizer], Callable[[], None]]:
+    """Makes layers dense, whose absent weights are set to zero after every step."""
     masks = {
         name: layer.pattern.to_mask()
         for name, layer in model.named_modules()
@@ -157,7 +159,7 @@ def fine_tune_masked(model: nn.Module, batches: list[Tensor]) -> None:
     }
     ds.densify(model)
 
-    def masked(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    def after(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def step() -> None:
             optimizer.step()
             with torch.no_grad():
@@ -166,7 +168,31 @@ def fine_tune_masked(model: nn.Module, batches: list[Tensor]) -> None:
 
         return step
 
-    train(model, batches, RATE, masked)
+    return after
+
+
+def step_times(text: Text, density: float, dense: nn.Module) -> dict[str, list[float]]:
+    """Of a masked and of a dense step over a sparse one: lower quartile, median, upper quartile."""
+    models = {name: copy.deepcopy(dense) for name in ("sparse", "masked", "dense")}
+    for name in ("sparse", "masked"):
+        ds.sparsify(models[name], density, start="magnitude", allocation="uniform", verbose=False)
+    after = {"masked": masked_step(models["masked"])}
+    batch = text.batches(1, 0)[0]
+
+    def work(name: str) -> Callable[[], None]:
+        model = models[name]
+        optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.01), RATE)
+        step = after[name](optimizer) if name in after else optimizer.step
+
+        def run() -> None:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            step()
+
+        return run
+
+    ratios = measure({name: work(name) for name in models}, "sparse", Effort(seconds=20)).ratios
+    return {name: [r.low, r.median, r.high] for name, r in ratios.items()}
 
 
 def study(
@@ -191,7 +217,7 @@ def study(
         if start != "wanda":
             continue
         began, masked = time.perf_counter(), copy.deepcopy(pruned)
-        fine_tune_masked(masked, calibration * EPOCHS)
+        train(masked, calibration * EPOCHS, RATE, masked_step(masked))
         yield row("wanda, masked fine-tuning on the calibration data", masked, began)
         batches = text.batches(steps, 2000 + seed)
         for method in ("static", "SET", "RigL"):
@@ -223,10 +249,16 @@ def main() -> None:
         type=Path,
         help="one dense model for all seeds: read if it is there, otherwise written",
     )
+    parser.add_argument("--times", action="store_true", help="steps in place of perplexities")
     parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
     options = parser.parse_args()
     size = SIZES[options.size]
     text = Text(options.data, size, options.bpe)
+    if options.times:
+        for density in options.densities:
+            row = step_times(text, density, GPT(text.vocabulary, size))
+            report({"density": density, **row}, options.output)
+        return
     for seed in options.seeds:
         torch.manual_seed(seed)
         dense = GPT(text.vocabulary, size)
