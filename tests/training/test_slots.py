@@ -408,8 +408,9 @@ def test_trainers_go_on_from_files_and_from_copies_that_keep_slots(tmp_path):
             trainer.step()
         assert trainer.updates
         found.append(other[0].to_dense())
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    for other in found[1:]:  # whose sums may have another order
+        assert torch.equal(other != 0, found[0] != 0)
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-7)
     assert torch.equal(ds.densify(copy.deepcopy(model))[0].weight, wanted)
 
 
