@@ -4,9 +4,10 @@
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
 (cifar_lines.py), lenet.jsonl (benchmarks/lenet.py), blocks-and-order.jsonl (blocks/run.py and
-blocks/pictures.py), pruned.jsonl (pruned.py), vocabulary.jsonl (vocabulary.py) and
-vocabulary-times.jsonl (../sparse_vocabulary.py); a test compares them with the pages. A table
-stands between `<!-- learning: NAME -->` and `<!-- /learning -->`.
+blocks/pictures.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl (pruned.py),
+vocabulary.jsonl (vocabulary.py) and vocabulary-times.jsonl (../sparse_vocabulary.py); a test
+compares them with the pages. A table stands between `<!-- learning: NAME -->` and
+`<!-- /learning -->`.
 """
 
 from __future__ import annotations
@@ -88,8 +89,21 @@ def pruned_table(rows: list[Row]) -> str:
     for way in dict.fromkeys(row["way"] for row in rows if row["way"] != "dense"):
         found = [[r for r in rows if (r["way"], r["density"]) == (way, d)] for d in densities]
         body.append([way, *(spread([r["perplexity"] for r in rows]) for rows in found)])
-    heads = [f"density {d:g}, {len(one)} seeds" for d, one in zip(densities, seeds, strict=True)]
+    heads = [
+        f"density {d:g}, {len(one)} {'seeds' if len(one) > 1 else 'seed'}"
+        for d, one in zip(densities, seeds, strict=True)
+    ]
     return markdown(["", *heads], body)
+
+
+def pruned_times_table(rows: list[Row]) -> str:
+    """A line per density: the time of other steps over that of a sparse one, with quartiles."""
+    body = [
+        [f"{row['density']:g}", *(f"{median:.2f} ({low:.2f} to {high:.2f})"
+         for low, median, high in (row["masked"], row["dense"]))]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(["density", "masked takes", "dense takes"], body)
 
 
 def vocabulary_table(rows: list[Row]) -> str:
@@ -198,6 +212,8 @@ def all_tables() -> dict[str, str]:
         "lenet": lenet_table(lenet, held_out=10000),
         "lenet test": lenet_table(lenet, held_out=0),
         "pruned": pruned_table(read("pruned.jsonl")),
+        "pruned 10M": pruned_table(read("pruned-10M.jsonl")),
+        "pruned times": pruned_times_table(read("pruned-times.jsonl")),
         "vocabulary": vocabulary_table(read("vocabulary.jsonl")),
         "vocabulary times": vocabulary_times_table(read("vocabulary-times.jsonl")),
         "blocks": cases_table(of_blocks),
