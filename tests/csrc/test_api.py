@@ -136,7 +136,12 @@ def test_the_kernels_compile_without_a_warning(compiler: str, tmp_path: Path):
     assert {Path(c["file"]) for c in commands} >= {
         p for p in sources() if p.suffix == ".cpp" and p.stem not in ("amx", "dots", "gnu_openmp")
     }
+    # The library of ONNX Runtime has most of the same sources, and fewer warnings: once will do.
+    once = {}
     for command in commands:
+        processor = re.search(r"-march=\S+", command["command"])
+        once.setdefault((command["file"], processor and processor[0]), command)
+    for command in once.values():
         assert "-Wall -Wextra" in command["command"]
         words = command["command"].split()
         at = words.index("-o")

@@ -1,0 +1,257 @@
+"""Find the circuits of two tasks in a weight-sparse transformer and in a dense one.
+
+After Gao et al. 2025, "Weight-sparse transformers have interpretable circuits". The models of
+examples/weight_sparse_gpt.py learn lines such as 'tgqa' or [[pd]]. The tasks are to close a string
+by the quote that opened it, and a list by as many brackets. Gates on all channels are trained to be
+few; a closed one gives the mean of its channel. Then those that came out lowest are closed as long
+as the loss of the task stays below a limit. What is left is the circuit: its nodes are channels,
+its edges the weights between them.
+
+    python benchmarks/circuits.py --width 256 --density 0.02
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import weight_sparse_gpt as example
+
+NEW_LINE = 10
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LIMIT = 0.15  # nats of a task, as in the paper
+LAYERS, HEADS = 2, 16
+
+Gate = Callable[[str, Tensor], Tensor]
+
+
+def make_text(lines: int, seed: int) -> Tensor:
+    """Bytes: strings in single or double quotes, and lists in one or two pairs of brackets."""
+    rng, made = random.Random(seed), []
+    for _ in range(lines):
+        opening, closing = rng.choice([("'", "'"), ('"', '"'), ("[", "]"), ("[[", "]]")])
+        made.append(opening + "".join(rng.choices(LETTERS, k=rng.randint(1, 8))) + closing)
+    return torch.frombuffer(bytearray("\n".join(made).encode()), dtype=torch.uint8)
+
+
+def ends_of_strings(tokens: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Before which tokens stands a string without its last quote, [batch, length - 1], and the two
+    bytes to choose from."""
+    now, after = tokens[:, 1:], tokens[:, 1:].roll(-1, -1) == NEW_LINE
+    after[:, -1] = False
+    closes = ((now == ord("'")) | (now == ord('"'))) & after
+    return closes & _opened_here(tokens), (ord("'"), ord('"'))
+
+
+def ends_of_lists(tokens: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """As `ends_of_strings`, after the first bracket that closes: another, or the line's end."""
+    closes = tokens == ord("]")
+    first = closes[:, :-1] & ~closes.roll(1, -1)[:, :-1]
+    return first & _opened_here(tokens), (ord("]"), NEW_LINE)
+
+
+def _opened_here(tokens: Tensor) -> Tensor:
+    """Sequences begin anywhere, so the first line may lack its first characters."""
+    return ((tokens == NEW_LINE).cumsum(-1) > 0)[:, :-1]
+
+
+TASKS = {"quotes": ends_of_strings, "brackets": ends_of_lists}
+
+
+def logits_of(model: nn.Module, tokens: Tensor, gate: Gate) -> Tensor:
+    """The model's forward pass with a gate on every channel that a weight reads or writes."""
+    x = model.tokens(tokens) + model.places.weight
+    for number, block in enumerate(model.blocks):
+        read = gate(f"{number} attention reads", block.keep(block.norm1(x)))
+        qkv = gate(f"{number} attention", block.qkv(read))
+        parts = qkv.unflatten(-1, (3, block.heads, -1)).movedim(2, 0)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + block.out(gate(f"{number} attention writes", block.keep(mixed)))
+        read = gate(f"{number} MLP reads", block.keep(block.norm2(x)))
+        hidden = block.keep(nn.functional.gelu(block.up(read)))
+        x = x + block.down(gate(f"{number} MLP", hidden))
+    return model.head(gate("head reads", model.norm(x)))
+
+
+def loss_of_task(
+    model: nn.Module, tokens: Tensor, task: str, gate: Gate = lambda name, x: x
+) -> Tensor:
+    """Cross-entropy of the choice between the two bytes."""
+    at, choice = TASKS[task](tokens)
+    logits = logits_of(model, tokens[:, :-1], gate)[at][:, choice]
+    return cross_entropy(logits, (tokens[:, 1:][at] == choice[1]).long())
+
+
+class Gates(nn.Module):
+    """A gate for every channel, open where its parameter is above zero. Gradients are those of its
+    sigmoid."""
+
+    def __init__(self, means: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.means = means
+        self.names = {name: f"gate{number}" for number, name in enumerate(means)}
+        for name, attribute in self.names.items():
+            setattr(self, attribute, nn.Parameter(torch.full_like(means[name], 1.0)))
+
+    def of(self, name: str) -> Tensor:
+        return getattr(self, self.names[name])
+
+    def forward(self, name: str, x: Tensor) -> Tensor:
+        soft = self.of(name).sigmoid()
+        open_ = (self.of(name) > 0).float() + soft - soft.detach()
+        return self.means[name] + open_ * (x - self.means[name])
+
+    def share(self) -> Tensor:
+        """Of the gates that are open, softly."""
+        return torch.cat([self.of(name).sigmoid() for name in self.names]).mean()
+
+    def count(self) -> int:
+        return sum(int((self.of(name) > 0).sum()) for name in self.names)
+
+
+@torch.no_grad()
+def mean_activations(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    means: dict[str, Tensor] = {}
+
+    def note(name: str, x: Tensor) -> Tensor:
+        means[name] = means.get(name, 0) + x.mean((0, 1)) / len(batches)
+        return x
+
+    for tokens in batches:
+        logits_of(model, tokens[:, :-1], note)
+    return means
+
+
+def batches_of(data: Tensor, count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [example.sample(data, generator) for _ in range(count)]
+
+
+@torch.no_grad()
+def loss_with(model: nn.Module, gates: Gates, tests: list[Tensor], task: str) -> float:
+    return statistics.fmean(float(loss_of_task(model, t, task, gates)) for t in tests)
+
+
+def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: int) -> Gates | None:
+    """The smallest circuit of several trainings that push more and more; None if there is none."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    means = mean_activations(model, batches_of(data, 16, seed))
+    tests, best = batches_of(data, 16, seed + 1), None
+    for push in (1.0, 3.0, 10.0, 30.0):
+        gates = Gates(means)
+        optimizer = torch.optim.Adam(gates.parameters(), lr=0.05, betas=(0.9, 0.95))
+        for tokens in batches_of(data, steps, seed + 2):
+            optimizer.zero_grad()
+            (loss_of_task(model, tokens, task, gates) + push * gates.share()).backward()
+            optimizer.step()
+        close_smallest(model, gates, tests, task)
+        fits = loss_with(model, gates, tests, task) <= LIMIT
+        if fits and (best is None or gates.count() < best.count()):
+            best = gates
+    return best
+
+
+@torch.no_grad()
+def close_smallest(model: nn.Module, gates: Gates, tests: list[Tensor], task: str) -> None:
+    """Open as few gates, in the order of their parameters, as keep the loss below the limit."""
+    ordered = torch.cat([gates.of(name) for name in gates.names]).sort(descending=True).values
+    before = {name: gates.of(name).clone() for name in gates.names}
+
+    def open_first(count: int) -> None:
+        for name in gates.names:
+            gates.of(name).copy_(before[name] - (ordered[count - 1] - 1e-6))
+
+    low, high = 1, len(ordered)
+    while low < high:
+        middle = (low + high) // 2
+        open_first(middle)
+        if loss_with(model, gates, tests, task) <= LIMIT:
+            high = middle
+        else:
+            low = middle + 1
+    open_first(high)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    return (layer.to_dense() if hasattr(layer, "to_dense") else layer.weight).detach()
+
+
+def edges_of(model: nn.Module, gates: Gates) -> int:
+    """Weights that are not zero between open gates. What a block writes counts where an open gate
+    reads it."""
+    is_open = {name: gates.of(name) > 0 for name in gates.names}
+    count, read_later = 0, is_open["head reads"].clone()
+
+    def between(layer: nn.Module, to: Tensor, source: Tensor) -> int:
+        return int((weight_of(layer)[to][:, source] != 0).sum())
+
+    for number in reversed(range(len(model.blocks))):
+        block = model.blocks[number]
+        hidden, reads = is_open[f"{number} MLP"], is_open[f"{number} MLP reads"]
+        count += between(block.down, read_later, hidden) + between(block.up, hidden, reads)
+        read_later |= reads
+        writes, qkv = is_open[f"{number} attention writes"], is_open[f"{number} attention"]
+        reads = is_open[f"{number} attention reads"]
+        count += between(block.out, read_later, writes) + between(block.qkv, qkv, reads)
+        read_later |= reads
+    return count
+
+
+def train(method: str, density: float, width: int, steps: int, data: Tensor, seed: int):
+    torch.manual_seed(seed)
+    how = "keep" if method == "dense" else method
+    model, trainer = example.make(how, density, steps, width, LAYERS, HEADS, 0.25)
+    stepping = trainer.optimizer if method == "dense" else trainer
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, steps)
+    for tokens in batches_of(data, steps, seed):
+        trainer.optimizer.zero_grad()
+        model(tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepping.step()
+        decay.step()
+    return model
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=["rigl", "dense"])
+    parser.add_argument("--density", type=float, default=0.02)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000, help="of the model's training")
+    parser.add_argument("--gate-steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
+    args = parser.parse_args(arguments)
+    data, held_out = make_text(100_000, 0), make_text(20_000, 1)
+    for seed in args.seeds:
+        for method in args.methods:
+            model = train(method, args.density, args.width, args.steps, data, seed)
+            tests = batches_of(held_out, 16, seed)
+            with torch.no_grad():
+                loss = statistics.fmean(float(model(tokens)) for tokens in tests)
+            for task in TASKS:
+                with torch.no_grad():
+                    of_task = statistics.fmean(float(loss_of_task(model, t, task)) for t in tests)
+                gates = find_circuit(model, held_out, task, args.gate_steps, seed)
+                row = {"seed": seed, "method": method, "loss": loss, "task": task, "of": of_task}
+                if gates is not None:
+                    row |= {"nodes": gates.count(), "edges": edges_of(model, gates)}
+                line = json.dumps(row)
+                print(line, flush=True)
+                if args.output:
+                    with args.output.open("a") as file:
+                        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
