@@ -1,4 +1,4 @@
-"""Tables of pages that were measured on the Xeon with AMX are those of the stored figures."""
+"""Tables of pages are those of the stored figures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import statistics
 from pathlib import Path
 
+import pytest
 from page_tables import cells_of
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +39,13 @@ def test_int8():
         assert ratios == [f"{row[kinds.get(kind, kind)]:.2f}" for row in found]
 
 
-def test_peers():
-    rows = cells_of("comparison.md", "| features | samples ", after="one thread of a Xeon")
-    measured = figures("peers-xeon.json")["layers"]
+@pytest.mark.parametrize(
+    ("file", "after"),
+    [("peers-zen3.json", "## Training steps"), ("peers-xeon.json", "one thread of a Xeon")],
+)
+def test_peers(file, after):
+    rows = cells_of("comparison.md", "| features | samples ", after=after)
+    measured = figures(file)["layers"]
     assert 4 * len(rows) == len(measured)
     names = ("sparselab", "SparseProp", "torch CSR", "masked, compiled")
     for features, samples, *ratios in rows:
@@ -48,6 +53,14 @@ def test_peers():
         for name, told in zip(names, ratios, strict=True):
             found = [row[name] for what, row in measured.items() if what.startswith(layer)]
             assert told == f"{min(found):.1f} to {max(found):.1f}"
+
+
+def test_nerva():
+    rows = cells_of("comparison.md", "| density | Nerva ")
+    for (density, *told), row in zip(rows, figures("nerva-zen3.json")["steps"], strict=True):
+        assert float(density) == row["density"]
+        spreads = [row["ratios"][name] for name in ("Nerva", "dense")]
+        assert told == [f"{middle:.1f} ({low:.1f} to {high:.1f})" for low, middle, high in spreads]
 
 
 def test_the_demonstration_of_sparselab():
