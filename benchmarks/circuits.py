@@ -28,7 +28,9 @@ import weight_sparse_gpt as example
 NEW_LINE = 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LIMIT = 0.15  # nats of a task, as in the paper
-LAYERS, HEADS = 2, 16
+PUSHES = (1.0, 3.0, 10.0)  # of the share of open gates, beside the loss of the task
+TESTS = 4  # batches
+LAYERS, HEADS = 2, 8
 
 Gate = Callable[[str, Tensor], Tensor]
 
@@ -146,8 +148,8 @@ def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: in
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     means = mean_activations(model, batches_of(data, 16, seed))
-    tests, best = batches_of(data, 16, seed + 1), None
-    for push in (1.0, 3.0, 10.0, 30.0):
+    tests, best = batches_of(data, TESTS, seed + 1), None
+    for push in PUSHES:
         gates = Gates(means)
         optimizer = torch.optim.Adam(gates.parameters(), lr=0.05, betas=(0.9, 0.95))
         for tokens in batches_of(data, steps, seed + 2):
@@ -236,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in args.seeds:
         for method in args.methods:
             model = train(method, args.density, args.width, args.steps, data, seed)
-            tests = batches_of(held_out, 16, seed)
+            tests = batches_of(held_out, TESTS, seed)
             with torch.no_grad():
                 loss = statistics.fmean(float(model(tokens)) for tokens in tests)
             for task in TASKS:
