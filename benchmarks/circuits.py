@@ -40,7 +40,7 @@ def make_text(lines: int, seed: int) -> Tensor:
     rng, made = random.Random(seed), []
     for _ in range(lines):
         opening, closing = rng.choice([("'", "'"), ('"', '"'), ("[", "]"), ("[[", "]]")])
-        made.append(opening + "".join(rng.choices(LETTERS, k=rng.randint(1, 8))) + closing)
+        made.append(opening + "".join(rng.choices(LETTERS, k=rng.randint(1, 6))) + closing)
     return torch.frombuffer(bytearray("\n".join(made).encode()), dtype=torch.uint8)
 
 

@@ -33,13 +33,12 @@ from dynsparse.data.text import load_gpt2
 
 CALIBRATION = 16  # batches
 EPOCHS = 5  # of the repair
-RATE = 1e-3
 TEST_TOKENS = 51_200
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and of its batches; `rate` is that of the dense training."""
+    """Of a model, of its batches, and the rates of its dense training and of fine-tuning."""
 
     features: int
     heads: int
@@ -47,9 +46,10 @@ class Size:
     length: int
     batch: int
     rate: float
+    tuning_rate: float
 
 
-SIZES = {"0.6M": Size(128, 4, 3, 64, 16, 3e-3), "10M": Size(320, 5, 8, 256, 4, 1e-3)}
+SIZES = {"0.6M": Size(128, 4, 3, 64, 16, 3e-3, 1e-3), "10M": Size(320, 5, 8, 256, 4, 1e-3, 3e-4)}
 
 
 class Block(nn.Module):
@@ -140,14 +140,14 @@ def train(
         schedule.step()
 
 
-def fine_tune(model: nn.Module, batches: list[Tensor], method: str) -> None:
+def fine_tune(model: nn.Module, batches: list[Tensor], method: str, rate: float) -> None:
     """With a pattern that stays, or with 20 updates that begin with 5 % of the connections."""
     kinds = {"static": ds.Static, "SET": ds.SET, "RigL": ds.RigL}
     moving = {} if method == "static" else {
         "total_steps": len(batches), "update_interval": max(1, len(batches) // 25),
         "drop_fraction": 0.05,
     }  # fmt: skip
-    train(model, batches, RATE, lambda optimizer: kinds[method](model, optimizer, **moving).step)
+    train(model, batches, rate, lambda optimizer: kinds[method](model, optimizer, **moving).step)
 
 
 def masked_step(model: nn.Module) -> Callable[[torch.optim.Optimizer], Callable[[], None]]:
@@ -181,7 +181,9 @@ def step_times(text: Text, density: float, dense: nn.Module) -> dict[str, list[f
 
     def work(name: str) -> Callable[[], None]:
         model = models[name]
-        optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.01), RATE)
+        optimizer = torch.optim.AdamW(
+            ds.param_groups(model, weight_decay=0.01), text.size.tuning_rate
+        )
         step = after[name](optimizer) if name in after else optimizer.step
 
         def run() -> None:
@@ -200,7 +202,7 @@ def study(
 ) -> Iterator[dict[str, object]]:
     """What became of the model on each way: {"way", "perplexity", "seconds"}."""
     calibration = text.batches(CALIBRATION, 1000 + seed)
-    inputs = [batch[:, :-1] for batch in calibration]
+    inputs, rate = [batch[:, :-1] for batch in calibration], text.size.tuning_rate
 
     def row(way: str, model: nn.Module, began: float) -> dict[str, object]:
         seconds = time.perf_counter() - began
@@ -217,12 +219,12 @@ def study(
         if start != "wanda":
             continue
         began, masked = time.perf_counter(), copy.deepcopy(pruned)
-        train(masked, calibration * EPOCHS, RATE, masked_step(masked))
+        train(masked, calibration * EPOCHS, rate, masked_step(masked))
         yield row("wanda, masked fine-tuning on the calibration data", masked, began)
         batches = text.batches(steps, 2000 + seed)
         for method in ("static", "SET", "RigL"):
             began, tuned = time.perf_counter(), copy.deepcopy(repaired)
-            fine_tune(tuned, batches, method)
+            fine_tune(tuned, batches, method, rate)
             yield row(f"wanda, repair, fine-tuning {method}", tuned, began)
 
 

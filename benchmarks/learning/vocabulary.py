@@ -44,7 +44,7 @@ def main() -> None:
         batches = text.batches(options.steps, 2000 + seed)
         rows = [{"table": "dense model", "pruned": perplexity(dense, text)}]
         tuned = copy.deepcopy(dense)
-        train(tuned, batches, 1e-3)
+        train(tuned, batches, size.tuning_rate)
         rows[0]["tuned"] = perplexity(tuned, text)
         for density in TABLES:
             model = copy.deepcopy(dense)
@@ -53,7 +53,7 @@ def main() -> None:
             if density < 1:
                 ds.sparsify(model, density, include=VOCABULARY, **pruning)
             row = {"table": density, "pruned": perplexity(model, text)}
-            fine_tune(model, batches, "static")
+            fine_tune(model, batches, "static", size.tuning_rate)
             rows.append(row | {"tuned": perplexity(model, text)})
         for row in rows:
             report({"seed": seed, **row}, options.output)
