@@ -184,6 +184,26 @@ def test_what_the_page_on_pruned_models_says():
     assert f"to {max(regained):.0%} of".replace("%", " %") in text
 
 
+def test_what_the_page_says_of_a_larger_pruned_model():
+    rows = tables.read("pruned-10M.jsonl")
+    dense = next(row["perplexity"] for row in rows if row["way"] == "dense")
+    regained, tuned = [], []
+    for density in {row["density"] for row in rows} - {1.0}:
+        at = {row["way"]: row["perplexity"] for row in rows if row["density"] == density}
+        starts = ("magnitude", "wanda", "sparsegpt")
+        regained += [(at[s] - at[f"{s}, repair"]) / (at[s] - dense) for s in starts]
+        masked = at["wanda, masked fine-tuning on the calibration data"]
+        assert max(at[f"{s}, repair"] for s in starts) < masked
+        tuned.append([at[f"wanda, repair, fine-tuning {way}"] for way in ("static", "SET", "RigL")])
+    text = " ".join((ROOT / "docs" / "pruned-models.md").read_text().split())
+    said = f"regains {min(regained):.0%} to {max(regained):.0%}".replace("%", "", 1)
+    assert said.replace("%", " %") in text
+    assert max(max(ways) - min(ways) for ways in tuned) < 1
+    for row in tables.read("pruned-times.jsonl"):
+        assert (row["masked"][1] < 1) is (row["density"] == 0.5)
+        assert row["masked"][1] < 2
+
+
 def test_what_the_page_on_pruned_models_says_of_a_sparse_vocabulary():
     rows = tables.read("vocabulary.jsonl")
     for seed in {row["seed"] for row in rows}:

@@ -6,20 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from dynsparse._core.checks import check_choice, check_integer, check_within, typed
+from dynsparse._core.checks import typed
 from dynsparse.nn import SparseLinear
 from dynsparse.training import SparseTrainer
 from dynsparse.training.drop import MagnitudeGradient
 from dynsparse.training.history import LastStep
 from popsparse.compiled.lower import Backward, Lowering, place_weight, type_of
-from popsparse.compiled.pipeline import SCHEDULES, Pipeline, StageProfile
+from popsparse.compiled.pipeline import Pipeline, StageProfile, StepOptions
 from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
 from popsparse.machine import Sequence as Steps
 from popsparse.machine import Tensor as Variable
@@ -67,50 +66,6 @@ class _Scored:
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StepOptions:
-    """The options of `compile`."""
-
-    loss_scale: float
-    device_iterations: int
-    stochastic_rounding: int | None
-    clip_grad_norm: float | None
-    return_output: bool
-    pipeline: str | None
-    gradient_accumulation: int
-    replicas: int
-
-    def __post_init__(self) -> None:
-        for name in ("device_iterations", "gradient_accumulation", "replicas"):
-            check_integer(name, getattr(self, name), 1)
-        check_within("loss_scale", self.loss_scale, "(0, inf)")
-        if self.stochastic_rounding is not None:
-            check_integer("stochastic_rounding", self.stochastic_rounding, 0)
-        if self.clip_grad_norm is not None:
-            check_within("clip_grad_norm", self.clip_grad_norm, "(0, inf)")
-        if self.pipeline is not None:
-            check_choice("pipeline", self.pipeline, SCHEDULES)
-            if self.clip_grad_norm is not None:
-                raise ValueError("clip_grad_norm needs all gradients at once: leave out pipeline")
-        if self.replicas & (self.replicas - 1):
-            raise ValueError(f"replicas must be a power of two, got {self.replicas}")
-        if self.return_output and self.in_parts:
-            raise ValueError(
-                "return_output returns that of a whole batch: leave out pipeline, "
-                "gradient_accumulation and replicas"
-            )
-
-    @property
-    def batches(self) -> int:
-        """Micro-batches of a step, of all replicas."""
-        return self.gradient_accumulation * self.replicas
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether gradients are sums over micro-batches."""
-        return self.pipeline is not None or self.batches > 1
-
-
 class CompiledModel:
     """A model that trains on the tile machine; made by `compile`.
 
@@ -130,7 +85,7 @@ class CompiledModel:
         optimizer: torch.optim.Optimizer | SparseTrainer,
         loss: Callable[[Any, Tensor], Tensor],
         target: Target,
-        how: _StepOptions,
+        how: StepOptions,
         options: TargetOptions,
     ) -> None:
         self.model, self.loss, self.target = model, loss, target
@@ -695,7 +650,7 @@ def compile(
         TypeError: another optimizer. ValueError: numbers out of range, an unknown option. See
             `CompiledModel.step` for what is found there.
     """
-    how = _StepOptions(
+    how = StepOptions(
         loss_scale=loss_scale,
         device_iterations=device_iterations,
         stochastic_rounding=stochastic_rounding,

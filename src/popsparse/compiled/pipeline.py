@@ -11,11 +11,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
+from dynsparse._core.checks import check_choice, check_integer, check_within
 from popsparse.machine import (
     Copy,
     CrossReplicaCopy,
@@ -37,6 +39,50 @@ if TYPE_CHECKING:
 SCHEDULES = ("grouped", "interleaved", "sequential")
 
 FORWARD, BACKWARD, UPDATE, SHARED = "forward", "backward", "update", "shared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The options of `compile`."""
+
+    loss_scale: float
+    device_iterations: int
+    stochastic_rounding: int | None
+    clip_grad_norm: float | None
+    return_output: bool
+    pipeline: str | None
+    gradient_accumulation: int
+    replicas: int
+
+    def __post_init__(self) -> None:
+        for name in ("device_iterations", "gradient_accumulation", "replicas"):
+            check_integer(name, getattr(self, name), 1)
+        check_within("loss_scale", self.loss_scale, "(0, inf)")
+        if self.stochastic_rounding is not None:
+            check_integer("stochastic_rounding", self.stochastic_rounding, 0)
+        if self.clip_grad_norm is not None:
+            check_within("clip_grad_norm", self.clip_grad_norm, "(0, inf)")
+        if self.pipeline is not None:
+            check_choice("pipeline", self.pipeline, SCHEDULES)
+            if self.clip_grad_norm is not None:
+                raise ValueError("clip_grad_norm needs all gradients at once: leave out pipeline")
+        if self.replicas & (self.replicas - 1):
+            raise ValueError(f"replicas must be a power of two, got {self.replicas}")
+        if self.return_output and self.in_parts:
+            raise ValueError(
+                "return_output returns that of a whole batch: leave out pipeline, "
+                "gradient_accumulation and replicas"
+            )
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of a step, of all replicas."""
+        return self.gradient_accumulation * self.replicas
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether gradients are sums over micro-batches."""
+        return self.pipeline is not None or self.batches > 1
 
 
 class Place(NamedTuple):
