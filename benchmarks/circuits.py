@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import weight_sparse_gpt as example
@@ -69,27 +69,35 @@ TASKS = {"quotes": ends_of_strings, "brackets": ends_of_lists}
 
 
 def logits_of(model: nn.Module, tokens: Tensor, gate: Gate) -> Tensor:
-    """The model's forward pass with a gate on every channel that a weight reads or writes."""
-    x = model.tokens(tokens) + model.places.weight
+    """Of tokens [batch, length + 1], with a gate on every channel that a weight reads or writes."""
+    logits: list[Tensor] = []
+    handles = [model.head.register_forward_hook(lambda _, args, out: logits.append(out))]
+
+    def before(layer: nn.Module, name: str) -> None:
+        hook = layer.register_forward_pre_hook(lambda _, args: (gate(name, args[0]),))
+        handles.append(hook)
+
     for number, block in enumerate(model.blocks):
-        read = gate(f"{number} attention reads", block.keep(block.norm1(x)))
-        qkv = gate(f"{number} attention", block.qkv(read))
-        parts = qkv.unflatten(-1, (3, block.heads, -1)).movedim(2, 0)
-        q, k, v = (part.transpose(1, 2) for part in parts)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + block.out(gate(f"{number} attention writes", block.keep(mixed)))
-        read = gate(f"{number} MLP reads", block.keep(block.norm2(x)))
-        hidden = block.keep(nn.functional.gelu(block.up(read)))
-        x = x + block.down(gate(f"{number} MLP", hidden))
-    return model.head(gate("head reads", model.norm(x)))
+        before(block.qkv, f"{number} attention reads")
+        name = f"{number} attention"
+        hook = block.qkv.register_forward_hook(lambda _, args, out, name=name: gate(name, out))
+        handles.append(hook)
+        before(block.out, f"{number} attention writes")
+        before(block.up, f"{number} MLP reads")
+        before(block.down, f"{number} MLP")
+    before(model.head, "head reads")
+    try:
+        model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits[0]
 
 
-def loss_of_task(
-    model: nn.Module, tokens: Tensor, task: str, gate: Gate = lambda name, x: x
-) -> Tensor:
+def loss_of_task(model: nn.Module, tokens: Tensor, task: str, gate: Gate) -> Tensor:
     """Cross-entropy of the choice between the two bytes."""
     at, choice = TASKS[task](tokens)
-    logits = logits_of(model, tokens[:, :-1], gate)[at][:, choice]
+    logits = logits_of(model, tokens, gate)[at][:, choice]
     return cross_entropy(logits, (tokens[:, 1:][at] == choice[1]).long())
 
 
@@ -129,7 +137,7 @@ def mean_activations(model: nn.Module, batches: list[Tensor]) -> dict[str, Tenso
         return x
 
     for tokens in batches:
-        logits_of(model, tokens[:, :-1], note)
+        logits_of(model, tokens, note)
     return means
 
 
@@ -139,8 +147,8 @@ def batches_of(data: Tensor, count: int, seed: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def loss_with(model: nn.Module, gates: Gates, tests: list[Tensor], task: str) -> float:
-    return statistics.fmean(float(loss_of_task(model, t, task, gates)) for t in tests)
+def mean_loss(model: nn.Module, gate: Gate, tests: list[Tensor], task: str) -> float:
+    return statistics.fmean(float(loss_of_task(model, tokens, task, gate)) for tokens in tests)
 
 
 def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: int) -> Gates | None:
@@ -157,7 +165,7 @@ def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: in
             (loss_of_task(model, tokens, task, gates) + push * gates.share()).backward()
             optimizer.step()
         close_smallest(model, gates, tests, task)
-        fits = loss_with(model, gates, tests, task) <= LIMIT
+        fits = mean_loss(model, gates, tests, task) <= LIMIT
         if fits and (best is None or gates.count() < best.count()):
             best = gates
     return best
@@ -177,7 +185,7 @@ def close_smallest(model: nn.Module, gates: Gates, tests: list[Tensor], task: st
     while low < high:
         middle = (low + high) // 2
         open_first(middle)
-        if loss_with(model, gates, tests, task) <= LIMIT:
+        if mean_loss(model, gates, tests, task) <= LIMIT:
             high = middle
         else:
             low = middle + 1
@@ -242,8 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
             with torch.no_grad():
                 loss = statistics.fmean(float(model(tokens)) for tokens in tests)
             for task in TASKS:
-                with torch.no_grad():
-                    of_task = statistics.fmean(float(loss_of_task(model, t, task)) for t in tests)
+                of_task = mean_loss(model, lambda name, x: x, tests, task)
                 gates = find_circuit(model, held_out, task, args.gate_steps, seed)
                 row = {"seed": seed, "method": method, "loss": loss, "task": task, "of": of_task}
                 if gates is not None:

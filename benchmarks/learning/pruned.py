@@ -3,7 +3,7 @@
     python benchmarks/learning/pruned.py --data input.txt --densities 0.3 0.2 0.1 --seeds 0 1 2 \
         --output results.jsonl
     python benchmarks/learning/pruned.py --data novels.txt --bpe gpt2-bpe --size 10M \
-        --dense-steps 2000 --checkpoint dense.pt --seeds 0 --output results.jsonl
+        --dense-steps 2500 --checkpoint dense.pt --seeds 0 --output results.jsonl
 
 Trains one dense model for each seed, prunes it, and prints a line of JSON for each way from there:
 the test perplexity after pruning, after `training.repair`, and after as many steps of fine-tuning

@@ -96,13 +96,18 @@ def pruned_table(rows: list[Row]) -> str:
     return markdown(["", *heads], body)
 
 
+def middle(median: float, low: float, high: float) -> str:
+    """A median, with what lies around it in brackets."""
+    digits = 0 if median > 100 else 2
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def pruned_times_table(rows: list[Row]) -> str:
     """A line per density: the time of other steps over that of a sparse one, with quartiles."""
-    body = [
-        [f"{row['density']:g}", *(f"{median:.2f} ({low:.2f} to {high:.2f})"
-         for low, median, high in (row["masked"], row["dense"]))]
-        for row in rows
-    ]  # fmt: skip
+    body = []
+    for row in rows:
+        cells = [middle(median, low, high) for low, median, high in (row["masked"], row["dense"])]
+        body.append([f"{row['density']:g}", *cells])
     return markdown(["density", "masked takes", "dense takes"], body)
 
 
@@ -120,12 +125,6 @@ def vocabulary_table(rows: list[Row]) -> str:
 
 def vocabulary_times_table(rows: list[Row]) -> str:
     """A line per case: milliseconds of a step, and how many times as long the others take."""
-
-    def cell(row: Row, name: str) -> str:
-        median, least, largest = row[name]
-        digits = 0 if median > 100 else 2
-        return f"{median:.{digits}f} ({least:.{digits}f} to {largest:.{digits}f})"
-
     columns = [
         ("sparse blocks, ms", "sparse"),
         ("dense takes", "dense / sparse"),
@@ -136,7 +135,7 @@ def vocabulary_times_table(rows: list[Row]) -> str:
     ]
     body = [
         [f"{row['density']:g}", str(row["batch"]), "no" if row["lean"] else "yes",
-         *(cell(row, name) for _, name in columns)]
+         *(middle(*row[name]) for _, name in columns)]
         for row in rows
     ]  # fmt: skip
     return markdown(["density", "sequences", "dropout", *(head for head, _ in columns)], body)

@@ -431,10 +431,11 @@ class CompiledModel:
         due = self._due()
         self._send_rates()
         # Replicas take turns on a stream.
-        order = np.arange(count).reshape(-1, how.replicas, how.gradient_accumulation)
-        order = order.transpose(0, 2, 1).reshape(-1)
+        by_replica = (-1, how.replicas, how.gradient_accumulation)
+        by_turn = (-1, how.gradient_accumulation, how.replicas)
         for key, batch in zip(self._data, batches, strict=True):
-            engine.connect(" ".join(key), _array(batch).reshape(count, -1)[order])
+            rows = _array(batch).reshape(*by_replica, math.prod(batch.shape[1:]))
+            engine.connect(" ".join(key), rows.swapaxes(1, 2).reshape(count, -1))
         losses = np.zeros((count, 1), np.float32)
         engine.connect("loss", losses)
         output: np.ndarray | None = None
@@ -445,7 +446,7 @@ class CompiledModel:
         self.profiles["step"] = engine.run("step")
         if self.trainer is not None:
             self._follow(self.trainer, due)
-        result = torch.from_numpy(losses[np.argsort(order), 0])
+        result = torch.from_numpy(losses.reshape(by_turn).swapaxes(1, 2).reshape(-1))
         result = result if count > 1 else result[0]
         if output is None:
             return result
@@ -647,8 +648,9 @@ def compile(
             "partials_type" is that of the dense products, too.
 
     Raises:
-        TypeError: another optimizer. ValueError: numbers out of range, an unknown option. See
-            `CompiledModel.step` for what is found there.
+        TypeError: another optimizer. ValueError: numbers out of range, an unknown option,
+            processors that replicas cannot share evenly. See `CompiledModel.step` for what is
+            found there.
     """
     how = StepOptions(
         loss_scale=loss_scale,
