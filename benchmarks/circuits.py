@@ -218,17 +218,11 @@ def edges_of(model: nn.Module, gates: Gates) -> int:
 
 
 def train(method: str, density: float, width: int, steps: int, data: Tensor, seed: int):
+    """A dense model is one of which the largest weights are kept, all of them."""
     torch.manual_seed(seed)
-    how = "keep" if method == "dense" else method
+    how, density = ("keep", 1.0) if method == "dense" else (method, density)
     model, trainer = example.make(how, density, steps, width, LAYERS, HEADS, 0.25)
-    stepping = trainer.optimizer if method == "dense" else trainer
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, steps)
-    for tokens in batches_of(data, steps, seed):
-        trainer.optimizer.zero_grad()
-        model(tokens).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        stepping.step()
-        decay.step()
+    example.train(model, trainer, data, steps, seed, report=250)
     return model
 
 
