@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=["rigl", "dense"])
     parser.add_argument("--density", type=float, default=0.02)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1000, help="of the model's training")
+    parser.add_argument("--steps", type=int, default=2500, help="of the model's training")
     parser.add_argument("--gate-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")

@@ -7,6 +7,7 @@ runs the rest.
 import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,17 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
+    seen = Counter()
     for item in items:
         folder = item.path.relative_to(here).parts[0]
         if folder in _SLOW_FOLDERS and item.get_closest_marker("quick") is None:
             item.add_marker("slow")
+        sampled = item.get_closest_marker("sampled")
+        if sampled and item.get_closest_marker("slow") is None:
+            test = item.path, item.originalname
+            if seen[test] % sampled.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.hookimpl(trylast=True)

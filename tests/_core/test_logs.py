@@ -118,6 +118,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch, capsys, level, place
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_library_tells_of_it_where_it_is_first_used():
     program = "import dynsparse as ds, torch; ds.nn.SparseLinear(8, 8, density=0.5)(torch.ones(8))"
     ended = subprocess.run(

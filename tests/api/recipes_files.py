@@ -78,12 +78,14 @@ def pictures():
     return data.DataSet("mine", half, half)
 
 
+@cache  # reports do not change it
 def ran():
     made = machine_layer()
     made.run("forward")
     return made
 
 
+@cache
 def page():
     profile = ran().profiles["forward"]
     return {
@@ -99,18 +101,12 @@ def page():
     }
 
 
-@cache
-def one_page():
-    """What nobody changes need not be made anew."""
-    return page()
-
-
 def profile_file():
-    return reports.save_profile(folder() / "a.json", title="A", profile=one_page()["profile"])
+    return reports.save_profile(folder() / "a.json", title="A", profile=page()["profile"])
 
 
 def read_profile():
-    return reports.read_profiles(one_page()["profile"])[0]
+    return reports.read_profiles(page()["profile"])[0]
 
 
 def followed(algorithm, options):
@@ -169,7 +165,7 @@ RECIPES = {
     "dynsparse.data.DataSet.hold_out": of(pictures, "hold_out", count=lambda: 2),
     "dynsparse.bench.find_spec": call(find_spec),
     "dynsparse.bench.read_spec": call(read_spec, FILES, file=find_spec),
-    "popsparse.report.report_html": Recipe(report_html, page),
+    "popsparse.report.report_html": Recipe(report_html, lambda: {**page()}),
     "popsparse.report.write_report": Recipe(
         lambda path: write_report(path, title="A page", summary={}),
         lambda: {"path": folder() / "page.html"},
@@ -194,13 +190,13 @@ RECIPES = {
         summary=lambda: {"seed": 0},
     ),
     "popsparse.report.save_profile": Recipe(
-        reports.save_profile, lambda: {"path": folder() / "a.json", **one_page()}, FILES
+        reports.save_profile, lambda: {"path": folder() / "a.json", **page()}, FILES
     ),
     "popsparse.report.load_profile": Recipe(
         reports.load_profile, lambda: {"path": profile_file()}, FILES
     ),
     "popsparse.report.read_profiles": call(
-        reports.read_profiles, profile=lambda: one_page()["profile"]
+        reports.read_profiles, profile=lambda: page()["profile"]
     ),
     "popsparse.report.operations": call(reports.operations, profile=read_profile, depth=lambda: 2),
     "popsparse.report.findings": call(reports.findings, profile=read_profile),
@@ -212,11 +208,11 @@ RECIPES = {
     "popsparse.report.compare": call(
         reports.compare,
         first=lambda: reports.load_profile(profile_file()),
-        second=lambda: one_page()["profile"],
+        second=lambda: page()["profile"],
     ),
     "popsparse.report.comparison_text": call(
         reports.comparison_text,
-        comparison=lambda: reports.compare(one_page()["profile"], one_page()["profile"]),
+        comparison=lambda: reports.compare(page()["profile"], page()["profile"]),
     ),
     "popsparse.report.encoding_data": call(encoding_data, partitioner=partitioner, encoded=encoded),
     "dynsparse.report.training.connectivity.visualise": Recipe(

@@ -77,6 +77,12 @@ class Started(Exception):
     pass
 
 
+@pytest.fixture(autouse=True)
+def _commands_made_once(monkeypatch):
+    """typer makes all commands anew for each call, which takes most of its time."""
+    monkeypatch.setattr(typer.main, "get_command", lambda app: GROUP)
+
+
 @pytest.fixture
 def nothing_starts(monkeypatch):
     def started(options, *args, **named):
@@ -107,7 +113,6 @@ def check_refused(capsys, arguments):
     assert len(told) < 1000, (arguments, told)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flag"), sorted({case[:2] for case in CASES}))
 def test_a_wrong_value_gets_one_line(name, flag, nothing_starts, capsys):
     for command, option, value in CASES:

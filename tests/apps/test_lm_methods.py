@@ -60,6 +60,7 @@ def test_a_method_trains_and_resumes_to_the_same_bits(method, text, tmp_path):
         assert torch.equal(tensor, resumed["model"][name]), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["snfs", "topkast", "gmp"])
 def test_a_trained_model_is_tested_and_writes_as_it_was_trained(method, text, tmp_path):
     changes = {"method": method, "sample": 30, "prompt": "the", "temperature": 0.0}

@@ -44,6 +44,7 @@ def training(text, **changes) -> Training:
     return Training(options, load_corpus(options), 7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["rigl", "dense"])
 def test_it_learns_a_small_text_by_heart(text, method):
     figures = tiny(
@@ -177,6 +178,7 @@ def test_only_matrices_decay(text):
         assert message in str(error.value)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "changes",
     [

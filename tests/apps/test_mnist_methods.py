@@ -17,6 +17,7 @@ def tiny(**changes):
     return run(Options(**{**TINY, **changes}), QUIET)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_trains_and_resumes(method, tmp_path):
     pytest.importorskip("sklearn")

@@ -19,6 +19,7 @@ def tiny(**changes):
     return run(Options(**{**TINY, **changes}), QUIET)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -41,6 +42,7 @@ def test_two_epochs_equal_one_and_one(tmp_path, changes):
         assert got[key] == expected[key]
 
 
+@pytest.mark.slow
 def test_the_scale_of_float16_goes_on(tmp_path, monkeypatch):
     """It grows every 3 steps until gradients overflow; the record goes on with the steps."""
     monkeypatch.setattr(training, "_FIRST_SCALE", 2.0**33)

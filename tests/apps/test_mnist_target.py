@@ -65,6 +65,7 @@ def check_pictures(kind, module, **changes):
     return made[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -136,6 +137,7 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path):
     assert tested["loss"] == expected["loss"]
 
 
+@pytest.mark.slow
 def test_it_says_what_the_machine_took(tmp_path, monkeypatch, capsys):
     folder, file = tmp_path / "profiles", tmp_path / "figures.json"
     options = {"autoReport.all": "true", "autoReport.directory": str(folder)}

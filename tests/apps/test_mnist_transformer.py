@@ -67,6 +67,7 @@ def test_blocks_pad_the_picture_and_the_classes(block, generator):
     assert net(torch.rand(3, 784)).shape == (3, 10)
 
 
+@pytest.mark.slow
 def test_large_blocks_train():
     sizes = {"hidden_length": 64, "ff_length": 128, "attention_heads": 4, "qkv_length": 16}
     figures = tiny(block_size=64, sparsity=0.5, epochs=4, **sizes)
@@ -141,6 +142,7 @@ def test_growth_sees_the_dense_gradient_of_every_layer(block):
         torch.testing.assert_close(gradient, weight.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("changes", [
     {"method": "rigl"},
     {"method": "set"},

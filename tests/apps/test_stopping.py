@@ -78,6 +78,7 @@ def train(name, **changes):
     return figures, shown.getvalue()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", [3, 6, 100])
 @pytest.mark.parametrize("name", APPS)
 def test_resuming_gives_the_same_bits(name, at, interrupt_at, capfd):

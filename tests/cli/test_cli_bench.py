@@ -67,6 +67,7 @@ def test_the_documentation_names_every_option(capsys):
     assert all(f"| `{option}" in text for option in options)
 
 
+@pytest.mark.slow
 def test_one_benchmark_or_several(capsys, tmp_path):
     assert call(capsys, "--spec b.yml --benchmark two --json a.json")[0] == 0
     assert list(json.loads((tmp_path / "a.json").read_text())["benchmarks"]) == ["two"]

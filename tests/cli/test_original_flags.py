@@ -137,6 +137,7 @@ def test_the_table_has_every_flag(program):
     assert sorted(names) == sorted([*table.same, *table.changed])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", FLAGS)
 def test_every_flag_is_taken_or_answered(program, nothing_runs, capsys):
     table = PROGRAMS[program]

@@ -44,6 +44,7 @@ def refused(read, match: str, most: int = 48 * MIB) -> str:
 PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PACK)
 def test_a_text_that_unpacks_to_far_more_than_its_size(tmp_path, monkeypatch, kind):
     file = tmp_path / "text"

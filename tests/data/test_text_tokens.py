@@ -58,6 +58,7 @@ def test_a_missing_file_is_an_os_error(tmp_path):
         read_text(tmp_path / "text")
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_text_and_always_the_same():
     text = read_text("stdlib")
     assert text == read_stdlib()

@@ -72,6 +72,7 @@ def train(model, forward, low=False):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "low"), [*((name, False) for name in MODELS), ("blocks", True)])
 def test_one_graph_for_all_patterns(place, name, low):
     model = MODELS[name]()

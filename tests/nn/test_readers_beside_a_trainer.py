@@ -67,6 +67,7 @@ READERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("reader", READERS)
 def test_reads_are_of_one_moment(reader, tmp_path):

@@ -49,6 +49,7 @@ def test_the_originals_head_size():
     assert all(a is b for a, b in zip(layer.modules(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_it_trains_without_recompilation_at_updates():
     model = nn.Sequential(*(SparseTransformerLayer(8, 2, 16, dropout=0.0) for _ in range(2)))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

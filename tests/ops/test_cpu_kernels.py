@@ -152,6 +152,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "density", "batch", "block"),

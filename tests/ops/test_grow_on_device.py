@@ -51,6 +51,7 @@ def test_random_positions_are_those_of_the_cpu(k, seed):
     assert torch.equal(wanted, got)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("panel_bytes", [1 << 10, 16 << 20])

@@ -191,6 +191,7 @@ def test_bad_input(pairs, k, options, error, message):
         topk_outside(pairs, pattern, k, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("guess", [None, 1e9])
 @pytest.mark.parametrize("b", [1, 4])
 def test_the_guessed_threshold(b, guess, monkeypatch, generator):

@@ -72,6 +72,7 @@ def test_forward_and_backward_against_dense(block_size, dtype, lead):
         assert tensor.shape == grad.shape
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_gradcheck_and_opcheck(block_size):
     pattern, x, values, bias = make(block_size, (2, 3), batch=(2, 2))

@@ -88,6 +88,7 @@ def check(make_model, make_optimizer, loss, batches, *, tolerance=1e-5, target=T
     return compiled
 
 
+@pytest.mark.slow
 def test_rigl_with_momentum_and_dropout():
     def make_trainer(model):
         return ds.RigL(model, sgd(model, nesterov=True), total_steps=12, update_interval=3)
@@ -150,6 +151,7 @@ def test_iterations_on_the_device_with_a_scaled_loss():
         compiled.step(x[0], y[0])
 
 
+@pytest.mark.slow
 def test_half_precision_and_random_growth():
     def make_model():
         torch.manual_seed(0)

@@ -129,6 +129,7 @@ def test_estimate_and_run_agree(size, dtype):
             assert 0.5 < profile.memory.data_bytes.max() / needed < 1.25, (n, plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_estimate_and_run_of_padded_products(dtype):
     """Sizes off the vertex's groups have to be brought into them. The planner charges that for

@@ -17,6 +17,7 @@ from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.products import create_fully_connected_weights
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale_type", [None, "half", "float"])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("partition", [(4, 3, 1), (2, 4, 2), (1, 4, 3), (3, 1, 2), (1, 1, 1)])

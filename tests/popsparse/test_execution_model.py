@@ -141,6 +141,7 @@ def test_a_wrong_pattern():
         predict(plan_for(), pattern(512, 0.1, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "batch"), [("float16", 64), ("float16", 256), ("float32", 256)])
 def test_priced_propagation_does_better_on_patterns_that_overflow(dtype, batch):
     params = MatmulParams(SparsityParams(16), 1 / 16, 1, 4096, 4096, batch)

@@ -86,6 +86,7 @@ def static_again(benchmark, line):
     return benchmark["static_row"](int(block), int(size), int(density[2:]))
 
 
+@pytest.mark.slow
 def test_static_products(benchmark):
     for line in rows("block | m = k | density", 1024):
         assert static_again(benchmark, line) == line

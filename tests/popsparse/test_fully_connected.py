@@ -123,6 +123,7 @@ def test_bad_input():
         fully_connected_grad_a(graph, weights, x, params, program)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("moves", [False, True], ids=["operands", "buckets"])
 @pytest.mark.parametrize(("block", "dtype"), [(1, "float16"), (1, "float32"), (8, "float16")])

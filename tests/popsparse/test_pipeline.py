@@ -88,6 +88,7 @@ def check(host, optimizer_of, target, pipeline, count, steps=2, replicas=1, **si
     return compiled
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_numbers_are_those_of_torch(schedule):
     compiled = check(stages(), sgd, Target.pod(2, tiles=8), schedule, 4)
@@ -128,6 +129,7 @@ def test_the_mean_of_micro_batches_is_clipped():
         torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("replicas", "processors", "schedule", "count"),
     [(2, 2, None, 2), (2, 2, None, 6), (4, 4, None, 4), (2, 4, "interleaved", 8)],
@@ -165,6 +167,7 @@ class Skips(nn.Module):
             return self.head(y * h + x.mean(-1, keepdim=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_skips_and_two_stages_of_a_processor(schedule):
     def adam(model):
@@ -263,6 +266,7 @@ def test_times_are_those_of_the_schedules():
     assert kept["interleaved"][2] == 0
 
 
+@pytest.mark.slow
 def test_patterns_change_on_the_processors_of_their_stages():
     model = nn.Sequential(*stages(), nn.BatchNorm1d(10))
     trainer = ds.RigL(model, sgd(model), total_steps=9, update_interval=2)

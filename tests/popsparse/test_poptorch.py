@@ -59,6 +59,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compile", [False, "aot_eager"])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -11,6 +11,7 @@ from popsparse.machine import Target
 TARGET = Target.bow(tiles=12)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -116,6 +116,7 @@ def test_a_colour_means_the_same_number_in_every_frame(tmp_path):
     assert palettes == {(255, 255, 255)}
 
 
+@pytest.mark.slow
 def test_long_trainings_are_thinned_out(tmp_path, monkeypatch):
     monkeypatch.setattr(connectivity, "_MOST_FRAMES", 3)
     record(tmp_path, updates=6)

@@ -41,6 +41,7 @@ def run(name, tmp_path, **more):
     return app.run(options, Console(file=io.StringIO()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "cifar")) for name in SMALL]
 )

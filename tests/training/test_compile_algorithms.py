@@ -31,6 +31,7 @@ def train(kind, compiled):
 
 
 # Dynamo makes such an instance itself when it traces a torch.autograd.Function.
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["gmp", "snfs", "topkast"])
 def test_compiled_equals_eager(kind):

@@ -41,6 +41,7 @@ def test_mest(b):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("b", [1, 2])
 def test_top_kast(b, adam):
@@ -115,6 +116,7 @@ def test_deepr(b):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("regrow_dropped", [False, True])
 @pytest.mark.parametrize("b", [1, 2])
@@ -138,6 +140,7 @@ def test_rigl(b, regrow_dropped, adam):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("regrow_dropped", [False, True])
 @pytest.mark.parametrize("b", [1, 2])
 def test_rigl_with_a_global_budget(b, regrow_dropped):

@@ -112,6 +112,7 @@ def cubic(step, start, end):
     return (1 - min(max((step - start) / (end - start), 0), 1)) ** 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("b", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scope", ["layer", "global"])
@@ -150,6 +151,7 @@ def test_gmp_from_dense(scope, b, adam):
     assert (blocks == final) == (scope == "layer")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("density", [0.5, 1.0])
 @pytest.mark.parametrize("regrow_dropped", [False, True])
 @pytest.mark.parametrize("scope", ["layer", "global"])

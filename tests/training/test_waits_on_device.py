@@ -135,6 +135,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("b", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_waits_once_where_sizes_have_to_be_known_and_not_otherwise(fake, name, b):

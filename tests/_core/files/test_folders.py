@@ -38,6 +38,7 @@ def test_a_second_writer_is_told_who_is_first(tmp_path, holder):
     assert (tmp_path / LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_no_lock(tmp_path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
