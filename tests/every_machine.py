@@ -2,9 +2,9 @@
 
     python tests/every_machine.py [arguments for pytest]
 
-Once without compiled kernels, and once with each instruction set that this processor has but the
-best, which every other run takes; tests of kernels once more with four threads while a process
-spins on each core. Exit status 1 where a run failed. Instruction sets that the processor lacks are
+Once without compiled kernels; the tests of kernels with each instruction set that this processor
+has but the best, which every other run takes, and with four threads while a process spins on each
+core. Exit status 1 where a run failed. Instruction sets that the processor lacks are
 named.
 """
 
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from dynsparse._core import native
 
-TESTS = [
-    "tests/_core/test_native.py", "tests/ops", "tests/nn", "tests/bench", "tests/csrc",
-    "tests/selfcheck", "tests/test_index_arrays.py", "tests/popsparse/test_poptorch.py",
-]  # fmt: skip
 THREADED = [*map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_index_arrays.py"]
+KERNELS = [
+    *THREADED, "tests/_core/test_native.py", "tests/csrc", "tests/ops/block_sparse",
+    "tests/selfcheck",
+]  # fmt: skip
+LAYERS = ["tests/bench", "tests/nn", "tests/popsparse/test_poptorch.py"]
 
 
 def spin() -> None:
@@ -38,7 +39,8 @@ def run(name: str, tests: list[str], **environment: str) -> bool:
 def main() -> int:
     own = native.describe()["available"]
     passed = {
-        isa: run(isa, TESTS, DYNSPARSE_ISA=isa, OMP_NUM_THREADS="1") for isa in ["none", *own[1:]]
+        isa: run(isa, tests, DYNSPARSE_ISA=isa, OMP_NUM_THREADS="1")
+        for isa, tests in {"none": KERNELS + LAYERS, **dict.fromkeys(own[1:], KERNELS)}.items()
     }
     spinning = [multiprocessing.Process(target=spin, daemon=True) for _ in range(os.cpu_count())]
     for process in spinning:

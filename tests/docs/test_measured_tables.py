@@ -74,19 +74,41 @@ def test_the_demonstration_of_sparselab():
 
 
 def test_weight_sparse_transformers():
-    rows = cells_of("weight-sparse.md", "| width | weights ", after="## What a step costs")
-    for (width, weights, ratio, spread), row in zip(
-        rows, figures("weight-sparse-xeon.json")["steps"], strict=True
+    rows = cells_of("weight-sparse.md", "| width | density ", after="## What a step costs")
+    for (width, density, weights, ratio, spread), row in zip(
+        rows, figures("weight-sparse.json")["steps"], strict=True
     ):
-        assert int(width.replace(",", "")) == row["width"]
+        assert (int(width.replace(",", "")), float(density)) == (row["width"], row["density"])
         assert float(weights.split()[0]) == float(f"{12 * row['width'] ** 2 / 1e6:.3g}")
         assert ratio == f"{row['ratio']:.1f}"
         assert spread == f"{row['least']:.1f} to {row['largest']:.1f}"
-    losses = figures("weight-sparse-xeon.json")["losses"]
+    losses = figures("weight-sparse.json")["losses"]
     for method, loss in cells_of(
         "weight-sparse.md", "| method | test loss", after="## What it learns"
     ):
         assert loss == f"{losses[method.strip('`')]:.3f}"
+
+
+def test_circuits_of_weight_sparse_transformers():
+    measured = figures("weight-sparse.json")["circuits"]
+    rows = cells_of("weight-sparse.md", "| task | model |")
+    assert len(rows) == 4
+    for task, model, *told in rows:
+        method = "rigl" if "RigL" in model else "dense"
+        found = [row for row in measured if (row["task"], row["method"]) == (task, method)]
+        assert [row["seed"] for row in found] == [0, 1]
+        for column, form, text in zip(
+            ("loss", "of", "nodes", "edges"), (".3f", ".3f", ",", ","), told, strict=True
+        ):
+            assert text == " and ".join(f"{row[column]:{form}}" for row in found)
+    told = {}
+    for column in ("nodes", "edges"):
+        pairs = {(row["seed"], row["task"], row["method"]): row[column] for row in measured}
+        ratios = [pairs[(*key[:2], "dense")] / n for key, n in pairs.items() if key[2] == "rigl"]
+        told[column] = min(ratios), max(ratios)
+    text = " ".join((ROOT / "docs" / "weight-sparse.md").read_text().split())
+    assert "{:.1f} to {:.1f} times fewer nodes".format(*told["nodes"]) in text
+    assert "{:.0f} to {:.0f} times fewer edges".format(*told["edges"]) in text
 
 
 def test_the_picture_of_the_readme():
