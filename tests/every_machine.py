@@ -4,8 +4,7 @@
 
 Once without compiled kernels; the tests of kernels with each instruction set that this processor
 has but the best, which every other run takes, and with four threads while a process spins on each
-core. Exit status 1 where a run failed. Instruction sets that the processor lacks are
-named.
+core. Exit status 1 where a run failed. Instruction sets that the processor lacks are named.
 """
 
 import multiprocessing

@@ -6,7 +6,7 @@
 import pytest
 from campaign import campaign
 
-CASES = 50
+CASES = 100
 
 
 @pytest.mark.slow
