@@ -185,9 +185,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             episodes.append((step, total))
             total = 0.0
             observation, _ = environment.reset()
+            mean = statistics.mean(r for _, r in episodes[-5:])
             if len(episodes) % 5 == 0:
-                mean = statistics.mean(r for _, r in episodes[-5:])
                 print(f"{args.contender} {step:6} steps, last five episodes {mean:.1f}", flush=True)
+            if args.until is not None and len(episodes) >= 5 and mean >= args.until:
+                break
         if step > args.start:
             networks.update(transitions.draw(generator))
     return {
@@ -235,6 +237,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5000, help="of the environment, and updates")
+    parser.add_argument("--until", type=float, help="ends training: mean return of five episodes")
     parser.add_argument("--start", type=int, default=500, help="random actions before training")
     parser.add_argument("--interval", type=int, default=100, help="updates between RigL's")
     parser.add_argument("--rounds", type=int, default=40, help="of `times`")

@@ -3,7 +3,8 @@
 After Gao et al. 2025, "Weight-sparse transformers have interpretable circuits": wide layers, few
 weights, activations of which only the largest magnitudes stay, RMSNorm, sparse biases. Their rule
 trains dense matrices and keeps the largest weights after each step of AdamW (`--method keep`).
-RigL and gradual magnitude pruning hold only the weights that are there.
+RigL and gradual magnitude pruning hold only the weights that are there. Every neuron keeps its
+largest weights in and out (`--least`).
 
     python examples/weight_sparse_gpt.py --width 1024 --density 0.01 --method rigl
     python examples/weight_sparse_gpt.py --width 1024 --density 0.01 --method keep
@@ -79,7 +80,7 @@ class GPT(nn.Module):
                 nn.init.normal_(part.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens[:, :-1]) + self.places.weight
+        x = self.tokens(tokens[:, :-1]) + self.places(torch.arange(LENGTH))
         for block in self.blocks:
             x = block(x)
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
@@ -101,16 +102,20 @@ def keep_largest(weight: Tensor, count: int, least: int = 0) -> None:
 
 
 class KeepLargest:
-    """Their rule: dense weights and gradients; after each step the largest weights stay. The
-    density falls from 1 in the first half of the training."""
+    """Their rule: dense weights and gradients; after each step the largest weights stay, and the
+    `least` largest of every neuron. The density falls from 1 in the first half of the training."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, density: float, total_steps: int
+        self,
+        weights: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        density: float,
+        total_steps: int,
+        least: int,
     ) -> None:
-        self.optimizer, self.density = optimizer, density
-        self.total_steps, self.steps = total_steps, 0
-        parts = [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]
-        self.weights = [part.weight for part in parts]
+        self.weights, self.optimizer = weights, optimizer
+        self.density, self.total_steps, self.least = density, total_steps, least
+        self.steps = 0
 
     def step(self) -> None:
         self.optimizer.step()
@@ -118,29 +123,53 @@ class KeepLargest:
         falling = max(0.0, 1 - 2 * self.steps / self.total_steps)
         density = self.density + (1 - self.density) * falling
         for weight in self.weights:
-            keep_largest(weight.detach(), round(density * weight.numel()), least=4)
+            keep_largest(weight.detach(), round(density * weight.numel()), self.least)
+
+
+class DropScore:
+    """|w|; the `least` largest weights of every row and column of a layer rank above all others, so
+    that they are dropped last."""
+
+    def __init__(self, model: nn.Module, least: int) -> None:
+        self.layers = {id(part.values): part for part in model.modules() if hasattr(part, "values")}
+        self.least = least
+
+    def __call__(self, values: Tensor) -> Tensor:
+        pattern, size = self.layers[id(values)].pattern, values.detach().abs()
+        stays = torch.zeros_like(size, dtype=torch.bool)
+        by_size = size.argsort(descending=True, stable=True)
+        for lines in (pattern.rows, pattern.cols):
+            order = by_size[lines[by_size].argsort(stable=True)]  # line by line, largest first
+            counts = lines.bincount()
+            rank = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+            stays[order[rank < self.least]] = True
+        return size + stays * size.amax() if len(size) else size
 
 
 def make(
-    method: str, density: float, steps: int, width: int, layers: int, heads: int, share: float
-):
-    """The model, and what takes its steps."""
+    method: str, density: float, steps: int, width: int, layers: int, heads: int, share: float,
+    least: int = 4, embeddings: bool = False,
+):  # fmt: skip
+    """The model, and what takes its steps. `embeddings`: those and the output layer are sparse, as
+    the other layers are."""
     model = GPT(width, layers, heads, share)
-    start = {"rigl": density, "gmp": min(0.5, 10 * density)}.get(method)
-    if start is not None:
-        ds.sparsify(
-            model, start, allocation="uniform", exclude=["tokens", "places", "head"], verbose=False
-        )
+    dense = [] if embeddings else ["tokens", "places", "head"]
+    if method != "keep":
+        start = density if method == "rigl" else min(0.5, 10 * density)
+        ds.sparsify(model, start, allocation="uniform", exclude=dense, verbose=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
-    interval = max(1, min(20, steps // 20))
+    if method == "keep":
+        kinds = (nn.Linear, nn.Embedding)
+        weights = [
+            part.weight for name, part in model.named_modules()
+            if isinstance(part, kinds) and name not in dense
+        ]  # fmt: skip
+        return model, KeepLargest(weights, optimizer, density, steps, least)
+    interval, score = max(1, min(20, steps // 20)), DropScore(model, least)
+    settings = {"total_steps": steps, "update_interval": interval, "drop_score": score}
     if method == "rigl":
-        return model, ds.RigL(model, optimizer, total_steps=steps, update_interval=interval)
-    if method == "gmp":
-        return model, ds.GMP(
-            model, optimizer, total_steps=steps, final_density=density, update_interval=interval,
-            end_fraction=0.5,
-        )  # fmt: skip
-    return model, KeepLargest(model, optimizer, density, steps)
+        return model, ds.RigL(model, optimizer, **settings)
+    return model, ds.GMP(model, optimizer, final_density=density, end_fraction=0.5, **settings)
 
 
 def sample(data: Tensor, generator: torch.Generator) -> Tensor:
@@ -180,6 +209,8 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--activations", type=float, default=0.25, help="share that AbsTopK keeps")
+    parser.add_argument("--least", type=int, default=4, help="weights in and out of a neuron")
+    parser.add_argument("--embeddings", action="store_true", help="sparse, and the output layer")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--data", type=Path, help="a text; the sources of Python's library without")
     parser.add_argument("--seed", type=int, default=0)
@@ -189,8 +220,9 @@ def main(arguments: list[str] | None = None) -> float:
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     seen, test = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
     model, trainer = make(
-        args.method, args.density, args.steps, args.width, args.layers, args.heads, args.activations
-    )
+        args.method, args.density, args.steps, args.width, args.layers, args.heads,
+        args.activations, args.least, args.embeddings,
+    )  # fmt: skip
     train(model, trainer, seen, args.steps, args.seed, report=50)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

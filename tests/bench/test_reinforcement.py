@@ -19,7 +19,8 @@ def settings(**changed):
     return argparse.Namespace(
         **{
             "task": "Pendulum-v1", "width": 64, "steps": 420, "start": 300, "interval": 10,
-            "rounds": 5, "seed": 0, "contenders": CONTENDERS, "contender": "rigl-0.1",
+            "until": None, "rounds": 5, "seed": 0, "contenders": CONTENDERS,
+            "contender": "rigl-0.1",
         } | changed
     )  # fmt: skip
 
@@ -66,6 +67,11 @@ def test_training_records_episodes():
     found = train(settings())
     assert [step for step, _ in found["episodes"]] == [200, 400]
     assert all(-2000 < total < 0 for _, total in found["episodes"])
+
+
+def test_training_ends_at_a_return():
+    episodes = train(settings(steps=1400, until=-2000.0))["episodes"]
+    assert [step for step, _ in episodes] == [200, 400, 600, 800, 1000]  # the mean of five is above
 
 
 def test_a_narrow_network_has_as_many_weights():

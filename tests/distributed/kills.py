@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from processes import PRELOADED
 
 STEPS = 24
 AGAIN = 100  # starts beyond the kills: gloo does not always find its peers at once
@@ -104,9 +105,7 @@ def run(kind, size, kills, *, longest=1.2, wait=True):
     """(digests of the ranks, kills)."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "torch.distributed.fsdp", "torch.nn.parallel", "dynsparse"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         # The agent itself fails where a rank dies while it writes what it died of: whoever started
         # it starts it again.

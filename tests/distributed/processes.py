@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 
 # Imported once, in a server that processes are forked from: a fresh import takes seconds.
-_PRELOADED = [
+PRELOADED = [
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "torch.nn.parallel", "dynsparse",
+    "torch.distributed.checkpoint", "torch.nn.parallel",
+    "torch._dynamo",  # fully_shard imports it
+    "dynsparse", "dynsparse.training",
 ]  # fmt: skip
 
 
@@ -69,7 +71,7 @@ def _all_ended(size, target, arguments, seconds, daemon=False):
     What still runs after `seconds` is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     processes = [
         context.Process(target=target, args=(rank, size, *arguments), daemon=daemon)
         for rank in range(size)
