@@ -346,28 +346,6 @@ def _side_by_side(machines: list[Figures], names: list[str]) -> str:
     return table(head, rows)
 
 
-def _headline(machines: list[Figures], names: list[str]) -> str:
-    """By density how many times as fast as masked dense elements are, one machine after the other.
-
-    Every part begins with the machine that gains least.
-    """
-    ran = {machine_name(one): summaries_of(one, names) for one in worst_first(machines, names)}
-    densities = dict.fromkeys(density for groups in ran.values() for _, density in groups)
-    parts = []
-    for place, density in enumerate(densities):
-        times = {
-            name: between(*groups[1, density][1]["masked"])
-            for name, groups in ran.items()
-            if (1, density) in groups
-        }
-        if place == 0:
-            each = "; ".join(f"{of} on {name}" for name, of in times.items())
-            parts.append(f"At density {density:g} this many times as fast as masked dense: {each}")
-        elif times:
-            parts.append(f"At density {density:g} it is {' and '.join(times.values())}")
-    return " ".join(f"{part}." for part in parts)
-
-
 def _each(machines: list[Figures], names: list[str]) -> str:
     """Which machines these are: a line each, as in `_side_by_side`."""
     lines = []
@@ -389,7 +367,6 @@ def _memory(machines: list[Figures], names: list[str]) -> str:
 
 MACHINE_VIEWS: dict[str, Callable[[list[Figures], list[str]], str]] = {
     "machines": _side_by_side,
-    "machines-headline": _headline,
     "machines-list": _each,
     "machines-memory": _memory,
 }
