@@ -1,11 +1,11 @@
-"""Attention at the blocks of a pattern against masked dense attention, on this processor.
+"""Block-sparse attention against masked dense attention, on this CPU.
 
     python benchmarks/block_attention.py [--tokens 1024 2048 4096] [--blocks 16 32 64]
         [--density 0.1] [--heads 8] [--features 64] [--threads 1 2] [--rounds 5]
 
-For each size and block a random pattern. Both compute the same: torch's own with the pattern as a
-bool mask, ours with the pattern. Rounds take turns; a line has the medians of the seconds and of
-the ratios of neighbouring rounds, and their range, for forward and for forward and backward.
+Each length and block size gets a random pattern. Both compute the same: torch's attention with the
+pattern as a bool mask, ours from the pattern. Rounds alternate. A line has the median seconds, and
+the median and range of the ratios of neighbouring rounds, of forward and of forward plus backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def seconds(call: Callable[[], object]) -> float:
 def ratios(
     dense: Callable[[], object], sparse: Callable[[], object], rounds: int
 ) -> tuple[float, float, list[float]]:
-    """Medians of the seconds of both, and dense / sparse of every round."""
+    """Median seconds of both, and dense / sparse in each round."""
     dense(), sparse()
     pairs = [(seconds(dense), seconds(sparse)) for _ in range(rounds)]
     return (

@@ -2,10 +2,10 @@
 
 After Gao et al. 2025, "Weight-sparse transformers have interpretable circuits". The models of
 examples/weight_sparse_gpt.py learn lines such as 'tgqa' or [[pd]]. The tasks are to close a string
-by the quote that opened it, and a list by as many brackets. Gates on all channels are trained to be
-few; a closed one gives the mean of its channel. Then as few are opened, in the order that came out,
-as keep the loss of the task below a limit. What is left is the circuit: its nodes are channels,
-its edges the weights between them.
+with the quote that opened it, and a list with as many brackets. Every channel has a trained gate,
+and training penalizes open gates; a closed gate replaces its channel by the mean. Gates are ranked
+by their parameters, and as few are opened as keep the task's loss below a limit. These are the
+circuit: its nodes are channels, its edges the weights between them.
 
     python benchmarks/circuits.py --width 256 --density 0.02
 """
@@ -27,7 +27,7 @@ import weight_sparse_gpt as example
 
 NEW_LINE = 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LIMIT = 0.15  # nats of a task, as in the paper
+LIMIT = 0.15  # loss of a task in nats, as in the paper
 TESTS = 4  # batches
 LAYERS, HEADS = 2, 8
 
@@ -44,8 +44,8 @@ def make_text(lines: int, seed: int) -> Tensor:
 
 
 def ends_of_strings(tokens: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Before which tokens stands a string without its last quote, [batch, length - 1], and the two
-    bytes to choose from."""
+    """Mask of the positions before a closing quote, [batch, length - 1], and the two bytes to
+    choose from."""
     now, after = tokens[:, 1:], tokens[:, 1:].roll(-1, -1) == NEW_LINE
     after[:, -1] = False
     closes = ((now == ord("'")) | (now == ord('"'))) & after
@@ -53,7 +53,7 @@ def ends_of_strings(tokens: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 
 def ends_of_lists(tokens: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """As `ends_of_strings`, after the first bracket that closes: another, or the line's end."""
+    """As `ends_of_strings`, after the first closing bracket: another one or the line's end."""
     closes = tokens == ord("]")
     first = closes[:, :-1] & ~closes.roll(1, -1)[:, :-1]
     return first & _opened_here(tokens), (ord("]"), NEW_LINE)
@@ -68,7 +68,8 @@ TASKS = {"quotes": ends_of_strings, "brackets": ends_of_lists}
 
 
 def logits_of(model: nn.Module, tokens: Tensor, gate: Gate) -> Tensor:
-    """Of tokens [batch, length + 1], with a gate on every channel that a weight reads or writes."""
+    """Logits of tokens [batch, length + 1], with a gate on each channel that a weight reads or
+    writes."""
     logits: list[Tensor] = []
     handles = [model.head.register_forward_hook(lambda _, args, out: logits.append(out))]
 
@@ -101,8 +102,8 @@ def loss_of_task(model: nn.Module, tokens: Tensor, task: str, gate: Gate) -> Ten
 
 
 class Gates(nn.Module):
-    """A gate for every channel, open where its parameter is above zero. Gradients are those of its
-    sigmoid."""
+    """A gate for every channel, open where its parameter is positive. The gradient is that of the
+    sigmoid (straight-through)."""
 
     def __init__(self, means: dict[str, Tensor]) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Gates(nn.Module):
         return self.means[name] + open_ * (x - self.means[name])
 
     def share(self) -> Tensor:
-        """Of the gates that are open, softly."""
+        """Mean of the gates' sigmoids: a soft share of open gates."""
         return torch.cat([self.of(name).sigmoid() for name in self.names]).mean()
 
     def count(self) -> int:
@@ -151,8 +152,8 @@ def mean_loss(model: nn.Module, gate: Gate, tests: list[Tensor], task: str) -> f
 
 
 def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: int) -> Gates | None:
-    """A small circuit, or None if the model does not solve the task. The push to close gates grows
-    while the loss of the task is below the limit, and falls otherwise."""
+    """Find a small circuit; None if the model does not solve the task. The penalty on open gates
+    grows while the task's loss is well below the limit, and falls otherwise."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     gates = Gates(mean_activations(model, batches_of(data, 16, seed)))
@@ -174,7 +175,7 @@ def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: in
 
 @torch.no_grad()
 def close_smallest(model: nn.Module, gates: Gates, tests: list[Tensor], task: str) -> None:
-    """Open as few gates, in the order of their parameters, as keep the loss below the limit."""
+    """Keep as few gates open, largest parameters first, as keep the loss below the limit."""
     ordered = torch.cat([gates.of(name) for name in gates.names]).sort(descending=True).values
     before = {name: gates.of(name).clone() for name in gates.names}
 
@@ -198,7 +199,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 
 def edges_of(model: nn.Module, gates: Gates) -> int:
-    """Weights that are not zero between open gates. What a block writes counts where an open gate
+    """Number of nonzero weights between open gates. A block's output counts where an open gate
     reads it."""
     is_open = {name: gates.of(name) > 0 for name in gates.names}
     count, read_later = 0, is_open["head reads"].clone()
@@ -219,10 +220,10 @@ def edges_of(model: nn.Module, gates: Gates) -> int:
 
 
 def train(method: str, density: float, width: int, steps: int, data: Tensor, seed: int):
-    """A dense model is one of which the largest weights are kept, all of them."""
+    """Train a model; a dense one is method "keep" at density 1."""
     torch.manual_seed(seed)
     how, density = ("keep", 1.0) if method == "dense" else (method, density)
-    # A neuron has five weights: were four to stay, little could move.
+    # A neuron has only five weights: keeping its largest four would leave little to move.
     model, trainer = example.make(how, density, steps, width, LAYERS, HEADS, 0.25, least=0)
     example.train(model, trainer, data, steps, seed, report=250)
     return model
@@ -233,10 +234,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=["rigl", "dense"])
     parser.add_argument("--density", type=float, default=0.02)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=2500, help="of the model's training")
+    parser.add_argument("--steps", type=int, default=2500, help="training steps of the model")
     parser.add_argument("--gate-steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
+    parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     args = parser.parse_args(arguments)
     data, held_out = make_text(100_000, 0), make_text(20_000, 1)
     for seed in args.seeds:

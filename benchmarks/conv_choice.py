@@ -4,8 +4,8 @@
     python benchmarks/conv_choice.py fit times.jsonl            # prints the constants
     python benchmarks/conv_choice.py check times.jsonl          # the choice against the faster way
 
-Times are medians of processor time on one thread, both ways in turn, without autograd, channels
-last. So other work on the machine counts little.
+Times are medians of CPU time on one thread, both ways in turn, without autograd, channels last. CPU
+time is little affected by other work on the machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MOST_WORK = 3e8  # multiply-adds of the dense product; larger cells follow from 
 
 
 def medians(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Nanoseconds of processor time of each call."""
+    """Nanoseconds of CPU time of each call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -170,10 +170,8 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="*", type=int, default=BLOCKS)
     parser.add_argument("--densities", nargs="*", type=float, default=DENSITIES)
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
-    parser.add_argument(
-        "--most-work", type=float, default=MOST_WORK, help="larger cells are left out"
-    )
-    parser.add_argument("--seconds", type=float, default=0.03, help="per cell and pass")
+    parser.add_argument("--most-work", type=float, default=MOST_WORK, help="skip larger cells")
+    parser.add_argument("--seconds", type=float, default=0.03, help="time per cell and pass")
     parser.add_argument("--worst", type=int, default=10, help="how many cells `check` lists")
     args = parser.parse_args()
     {"measure": measure, "fit": fit, "check": check}[args.action](args)

@@ -4,8 +4,8 @@
         [--cases 0.1:1 0.02:1 0.1:16] [--json FILE]
 
 A step is forward and all gradients, through autograd. The masked layer is `nn.Conv2d` with its
-weight times a mask, in oneDNN's channels-last layout. All contenders take turns in one process; the
-figures are medians, and the spread of a ratio is that of its rounds (10 % to 90 %).
+weight times a mask, in oneDNN's channels-last layout. All contenders take turns in one process.
+Figures are medians; the spread of a ratio is the 10 % to 90 % range over rounds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure(name: str, batch: int, cases: list[tuple[float, int]], rounds: int) 
         for work, taken in zip(works, times, strict=True):
             start = time.perf_counter()
             work()
-            if turn:  # the first of all is not counted
+            if turn:  # the first round is a warm-up
                 taken.append(time.perf_counter() - start)
     rows = []
     for (density, block), taken in zip(cases, times[1:], strict=True):
@@ -92,10 +92,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", default="", help="those whose name begins so")
+    parser.add_argument("--layers", default="", help="only layers whose name starts with this")
     parser.add_argument("--cases", nargs="+", default=["0.1:1", "0.02:1", "0.1:16"],
                         help="density:block")  # fmt: skip
-    parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cases = [(float(d), int(b)) for d, _, b in (case.partition(":") for case in options.cases)]

@@ -3,9 +3,9 @@
     python benchmarks/fidelity.py              prints them (about ten minutes)
     python benchmarks/fidelity.py static 2     one of them, up to m = k = 2048
 
-Nothing is measured here and nothing fitted: all of it is computed. "Before" is the model as it was
-without these facts: 126 cycles a superstep, and for static products sums spread evenly over the
-tiles at a vector a cycle.
+Everything is computed; nothing is measured or fitted. "Before" is the model without these facts:
+126 cycles per superstep, and for static products sums spread evenly over the tiles at one vector
+per cycle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def static_plan(size: int, block: int, density: int, n: int) -> static.StaticPla
 
 
 def static_before(plan: static.StaticPlan) -> float:
-    """What `static.predict` said before."""
+    """What `static.predict` returned before."""
     steps = {step.name: step for step in static.predict(plan).steps}
     found, size = plan.outputs, plan.dtype.size
     depth = plan.depths[found.row, found.part]
@@ -128,15 +128,15 @@ def dynamic_row(block: int, size: int, n: int) -> str:
 
 
 def of_memory(most: int = 8192) -> Iterator[str]:
-    """The three products in question."""
+    """The memory of three products."""
     for size, block, density, n in NAMED:
         if size <= most:
             yield memory_row(size, block, density, n)
 
 
 def memory_row(size: int, block: int, density: int, n: int) -> str:
-    """Data, code by kinds, and what they come to at each end; then what a benchmark may hold
-    besides: float32 copies of operands and result, and two elements of 32 KiB left empty."""
+    """Data, code by kind, and their total at each end; then what a benchmark may also hold: float32
+    copies of operands and result, and two unused memory elements of 32 KiB."""
     plan = static_plan(size, block, density, n)
     memory = tile_memory(plan)
     data = memory.needed - memory.code

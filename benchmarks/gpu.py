@@ -1,18 +1,18 @@
-"""Everything worth measuring on a GPU: first whether it is right, then how fast.
+"""All GPU benchmarks: correctness first, then speed.
 
-    python3 benchmarks/gpu.py --smoke                   # is every kernel right? 60 to 90 seconds
+    python3 benchmarks/gpu.py --smoke                   # correctness of every kernel, 60 to 90 s
     python3 benchmarks/gpu.py                           # all sections
     python3 benchmarks/gpu.py steps grid                # some of them
     python3 benchmarks/gpu.py training --tokens train.bin
     compute-sanitizer --target-processes all python3 benchmarks/gpu.py --smoke --small --limit 500
-    python3 benchmarks/gpu.py --dry                     # all of it small, on a CPU: does it run?
+    python3 benchmarks/gpu.py --dry                     # small sizes on a CPU: does it run?
 
-Works from a checkout with torch, Triton, NumPy and SciPy: nothing is installed, and no compiled CPU
-kernels are needed. Each section is a process of its own. Where a kernel breaks the device another
-one goes on without that kernel; one that never ends costs its own section alone. The results file,
-`--out` or in $OUT, is whole after every section. benchmarks/gpu_run.sh runs it in steps. Data are
-random; times are medians of calls in turn, the cache cold, with what nine and one of ten calls
-exceed. Exit status 1 where a result was wrong.
+Runs from a checkout with torch, Triton, NumPy and SciPy; it installs nothing and needs no compiled
+CPU kernels. Each section runs in its own process. If a kernel breaks the device, a new process goes
+on without that kernel; a kernel that never ends costs only its own section. The results file,
+`--out` or in $OUT, is complete after every section. benchmarks/gpu_run.sh runs it in steps. Data
+are random; times are medians over calls in turn with a cold cache, with the 10th and 90th
+percentiles. The exit status is 1 if a result was wrong.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dyn
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", help="names of sections; without, all")
+    parser.add_argument("sections", nargs="*", help="names of sections (default: all)")
     folder = Path(os.environ.get("OUT", tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=folder / "gpu.json", help="JSON of the results")
-    parser.add_argument("--smoke", action="store_true", help="the sections that check, no times")
+    parser.add_argument("--smoke", action="store_true", help="only check results, no times")
     parser.add_argument("--small", action="store_true", help="small cases")
-    parser.add_argument("--dry", action="store_true", help="small, on a CPU, kernels interpreted")
-    parser.add_argument("--tokens", type=Path, help="uint16 tokens that `training` learns")
-    parser.add_argument("--limit", type=float, default=150, help="seconds that a section may take")
+    parser.add_argument("--dry", action="store_true", help="small, on a CPU, interpreted kernels")
+    parser.add_argument("--tokens", type=Path, help="uint16 tokens for `training`")
+    parser.add_argument("--limit", type=float, default=150, help="time limit per section, in s")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -77,10 +77,10 @@ def describe(dry: bool) -> dict[str, object]:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One section, in this process."""
+    """Run one section in this process."""
     section = all_sections()[args.sections[0]]
     with ExitStack() as stack:
-        if args.dry:  # exchanges the kernels of what was imported
+        if args.dry:  # replaces the kernels of the modules imported so far
             sys.path.insert(0, str(HERE.parent / "tests" / "ops" / "cuda"))
             import interpreted
 
@@ -96,8 +96,8 @@ def child(args: argparse.Namespace) -> None:
 
 
 class Section:
-    """One section in a process of its own. A process that ends while it tries something, as where a
-    kernel breaks the device, is followed by one that goes on without that."""
+    """One section in its own process. If the process ends during a case, as when a kernel breaks
+    the device, a new process goes on without that case."""
 
     def __init__(self, args: argparse.Namespace, name: str, out: Path) -> None:
         self.args, self.name, self.out = args, name, out
@@ -113,7 +113,7 @@ class Section:
         return subprocess.Popen(command, start_new_session=True)
 
     def stop(self) -> None:
-        """The process, and what it has started."""
+        """Kill the process and its children."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -122,7 +122,7 @@ class Section:
         return json.loads(self.out.read_text()) if self.out.exists() else nothing
 
     def wait(self) -> str:
-        """How it ended."""
+        """Wait for the end; return how it ended."""
         without = -1
         while True:
             try:
@@ -139,7 +139,7 @@ class Section:
 
 
 def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """Sections one after the other; those that check nothing but results beside each other."""
+    """Run sections one after the other; those that only check results run side by side."""
     results: dict[str, Any] = {"about": describe(args.dry), "sections": {}}
     print(results["about"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +191,7 @@ def main() -> int:
     names = [name for name in known if not args.sections or name in args.sections]
     if args.smoke:
         names = [name for name in names if name.startswith("smoke")]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as `timeout` ends it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends SIGTERM
     results = measure(args, names)
     wrong = [what for section in results["sections"].values() for what in section["wrong"]]
     print(f"wrong: {len(wrong)} {'; '.join(wrong)}\nwritten to {args.out}")

@@ -1,14 +1,13 @@
-"""Sparse layers with weights in int8 beside float32, and beside onnxruntime's dense int8.
+"""Sparse layers with int8 weights beside float32, and beside onnxruntime's dense int8.
 
     python benchmarks/int8_inference.py [--rounds 15] [--json FILE]
 
 Layers of BERT base at density 0.1, one thread. onnxruntime computes the dense layer as its
-`quantize_dynamic` writes it (MatMulInteger, activations rounded at run time). "one layer" is called
-again and again, so that its weights stay in the caches as far as they fit; "many layers" are
-called one after another, 60 MB of float32 values in all, as the layers of a model are. What is
-printed is the time of onnxruntime over that of a kind of sparse layer: the median over rounds of
-the ratio of a round, with the quartiles. Times are those of the thread, without what others do on
-the machine.
+`quantize_dynamic` writes it (MatMulInteger, activations quantized at run time). "one layer" is
+called repeatedly, so its weights stay in the caches if they fit; "many layers", 60 MB of float32
+values in all, are called one after another, as in a model. Prints onnxruntime's time over that of
+each kind of sparse layer: the median and quartiles of the ratios of the rounds. Times are the
+thread's CPU time, so other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Run = Callable[[Tensor], Any]
 
 
 def dense_int8(in_features: int, out_features: int, folder: Path, count: int) -> list[Run]:
-    """Sessions of a dense layer that onnxruntime has quantized."""
+    """Sessions of a dense layer quantized by onnxruntime."""
     weight = np.random.default_rng(0).standard_normal((in_features, out_features), np.float32)
     sizes = {"x": in_features, "y": out_features}
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", s]) for n, s in sizes.items())
@@ -78,7 +77,7 @@ def layers(in_features: int, out_features: int, block: int, count: int) -> dict[
 
 
 def compare(runs: dict[str, list[Run]], x: Tensor, rounds: int) -> dict[str, Sequence[float]]:
-    """Times of "onnxruntime" over those of the others: the quartiles over the rounds."""
+    """Times of "onnxruntime" over those of the others: quartiles over rounds."""
     ratios: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         times = {}

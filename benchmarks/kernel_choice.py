@@ -39,7 +39,7 @@ MOST_WORK = 6e9  # multiply-adds of the dense product; larger cells follow from 
 
 
 def medians(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Nanoseconds of each call. What is far from the fastest is called three times only."""
+    """Nanoseconds of each call. Calls far slower than the fastest run only three times."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -107,7 +107,7 @@ def fit(args: argparse.Namespace) -> None:
             continue
         for backward, times in enumerate(found["times"]):
             for kind, t in times.items():
-                # A full pattern is not laid out; it needs no model.
+                # A full pattern is not converted to dense, so it needs no model.
                 if kind != "torch" and not (kind == "dense" and cost_table.is_full(found["layer"])):
                     name = family(kind, found["layer"].block_size)
                     rows[name, backward].append((found["layer"], found["batch"], t))
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--densities", nargs="*", type=float, default=DENSITIES)
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=0.02, help="per cell and pass")
+    parser.add_argument("--seconds", type=float, default=0.02, help="time per cell and pass")
     parser.add_argument("--worst", type=int, default=10, help="how many cells `check` lists")
     args = parser.parse_args()
     {"measure": measure, "fit": fit, "check": check}[args.action](args)

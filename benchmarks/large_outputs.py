@@ -3,23 +3,23 @@
     python benchmarks/large_outputs.py calls [--steps 1500] [--seed 0] [--json FILE]
     python benchmarks/large_outputs.py synthetic --labels 670000 --steps 50
 
-Two tasks. `calls`: which functions a function of Python's standard library calls (15,000 names, 3.9
-of them on average), from the words of its own name, its arguments and its docstring. `synthetic`:
-each label has eight words of its own; a sample holds six of its label's and six of others. How
-often a label occurs falls with its rank (Zipf).
+Two tasks. `calls`: predict which functions a function of Python's standard library calls (15,000
+names, 3.9 per function on average) from the words of its name, arguments and docstring.
+`synthetic`: each label has eight words; a sample holds six words of its label and six of others.
+Label frequencies follow Zipf's law.
 
 The model is a bag of words, a ReLU of 512 features and the output layer, trained by Adam with the
 cross entropy of one of the sample's labels. Output layers:
 
     fan-in      16 inputs for each output, drawn once
     elements    as many weights, drawn over the whole layer
-    RigL        the same, moved by RigL
+    RigL        as elements, trained by RigL
     bottleneck  features -> r -> labels without a nonlinearity, dense, with r such that weights,
                 gradients and the state of Adam take the memory of fan-in with its index
-    dense       a full layer (not with `synthetic`, unless it is named)
+    dense       a full layer (with `synthetic` only if named)
 
-All take turns, step by step, on the same batches. Precision at k: the share of a test sample's k
-best labels that are right.
+All take turns, step by step, on the same batches. Precision at k is the share of the k labels with
+the highest scores that are right, on test samples.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONTENDERS = ("fan-in", "elements", "RigL", "bottleneck", "dense")
 
 @dataclass
 class Samples:
-    """Bags of words and sets of labels, each one after the other with where they begin."""
+    """Bags of words and sets of labels, concatenated, with the offset of each."""
 
     words: list[Tensor]
     labels: list[Tensor]
@@ -64,7 +64,7 @@ class Samples:
 
 
 def calls() -> tuple[Samples, int]:
-    """The functions of the standard library, in the order of a fixed shuffle."""
+    """The functions of the standard library, in a fixed random order."""
     part = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
     library = Path(sysconfig.get_paths()["stdlib"])
     names: dict[str, int] = {}
@@ -77,7 +77,7 @@ def calls() -> tuple[Samples, int]:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
-            continue  # samples of broken files
+            continue  # test files broken on purpose
         for node in ast.walk(tree):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
@@ -101,7 +101,7 @@ def _called(function: ast.expr) -> str | None:
 
 
 def _hash(word: str) -> int:
-    """The same in every process, which Python's own is not."""
+    """A hash that is the same in every process, unlike Python's `hash`."""
     number = 5381
     for byte in word.encode():
         number = (33 * number + byte) % WORDS
@@ -154,8 +154,8 @@ def build(name: str, labels: int, seed: int) -> Classifier:
 
 
 def bottleneck_rank(labels: int) -> int:
-    """Dense weights of 16 bytes each in training, in the memory of the sparse layer: 16 for each
-    weight, and the index: its column, and row and slot in the order by columns, 4 each."""
+    """The rank at which the dense weights, 16 bytes each in training, take the sparse layer's
+    memory: 16 bytes per weight, and 4 each for its column, and for row and slot by columns."""
     return round(labels * FAN_IN * (16 + 12) / (16 * (labels + FEATURES)))
 
 
@@ -213,7 +213,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for step in range(args.steps):
         drawn = torch.randint(len(training), (args.batch,), generator=generator)
         words, starts, sets = samples.batch([training[i] for i in drawn.tolist()])
-        # One of a sample's labels, another one at each visit.
+        # One label of each sample, drawn anew.
         positions = torch.rand(len(sets), generator=generator)
         targets = torch.stack(
             [truth[int(p * len(truth))] for p, truth in zip(positions, sets, strict=True)]
@@ -252,12 +252,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=["calls", "synthetic"])
-    parser.add_argument("--labels", type=int, default=100_000, help="of `synthetic`")
-    parser.add_argument("--samples", type=int, default=200_000, help="of `synthetic`")
+    parser.add_argument("--labels", type=int, default=100_000, help="labels of `synthetic`")
+    parser.add_argument("--samples", type=int, default=200_000, help="samples of `synthetic`")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--tests", type=int, default=4096, help="samples to test with")
+    parser.add_argument("--tests", type=int, default=4096, help="test samples")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

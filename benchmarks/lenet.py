@@ -1,15 +1,15 @@
 """LeNet-300-100 on MNIST, 99 % / 89 % / 0 % sparse: RigL on sparse storage beside masked RigL.
 
-The network and sparsities of Evci et al. 2020, "Rigging the Lottery", table 2 (test error 1.44 %
-best and 1.48 % final there). Both contenders train in one process, an epoch each in turn, with the
-same threads, batches and schedule; the masked one holds dense weights, multiplies them by a mask
-and ranks the dense gradient, as sparse training is mostly done. Prints the test errors, and the
-ratio of the training times as median and spread over epochs.
+The network and sparsities of Evci et al. 2020, "Rigging the Lottery", table 2 (there: test error
+1.44 % best, 1.48 % final). Both contenders train in one process, an epoch each in turn, with the
+same threads, batches and schedule. The masked one does what most sparse training does: it holds
+dense weights, multiplies them by a mask and ranks the dense gradient. Prints the test errors, and
+the ratio of the training times as median and spread over epochs.
 
     python benchmarks/lenet.py --data-dir DIR --seeds 0 1 2 3 4 [--epochs 210] [--no-masked]
 
-With --hold-out 10000 it trains on the first 50,000 training pictures and tests on the others: that
-is where settings are chosen.
+With --hold-out 10000 it trains on the first 50,000 training images and tests on the others; use it
+to choose settings.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ BATCH, MOMENTUM = 100, 0.9
 
 @dataclass(frozen=True)
 class Settings:
-    """What may be chosen; each is a flag."""
+    """Hyperparameters; each is a flag."""
 
     rate: float = 0.1
     course: str = "cosine"
-    """Of the rate: "cosine", to 0; "drops", a third after 3/8 of the training and a ninth after
-    19/40, as in the authors' program (75 and 95 of 200 epochs)."""
+    """Learning rate schedule: "cosine", to 0; "drops", to a third after 3/8 of the training and a
+    ninth after 19/40, as in the authors' program (75 and 95 of 200 epochs)."""
     decay: float = 2e-4
     dropout: float = 0.05
     interval: int = 600
     share: float = 0.3
     end: float = 0.75
     initial: float = 1.0
-    """Times the usual size of the sparse layers' first values, 1/sqrt(3 x inputs of the output)."""
+    """Scale of the sparse layers' initial values, relative to 1/sqrt(3 * inputs per output)."""
     smoothing: float = 0.0
-    """Of the labels."""
+    """Label smoothing."""
     distort: float = 0.0
-    """How far pictures are bent, in pixels: lenet_pictures.py."""
+    """Distortion of the images in pixels: lenet_pictures.py."""
     distorted: float = 1.0
-    """The share of the pictures of an epoch that are bent."""
+    """The share of distorted images in an epoch."""
     clean: float = 0.0
-    """The last share of the training, in which no picture is bent."""
+    """The last share of the training, without distortion."""
 
     def distort_at(self, done: float) -> float:
-        """After this share of the training."""
+        """The distortion in pixels after the share `done` of the training."""
         return self.distort if done < 1 - self.clean else 0.0
 
     def rate_at(self, done: float) -> float:
-        """After this share of the training."""
+        """The learning rate after the share `done` of the training."""
         if self.course == "cosine":
             return 0.5 * self.rate * (1 + math.cos(math.pi * done))
         return self.rate / 3 ** ((done >= 75 / 200) + (done >= 95 / 200))
 
 
 class Average:
-    """Of a network's weights after every epoch from the last update of the pattern on."""
+    """The average of a network's weights after each epoch from the last pattern update on."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of = model
@@ -83,11 +83,11 @@ class Average:
 
     @property
     def model(self) -> nn.Module:
-        """With the averaged weights; before the first, the network itself."""
+        """The network with averaged weights; the network itself before the first average."""
         return self.of if self.taken is None else self.taken
 
     def take(self, done: float, settings: Settings) -> None:
-        """After an epoch, and this share of the training."""
+        """Add the weights after an epoch; `done` is the share of the training."""
         if done > settings.end:
             self.taken = AveragedModel(self.of) if self.taken is None else self.taken
             self.taken.update_parameters(self.of)
@@ -120,11 +120,11 @@ class Contender:
 
     @property
     def done(self) -> float:
-        """The share of the training."""
+        """The share of the training that is done."""
         return self.steps / self.total_steps
 
     def epoch(self, images: Tensor, labels: Tensor, seen: Tensor) -> None:
-        """`seen`: which of the images, in order; of several copies each has the `labels`."""
+        """Train on the images with indices `seen`, in order; copies of images share `labels`."""
         self.model.train()
         begin = time.perf_counter()
         for indices in seen.view(-1, BATCH):
@@ -161,19 +161,19 @@ def build(seed: int, settings: Settings) -> nn.Sequential:
         if isinstance(layer, ds.nn.SparseLinear):
             with torch.no_grad():
                 layer.values.mul_(settings.initial)
-    after = 2 if settings.dropout else 1  # of the logits
+    after = 2 if settings.dropout else 1  # layers after the logits
     return nn.Sequential(*layers[:-after])
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:
-    """With the flags that both ways to train take."""
+    """A parser with the flags that lenet.py and lenet_together.py share."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=210)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hold-out", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="gets a line per seed")
+    parser.add_argument("--json", type=Path, help="append a line per seed to this file")
     for field in fields(Settings):
         parser.add_argument(
             f"--{field.name}",

@@ -1,9 +1,9 @@
-"""Pictures a little out of shape: what a network sees in place of the same picture every epoch.
+"""Elastic distortion of training images, so that a network sees them differently in each epoch.
 
-The plane of a picture is pulled at a lattice of 3 x 3 points, each displaced by its own normal
-numbers, with bicubic interpolation between them: shifts, turns, stretching, slant and bends in one,
-and one number for how much. In the manner of Simard et al. 2003, "Best practices for convolutional
-neural networks applied to visual document analysis", whose field of displacements is finer.
+Each point of a 3 x 3 lattice is displaced by normal random numbers, with bicubic interpolation
+between the points: shift, rotation, scaling, shear and bending in one, with one number for the
+amount. After Simard et al. 2003, "Best practices for convolutional neural networks applied to
+visual document analysis", whose displacement field is finer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ LATTICE = 3
 
 
 def distorted(images: Tensor, pixels: float, generator: torch.Generator) -> Tensor:
-    """Every picture, bent by its own displacements.
+    """Distort every image, each by its own displacements.
 
     Args:
-        images: [pictures, side * side].
-        pixels: the standard deviation of the displacement of a point of the lattice, each way.
+        images: [images, side * side].
+        pixels: standard deviation of the displacement of a lattice point along each axis.
     """
     made = torch.empty_like(images)
     side = int(images.shape[1] ** 0.5)
     at = torch.linspace(-1, 1, side, dtype=images.dtype)
     still = torch.stack(torch.meshgrid(at, at, indexing="xy"), -1)
-    # What each point of the lattice does to each pixel; one product is quicker than interpolating.
+    # How each lattice point moves each pixel; one product is faster than interpolating.
     points = torch.eye(LATTICE**2, dtype=images.dtype).view(-1, 1, LATTICE, LATTICE)
     spread = F.interpolate(points, (side, side), mode="bicubic", align_corners=True).flatten(1)
-    spread *= pixels * 2 / (side - 1)  # the picture is 2 wide
+    spread *= pixels * 2 / (side - 1)  # grid_sample's image is 2 wide
     for source, target in zip(images.split(1000), made.split(1000), strict=True):
         pull = torch.randn(len(source), 2, LATTICE**2, generator=generator, dtype=images.dtype)
         grid = still + (pull @ spread).view(-1, 2, side, side).permute(0, 2, 3, 1)
@@ -42,11 +42,11 @@ def distorted(images: Tensor, pixels: float, generator: torch.Generator) -> Tens
 
 
 class Distortion(Protocol):
-    """What the settings of a training say of bending.
+    """The distortion settings of a training.
 
     Attributes:
-        distort: pixels, as in `distorted`, while pictures are bent at all.
-        distorted: the share of pictures that are bent.
+        distort: pixels, as in `distorted`, while images are distorted at all.
+        distorted: the share of distorted images.
     """
 
     @property
@@ -56,11 +56,11 @@ class Distortion(Protocol):
     def distorted(self) -> float: ...
 
     def distort_at(self, done: float) -> float:
-        """Pixels after the fraction `done` of the training."""
+        """Pixels after the share `done` of the training."""
 
 
 class Bent:
-    """The pictures of an epoch: as they are, and by how far the settings want them bent."""
+    """The images of an epoch: originals, and a distorted copy for each distortion setting."""
 
     def __init__(self, images: Tensor, settings: Sequence[Distortion]) -> None:
         self.count, self.settings = len(images), settings
@@ -69,7 +69,7 @@ class Bent:
         self.chance = torch.Generator().manual_seed(0)
 
     def epoch(self, done: float, order: Tensor) -> Tensor:
-        """Which of `all` each network sees, in its order [pictures, networks]."""
+        """Distort anew; return indices into `all`, as seen by each network: [images, networks]."""
         for at, size in enumerate(self.sizes, 1):
             if any(own.distort_at(done) == size for own in self.settings):
                 own = self.all[at * self.count : (at + 1) * self.count]

@@ -1,7 +1,7 @@
-"""Several LeNet-300-100 of lenet.py trained as one network, for little more time than one takes.
+"""Several LeNet-300-100 of lenet.py trained as one network, in little more time than one takes.
 
-So small a network spends its time between the products. Here the networks of all seeds are the
-diagonal blocks of one: each has its own first weights and pattern, sees its own order of pictures,
+A network this small spends most of its time outside the products. Here the networks of all seeds
+are the diagonal blocks of one: each has its own initial weights and pattern, its own data order,
 and drops and grows as many weights within its block as it would alone. A test compares them with
 networks that train alone.
 
@@ -9,7 +9,7 @@ networks that train alone.
     python benchmarks/lenet_together.py --data-dir DIR --hold-out 10000 --seeds 0 1 \
         --variants decay=1e-4 "distort=1 distorted=0.5"     # every seed with each of them
 
-Prints and writes a line per network, as lenet.py does without its masked twin.
+Prints and writes a line per network, as lenet.py does with --no-masked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dynsparse import SparsePattern, training
 from dynsparse.ranks import ALONE, GrowRequest, Ranks
 
 SHARED = ("course", "interval", "share", "end")
-"""The settings in which networks that train together must not differ."""
+"""Settings that must be the same for networks that train together."""
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
@@ -45,7 +45,7 @@ def of_block(pattern: SparsePattern, at: int, count: int) -> SparsePattern:
 
 
 class GrowthByBlock(training.GradientGrowth):
-    """As many in each diagonal block, where its own gradient is largest."""
+    """Grows equally many weights in each diagonal block, where its gradient is largest."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class GrowthByBlock(training.GradientGrowth):
 
 
 class RanksByBlock:
-    """Ranks of the magnitudes among those of a diagonal block, so that the lowest are as many of
-    each: blocks have as many weights each, one block's after the other's."""
+    """Ranks of the magnitudes within each diagonal block, so that all blocks drop equally many.
+    `values` holds block after block, with equally many weights each."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -87,7 +87,7 @@ class RanksByBlock:
 
 
 class ScheduleByBlock(training.CosineSchedule):
-    """Of networks that each replace what they would alone."""
+    """A schedule under which each network drops as many weights as it would alone."""
 
     blocks = 1
 
@@ -123,7 +123,7 @@ class Together(nn.Module):
         return made
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Each network's features without its own share of them."""
+        """Dropout with each network's own rate."""
         if not (self.training and any(self.dropout)):
             return x
         kept = 1 - x.new_tensor(self.dropout).repeat_interleave(x.shape[1] // len(self.dropout))
@@ -137,10 +137,10 @@ class Together(nn.Module):
 
 
 class Training:
-    """All of them in steps: `step` takes a batch of each network's own pictures.
+    """Trains all networks; `step` takes a batch of each network's own images.
 
     Args:
-        settings: of each network. They may differ in what `SHARED` does not name.
+        settings: of each network. They may differ, except in those of `SHARED`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Training:
             self.model.parameters(), self.settings.rate, MOMENTUM, nesterov=True, fused=True
         )
         dtype = self.model.weight.dtype
-        # On the first network's rate: a gradient that is scaled moves weights as a rate does.
+        # Relative to the first network's rate: scaling the gradient acts like scaling the rate.
         self.rates = torch.tensor([own.rate / settings[0].rate for own in settings], dtype=dtype)
         self.decays = torch.tensor([own.decay for own in settings], dtype=dtype)
         self.smoothing = torch.tensor([own.smoothing for own in settings], dtype=dtype)
@@ -175,7 +175,7 @@ class Training:
 
     @property
     def done(self) -> float:
-        """The share of the training."""
+        """The share of the training that is done."""
         return self.steps / self.total_steps
 
     def step(self, images: Tensor, labels: Tensor) -> None:
@@ -200,7 +200,7 @@ class Training:
 
     @torch.no_grad()
     def errors(self, images: Tensor, labels: Tensor, model: nn.Module | None = None) -> Tensor:
-        """The share of wrong answers of each network."""
+        """The error rate of each network."""
         model = self.model if model is None else model
         model.eval()
         wrong = torch.zeros(self.count, dtype=torch.float64)
@@ -212,7 +212,7 @@ class Training:
 
 
 def variant_of(words: str, settings: Settings) -> Settings:
-    """`settings` but for what "NAME=VALUE NAME=VALUE" says."""
+    """`settings` with the changes of "NAME=VALUE NAME=VALUE"."""
     kinds = {field.name: type(field.default) for field in fields(Settings)}
     changed = {}
     for name, _, value in (word.partition("=") for word in words.split()):
@@ -224,7 +224,7 @@ def variant_of(words: str, settings: Settings) -> Settings:
 
 def main() -> None:
     parser = lenet.parser_of(__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=[""], help="every seed with each of them")
+    parser.add_argument("--variants", nargs="+", default=[""], help="each with every seed")
     arguments = parser.parse_args()
     data = lenet.data_of(arguments)
     torch.set_num_threads(arguments.threads)
@@ -242,7 +242,7 @@ def main() -> None:
         seen = pictures.epoch(run.done, order)
         for at in range(0, each * BATCH, BATCH):
             batch = slice(at, at + BATCH)
-            images = pictures.all.index_select(0, seen[batch].flatten())  # quicker than indexing
+            images = pictures.all.index_select(0, seen[batch].flatten())  # faster than indexing
             run.step(images.view(BATCH, len(runs), -1), train.labels[order[batch]])
         last = run.errors(test.images, test.labels)
         best = torch.minimum(best, last)

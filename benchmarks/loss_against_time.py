@@ -1,12 +1,12 @@
-"""Loss against training time: one transformer trained dense, with masks, and by sparse layers.
+"""Loss against training time: one transformer trained dense, masked and sparse.
 
     python benchmarks/loss_against_time.py --data input.txt --json FILE.json --output FILE.png
     python benchmarks/loss_against_time.py --from FILE.json --output FILE.png
 
 A byte-level GPT learns a text. Masked and sparse train by RigL from the same weights and patterns,
 on the same batches; all use AdamW with the same rate. The three take turns step by step, in one
-process with the same threads, so that what disturbs the machine disturbs all. Evaluations are not
-counted.
+process with the same threads, so that other load on the machine affects all. Times exclude
+evaluations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLOURS = {"sparse": "#0b6e99", "masked": "#d1495b", "dense": "#e0a030"}
 
 
 class Contender:
-    """A model, what ends its step, and its losses so far: (step, seconds, test loss)."""
+    """A model, the function that steps it, and its losses so far: (step, seconds, test loss)."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], object]
@@ -117,7 +117,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """With the whole time of the dense training as the unit."""
+    """Draw the losses over time; the unit is the dense training's total time."""
     whole = found["losses"]["dense"][-1][1]
     with figure(7.0, 3.6) as page:
         axes = page.subplots()
@@ -135,8 +135,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="a text")
-    parser.add_argument("--from", dest="found", type=Path, help="draw these figures, train nothing")
+    parser.add_argument("--data", type=Path, help="a text file")
+    parser.add_argument("--from", dest="found", type=Path, help="only draw these results")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--width", type=int, default=768)

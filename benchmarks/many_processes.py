@@ -1,4 +1,4 @@
-"""Data parallel training on this machine: is it exact, and what do updates cost?
+"""Data parallel training on one machine: is it exact, and what do updates cost?
 
     python benchmarks/many_processes.py exact --updates 1000 --ranks 2 --wrapper ddp
     python benchmarks/many_processes.py choices --updates 1000
@@ -6,9 +6,9 @@
     python benchmarks/many_processes.py cost --size 4096 --wrapper fsdp
 
 `exact` trains every algorithm on gloo ranks and in one process, an update at every step, and
-compares patterns and weights after each. `choices` compares what grows, where numbers round.
-`instructions` does it with ranks whose kernels are of
-different instruction sets. `cost` times steps with and without an update, and the agreement alone.
+compares patterns and weights after each. `choices` compares only what grows, where rounding makes
+the weights differ. `instructions` compares ranks whose kernels use different instruction sets.
+`cost` times steps with and without an update, and the comparison of patterns alone.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from rank_trainings import (  # noqa: E402
 )
 from sharded_training import FIXED, shard, whole  # noqa: E402
 
-# What changes in every step, or in every second.
+# The algorithms with an update in every step, or every second one.
 UPDATED = [name for name in ALGORITHMS if name != "static"]
 
 
 def exact(rank: int, size: int, name: str, updates: int, wrapper: str) -> tuple[list[float], int]:
-    """[steps that ended in an update or would have, had there been anything to change; those after
-    which patterns were as in one process; the largest difference of weights; of optimizer state;
-    updates that changed something], and a digest of all weights that this rank had."""
+    """[steps with an update due; those after which patterns equal those of one process; the largest
+    difference of weights; of optimizer state; updates that changed a pattern], and a digest of
+    this rank's weights after each."""
     gradual = name in ("gmp", "gmp-global", "granet")
     options = {"total_steps": 4 * updates} if gradual else {}
     nets = [model_of(density=0.9 if gradual else 0.2) for _ in range(2)]
@@ -96,7 +96,7 @@ GRADUALLY = {
 
 
 def states_apart(nets: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> float:
-    """How far the optimizers' states for sparse layers are apart."""
+    """The largest difference of the optimizers' states for sparse layers."""
     worst = 0.0
     for one, other in zip(*(layers_of(net).values() for net in nets), strict=True):
         for key, tensor in optimizers[1].state.get(other.values, {}).items():
@@ -110,8 +110,8 @@ def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
     """[layers that grew, those that grew what one process chooses from the samples of all ranks, in
     float64, with the same weights].
 
-    Of trainings whose weights cannot be those of one process, since they round. "float32"; "mixed":
-    sharded, with passes in bfloat16.
+    For trainings whose weights differ from those of one process by rounding: "float32", or "mixed",
+    sharded with passes in bfloat16.
     """
     net = model_of(dtype=torch.float32)
     forward: nn.Module
@@ -142,7 +142,7 @@ def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
 def cost(
     rank: int, size: int, features: int, samples: int, updates: int, wrapper: str
 ) -> list[float]:
-    """Medians in seconds: [a step, a step that ends in an update, its agreement on patterns]."""
+    """Median seconds of [a step, a step with an update, the comparison of patterns in it]."""
     g = torch.Generator().manual_seed(0)
     net = ds.nn.SparseLinear(features, features, 0.1, generator=g)
     if wrapper == "fsdp":
@@ -220,7 +220,7 @@ def main() -> None:
                   f"{ends[0][1]} updates", flush=True)  # fmt: skip
             continue
         if given.wrapper == "fsdp" and name not in FIXED:
-            continue  # shards keep their number of values
+            continue  # shards need a fixed number of values
         found = on_ranks(
             given.ranks, exact, name, given.updates, given.wrapper, seconds=given.seconds
         )

@@ -1,4 +1,4 @@
-"""RigL as it is done elsewhere: dense weights times masks, growth by the dense gradient."""
+"""RigL as commonly implemented: dense weights times masks, growth by the dense gradient."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dynsparse.training.schedule import Schedule
 class MaskedRigL:
     """RigL on masks: `trainer.step()` as in `dynsparse.RigL`, from dense gradients.
 
-    What is dropped is not grown at once, as in `SparseTrainer`. Every state tensor of the optimizer
-    that has the weight's shape starts at zero where a weight was dropped or grown.
+    As in `SparseTrainer`, an update does not grow what it drops. Every state tensor of the
+    optimizer with the weight's shape starts at zero where a weight was dropped or grown.
 
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners".
     """

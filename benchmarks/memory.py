@@ -2,15 +2,14 @@
 
     python benchmarks/memory.py [--size 16384] [--density 0.01] [--batch 256] [--method rigl]
 
-Each measurement runs in a fresh process: how far the peak of the resident memory (VmHWM) rises
-above what is resident once everything is imported and a tiny layer has trained. Linux only. A dense
-float32 weight of the same size, of which dense training holds four (weight, gradient, two moments
-of Adam), is given beside.
+Each measurement runs in a fresh process: how far the peak resident memory (VmHWM) rises above the
+resident memory after all imports and the training of a tiny layer. Linux only. For comparison it
+prints the size of a dense float32 weight, of which dense training holds four (weight, gradient,
+two moments of Adam).
 
-The parts are those of the moment after the last backward pass: tensors by what they are for, and
-what goes back to the system when it is asked for: the kernels' scratch memory, what tensors have
-freed and the C library keeps, and what MKL keeps for its products. What was free before, and is
-used or given back, makes "other" less, even less than nothing.
+The parts are measured after the last backward pass: tensors by purpose, and memory that is released
+on request: the kernels' scratch memory, freed memory that the C library keeps, and MKL's buffers.
+Memory that was free before and is now used or released reduces "other", even below zero.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def resident(field: str) -> int:
-    """A field of this process's status, in bytes: VmRSS now, VmHWM at its peak."""
+    """A field of this process's status, in bytes: VmRSS (current), VmHWM (peak)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def warm_up() -> None:
-    """What torch imports and starts only when it is first used: optimizers, threads, products."""
+    """Trigger what torch imports and starts on first use: optimizers, threads, products."""
     layer = ds.nn.SparseLinear(64, 64)
     trainer = ds.RigL(layer, torch.optim.Adam(layer.parameters()), total_steps=4, update_interval=1)
     for _ in range(2):
@@ -54,8 +53,8 @@ def warm_up() -> None:
 
 
 def alive() -> dict[int, Tensor]:
-    """One tensor of every memory that tensors of this process hold, by address."""
-    # By type: `isinstance` asks objects that warn when they are asked.
+    """One tensor per storage that is alive in this process, by address."""
+    # By type: `isinstance` reads `__class__`, which makes some objects warn.
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
 
@@ -67,11 +66,11 @@ def parts(
     before: set[int],
     base: dict[str, int],
 ) -> dict[str, int]:
-    """Bytes of what is resident now beyond `base`; gives back what can be had.
+    """Bytes of the resident memory beyond `base`, by part; releases what can be released.
 
     Args:
         activations: x, dY and the gradient of x.
-        before: the addresses of tensors that were there before.
+        before: addresses of earlier tensors, not counted.
     """
     whole = resident("VmRSS") - base["VmRSS"]
     named = {
@@ -93,7 +92,7 @@ def parts(
     rest.clear()
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda size: None)  # glibc's
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # which MKL is a part of
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # contains MKL
     products = ctypes.CDLL(str(library)) if library.exists() else None
     mkl = getattr(products, "mkl_serv_free_buffers", lambda: None)
 
@@ -116,7 +115,7 @@ def parts(
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """A few steps, some of which end in a pattern update; the peak after each."""
+    """Run a few steps, some with a pattern update; report the peak after each."""
     if args.warm_up:
         warm_up()
     before = set(alive())
@@ -154,7 +153,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What of the machine and the environment memory may depend on."""
+    """Properties of the machine and environment that memory may depend on."""
     chosen = re.search(r"\[(\w+)\]", LARGE_PAGES.read_text() if LARGE_PAGES.exists() else "")
     return {
         "threads": torch.get_num_threads(),
@@ -178,7 +177,7 @@ def main() -> None:
         "--no-warm-up",
         dest="warm_up",
         action="store_false",
-        help="count the modules too that torch imports with the first optimizer (about 70 MB)",
+        help="also count modules that torch imports with the first optimizer (about 70 MB)",
     )
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The accuracy tables of docs/results.md and docs/mnist.md: `dynsparse mnist` over settings, seeds.
+"""Accuracy tables of docs/results.md and docs/mnist.md: `dynsparse mnist` by setting and seed.
 
     python benchmarks/mnist_accuracy.py --data-dir DIR [--seeds 0 1 2] [--table NAME ...] [--jobs 2]
 
-Each cell is one run of the command with one thread; prints a Markdown table per group with the mean
-test accuracy and the smallest and largest of the seeds.
+Each run is one call of the command, with one thread. Prints a Markdown table per group with the
+mean test accuracy over the seeds, and the smallest and largest.
 """
 
 from __future__ import annotations

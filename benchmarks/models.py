@@ -1,9 +1,9 @@
-"""Time and memory of a training step of models people have: sparse, masked and dense.
+"""Time and memory of a training step of common models: sparse, masked and dense.
 
     python benchmarks/models.py [--models gpt2-small bert-base] [--memory] [--json FILE]
 
-Models of transformers with random weights, on one thread unless --threads says otherwise. Timed are
-models of two blocks, part by part; figures of blocks are those of all of them.
+Models of the package transformers with random weights, on one thread by default. Times are measured
+on models with two blocks, part by part; those of the blocks are scaled to the full depth.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from dynsparse.bench.timing import Effort, in_rounds, least_disturbed, timing_of
 from dynsparse.nn import SparseLinear, sparsify
 
 DEPTH = 2
-"""How many blocks of a model are timed; the others are like them."""
+"""How many blocks of a model are timed; all blocks are alike."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is made of.
+    """The architecture of a model.
 
-    cls: a class of transformers; blocks: how many the model has, which `depth_key` of its
-        configuration sets; settings: further changes of the configuration.
-    tokens: of one example; pixels: the edge of its picture, 0 where it is text.
+    cls: a class of transformers; blocks: how many the model has; depth_key: the configuration's
+        name for it; settings: further changes of the configuration.
+    tokens: of one example; pixels: edge of its image, 0 for text.
     hidden, inner: features of a block; outputs: of the head; table: entries of the embedding.
     """
 
@@ -70,7 +70,7 @@ class Model:
         return kind(config).train()
 
     def batch(self, examples: int, generator: torch.Generator) -> tuple[dict[str, Any], Tensor]:
-        """What the model is called with, and labels for its logits."""
+        """Inputs of the model, and labels for its logits."""
 
         def draw(below: int, *shape: int) -> Tensor:
             return torch.randint(below, shape, generator=generator)
@@ -80,17 +80,17 @@ class Model:
             inputs = {"pixel_values": torch.randn(shape, generator=generator)}
         else:
             inputs = {"input_ids": draw(self.table, examples, self.tokens)}
-        # A language model has logits for every token, a classifier for every example.
+        # A language model has logits per token, a classifier per example.
         labels = (examples, self.tokens) if self.is_language_model else (examples,)
         return inputs, draw(self.outputs, *labels)
 
     @property
     def features(self) -> tuple[int, int]:
-        """What the matrices of its blocks have."""
+        """The features of the matrices in its blocks."""
         return self.hidden, self.inner
 
     def bytes_needed(self, examples: int) -> int:
-        """Of three contenders in training, `DEPTH` blocks each; a generous estimate."""
+        """A generous estimate for three contenders in training, `DEPTH` blocks each."""
         tokens = examples * self.tokens
         matrices = DEPTH * (4 * self.hidden**2 + 2 * self.hidden * self.inner)
         state = 4 * 6 * (matrices + (self.table + self.outputs) * self.hidden)
@@ -112,7 +112,7 @@ _GPT2 = Model(
     table=50257,
     settings={"use_cache": False},
 )
-# The same functions in one operator, where GPT-2's own activation takes eight; and no dropout.
+# No dropout, and the activation as one operator; GPT-2's own takes eight for the same function.
 _LEAN = {
     "use_cache": False,
     "activation_function": "gelu_pytorch_tanh",
@@ -137,13 +137,13 @@ MODELS: dict[str, Model] = {
         examples=4,
     ),
 }
-"""name -> the model. The first three are one: as it comes, with sequences of 1024 tokens in place
-of 128, and without dropout and with torch's own operator for its activation."""
+"""name -> the model. The first three are GPT-2: the original, with sequences of 1024 tokens instead
+of 128, and without dropout and with torch's operator for its activation."""
 
 
 def _transformers() -> ModuleType:
-    """The package, also where torchvision was built for another torch: its import breaks theirs,
-    and these models need none of it."""
+    """Import transformers, without torchvision if that does not match the installed torch: its
+    import would fail, and these models do not need it."""
     if "torchvision" not in sys.modules:
         try:
             import torchvision  # noqa: F401
@@ -162,7 +162,7 @@ def _transformers() -> ModuleType:
 
 @dataclass(frozen=True)
 class ModelCell(Cell):
-    """Sizes of one measurement of a model; the features are those of its blocks' matrices."""
+    """Sizes of one measurement of a model; `features` are those of its blocks' matrices."""
 
     model: str = ""
 
@@ -172,7 +172,7 @@ class ModelCell(Cell):
 
 
 def why_refused(cell: ModelCell, available: int | None) -> str | None:
-    """See `dynsparse.bench.cells.refusal`; the memory is that of the model."""
+    """As `dynsparse.bench.cells.refusal`, with the memory of the model."""
     need = MODELS[cell.model].bytes_needed(cell.batch)
     if available is not None and need > available:
         return f"needs about {need / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free"
@@ -193,7 +193,7 @@ PARTS = (*BLOCK_PARTS, "embedding", "head", "loss", "optimizer of the rest", "ot
 
 
 class Clock:
-    """Seconds of every part since `start`. Parts inside others do not count for these."""
+    """Seconds of every part since `start`. A nested part does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -215,18 +215,18 @@ class Clock:
         self._open.append(part)
 
     def leave(self, part: str) -> None:
-        """Of the part, and of what was entered inside and not left."""
+        """Leave the part, and all parts still open inside it."""
         self._charge()
         if part in self._open:
             while self._open.pop() != part:
                 pass
 
     def enter_on_gradient(self, part: str, x: Tensor) -> Tensor:
-        """x, whose gradient's arrival in backward means that the part is entered."""
+        """Return x; the part is entered when its gradient arrives in backward."""
         return _on_gradient(x, lambda: self.enter(part))
 
     def leave_on_gradient(self, part: str, x: Tensor) -> Tensor:
-        """x, whose gradient's arrival in backward means that the part is left."""
+        """Return x; the part is left when its gradient arrives in backward."""
         return _on_gradient(x, lambda: self.leave(part))
 
     @contextmanager
@@ -243,22 +243,22 @@ class Clock:
         self._last = now
 
 
-def _on_gradient(x: Tensor, tell: Callable[[], None]) -> Tensor:
+def _on_gradient(x: Tensor, callback: Callable[[], None]) -> Tensor:
     if not x.requires_grad:
         return x
-    x = x.view_as(x)  # a node of its own: others may use the tensor that was given
-    x.register_hook(lambda _: tell())
+    x = x.view_as(x)  # a separate node: the original tensor may have other users
+    x.register_hook(lambda _: callback())
     return x
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The transformer's blocks, and their name in the model."""
+    """The name of the transformer's blocks in the model, and the blocks."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return lists[0]
 
 
 def watch(model: nn.Module, clock: Clock) -> None:
-    """Hooks on the modules that are parts, for as long as the model lives."""
+    """Register timing hooks, permanently, on the modules that are parts."""
     blocks, _ = find_blocks(model)
     for name, module in model.named_modules():
         part = _part(name, module, blocks)
@@ -267,7 +267,7 @@ def watch(model: nn.Module, clock: Clock) -> None:
 
 
 def _part(name: str, module: nn.Module, blocks: str) -> str | None:
-    """The part that a module is, None where it belongs to what is around it."""
+    """The part that a module is; None if it belongs to the enclosing part."""
     if not name.startswith(blocks + "."):
         if next(module.children(), None) is not None or not name:
             return None
@@ -286,7 +286,7 @@ def _part(name: str, module: nn.Module, blocks: str) -> str | None:
         return "dropout"
     if "activation" in kind.lower() or isinstance(module, nn.GELU):
         return "activation"
-    # What multiplies queries by keys holds the matrices that make them.
+    # The module that multiplies queries by keys contains their projections.
     holds = any(isinstance(m, (nn.Linear, SparseLinear)) for m in module.children())
     return "attention between them" if kind.endswith("Attention") and holds else None
 
@@ -314,9 +314,9 @@ def _watch(module: nn.Module, clock: Clock, part: str) -> None:
 
 
 def build_model(cell: ModelCell, who: str, depth: int) -> nn.Module:
-    """The cell's model, as "dynsparse", "masked" or "dense"; the same weights and patterns each.
+    """The cell's model, as "dynsparse", "masked" or "dense", with the same weights and patterns.
 
-    Sparse is what is in the blocks; densities are shared by ERK.
+    The matrices in the blocks are sparse, with ERK densities.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -332,9 +332,9 @@ def build_model(cell: ModelCell, who: str, depth: int) -> nn.Module:
 
 
 def training_step(cell: ModelCell, model: nn.Module) -> Callable[[], dict[str, float]]:
-    """zero_grad, forward, cross entropy, backward, AdamW; gives the seconds of every part.
+    """zero_grad, forward, cross entropy, backward, AdamW; returns the seconds of every part.
 
-    The parameters are float32; bfloat16 is autocast's.
+    The parameters are float32; bfloat16 uses autocast.
     """
     inputs, labels = MODELS[cell.model].batch(cell.batch, torch.Generator().manual_seed(0))
     _, blocks = find_blocks(model)
@@ -371,12 +371,12 @@ def training_step(cell: ModelCell, model: nn.Module) -> Callable[[], dict[str, f
 
 
 def measure_model(cell: ModelCell, names: Iterable[str], effort: Effort) -> dict[str, Any]:
-    """Plain types, as `results` describes them."""
+    """Measure a cell; the result has plain types, as `results` describes them."""
     contenders = ["dynsparse", *names]
     models = {who: build_model(cell, who, DEPTH) for who in contenders}
     steps = {who: training_step(cell, model) for who, model in models.items()}
     for step in steps.values():
-        step()  # allocations, kernels chosen at the first call, threads
+        step()  # warm-up: allocations, choice of kernels, threads
 
     def attempt() -> dict[str, list[dict[str, float]]]:
         samples_of: dict[str, list[dict[str, float]]] = {who: [] for who in contenders}
@@ -412,7 +412,7 @@ def measure_model(cell: ModelCell, names: Iterable[str], effort: Effort) -> dict
 
 
 def _kernels(model: nn.Module, cell: ModelCell) -> str:
-    """What computed the sparse layers' passes."""
+    """The kernels that computed the sparse layers' passes."""
     batch = cell.batch * MODELS[cell.model].tokens
     layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
     kernels = [
@@ -424,19 +424,19 @@ def _kernels(model: nn.Module, cell: ModelCell) -> str:
 
 
 def measure_memory(cell: ModelCell, names: Iterable[str]) -> dict[str, Any]:
-    """Bytes of every contender, the model with all its blocks: plain types.
+    """Bytes of every contender, the model with all its blocks, in plain types.
 
-    - peak: how far the resident memory rises above that of a process which has imported everything,
-      in two training steps. What making the model takes beyond what stays is not counted;
+    - peak: how far the resident memory in two training steps rises above that of a process after
+      all imports, temporary memory of building the model excluded;
     - state: parameters, gradients, both of AdamW's moments, and indices or masks;
-    - blocks: what of the state belongs to the blocks.
+    - blocks: the blocks' part of the state.
 
     Raises:
-        RuntimeError: a training failed; with the last line of what it said.
+        RuntimeError: a training failed; with the last line of its error output.
     """
     memory = {"dynsparse": _measure_apart(cell, "dynsparse")}
     for who in names:
-        # Dense tensors take what they take at every density.
+        # Dense tensors take the same memory at every density.
         memory[who] = _measure_apart(replace(cell, density=0.1, block=1), who)
     return {"memory": memory}
 
@@ -456,7 +456,7 @@ def _train(cell: ModelCell, who: str) -> dict[str, int]:
     MODELS[cell.model].make(1)  # imports
     before = resident("VmRSS")
     model = build_model(cell, who, MODELS[cell.model].blocks)
-    # The peak so far, of making the model dense first, is forgotten.
+    # Reset the peak: building the model starts from a dense one.
     Path("/proc/self/clear_refs").write_text("5")
     step = training_step(cell, model)
     for _ in range(2):
@@ -469,7 +469,7 @@ def _train(cell: ModelCell, who: str) -> dict[str, int]:
 
 
 def _state(model: nn.Module) -> int:
-    """Bytes of value, gradient and two moments of every parameter, and of masks or indices."""
+    """Bytes of every parameter, its gradient and two moments, and of masks or indices."""
     total = sum(4 * p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     for layer in model.modules():
         if isinstance(layer, SparseLinear):
@@ -478,7 +478,7 @@ def _state(model: nn.Module) -> int:
 
 
 def cells_of(asked: argparse.Namespace) -> list[ModelCell]:
-    """Every model, density and block in the first type; the first density in the others."""
+    """Every model, density and block in the first dtype; the first density in the others."""
     return [
         ModelCell(
             features=MODELS[name].features,
@@ -499,12 +499,12 @@ def cells_of(asked: argparse.Namespace) -> list[ModelCell]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of training whole models.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2-small", "bert-base"])
-    parser.add_argument("--batch", type=int, help="8 texts or 4 pictures if left out")
+    parser.add_argument("--batch", type=int, help="defaults to 8 texts or 4 images")
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1, 0.05])
     parser.add_argument("--blocks", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--memory", action="store_true", help="peak memory in place of times")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)  # of `_measure_apart`
     asked = parser.parse_args()
@@ -532,7 +532,7 @@ def main() -> None:
         print(f"{cell}: {line}", flush=True)
         sizes = asdict(cell) | {"features": list(cell.features)}
         found["cells"].append({"layer": cell.layer, **sizes, **figures})
-        if asked.json is not None:  # after each: an interrupted run keeps what it has measured
+        if asked.json is not None:  # after each cell: an interrupted run keeps its results
             asked.json.write_text(json.dumps(found))
 
 

@@ -3,9 +3,9 @@
     python benchmarks/nerva.py --module FOLDER --mkl FOLDER [--threads 1] [--json FILE]
 
 Layers 3072-1024-1024-10 with ReLU, batches of 100, cross-entropy, SGD with Nesterov's momentum 0.9:
-the network of `scripts/cifar10.sh` of https://github.com/wiegerw/nerva-rowwise, with the densities
-that Nerva gives its layers, the last one dense: without an activation Nerva's sparse layers have no
-weights. A step is forward, backward and the optimizer's step.
+the network of `scripts/cifar10.sh` of https://github.com/wiegerw/nerva-rowwise, with the layer
+densities that Nerva chooses. The last layer is dense: Nerva's sparse layers without an activation
+have no weights. A step is forward, backward and the optimizer's step.
 
 Build the module first, in `src` of that repository, with the headers of Eigen, fmt, pybind11 and
 oneMKL (`pip install pybind11 mkl-devel`), and `-I` for each:
@@ -14,8 +14,8 @@ oneMKL (`pip install pybind11 mkl-devel`), and `-I` for each:
         -DMKL_ILP64 -DFMT_HEADER_ONLY -DVERSION_INFO=0.3 python-bindings.cpp logger.cpp \
         utilities.cpp -o FOLDER/nervalibrowwise.so
 
-Nerva runs in a process of its own, since its oneMKL and torch's do not bear each other; the two
-take turns. Its outputs and its gradients of the weights are compared with float64 first.
+Nerva runs in its own process, since its oneMKL conflicts with torch's; the two take turns. Its
+outputs and weight gradients are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MKL = ("mkl_intel_ilp64.so.3", "mkl_intel_thread.so.3", "mkl_core.so.3", "iomp5.
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """A batch, and its classes."""
+    """A batch and its labels."""
     rng = np.random.default_rng(0)
     return rng.standard_normal((BATCH, SIZES[0]), np.float32), rng.integers(SIZES[-1], size=BATCH)
 
 
-# Nerva's process: prints the densities of the layers and the largest error, and then an empty line
-# for each step that it was asked for by one.
+# Nerva's process: prints the densities of the layers and the largest error; then, for each line of
+# input, takes a step and prints an empty line.
 
 
 def nerva_worker(density: float, threads: int) -> None:
@@ -81,7 +81,7 @@ def nerva_worker(density: float, threads: int) -> None:
 
 
 def error_of(network: Any, x: np.ndarray) -> float:
-    """Of outputs and of gradients of the weights, relative to the largest in float64."""
+    """Largest error of outputs and weight gradients, relative to the largest float64 value."""
     weights, biases = network.weights(), network.bias()
     inputs = [x.astype(np.float64)]
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -102,7 +102,7 @@ def error_of(network: Any, x: np.ndarray) -> float:
 
 
 class NervaProcess:
-    """Takes Nerva's steps; `facts` are what it printed first."""
+    """Runs Nerva's steps; `facts` is its first line of output."""
 
     def __init__(self, density: float, arguments: argparse.Namespace) -> None:
         libraries = [str(arguments.mkl / f"lib{name}") for name in MKL]
@@ -173,7 +173,7 @@ def compare(density: float, arguments: argparse.Namespace) -> dict[str, Any]:
         "Nerva": nerva.step,
         "dense": torch_step([1.0] * len(densities)),
     }
-    # Nerva's process would count as a stranger.
+    # Otherwise Nerva's process would count as foreign load.
     effort = Effort(seconds=arguments.seconds, foreign=1)
     ratios = measure(works, "dynsparse", effort).ratios
     nerva.close()
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--module", type=Path, help="the folder of nervalibrowwise")
     parser.add_argument("--mkl", type=Path, help="the folder of oneMKL's libraries")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each density, at least")
+    parser.add_argument("--seconds", type=float, default=10.0, help="least time per density")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

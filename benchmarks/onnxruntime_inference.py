@@ -1,11 +1,10 @@
-"""onnxruntime with the operator of sparse layers beside onnxruntime with dense matrices.
+"""onnxruntime with the sparse operator beside onnxruntime with dense matrices.
 
     python benchmarks/onnxruntime_inference.py [--threads 2] [--rounds 21] [--json FILE]
 
 Layers of BERT base with 1, 128 and 1,024 samples (a token, a sequence of 128, eight of them), and
-a whole encoder of its shape with six layers, as DistilBERT has. Sessions run in turn in one process
-with the same threads; what is printed is how many times faster than dense, the median over rounds
-of the ratio of a round, with the quartiles.
+a six-layer encoder of the same shape, as in DistilBERT. Sessions run in turn in one process with
+the same threads. Prints the speed-up over dense: median and quartiles of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def session(model: nn.Module, x: torch.Tensor, weights: str, threads: int, folde
 
 
 def sessions(build: Any, x: torch.Tensor, threads: int, folder: str) -> dict[str, Any]:
-    """Dense, and each kind of sparse; the sparse ones give what torch gives."""
+    """Sessions of dense and each kind of sparse; checks the sparse ones against torch."""
     runs: dict[str, Any] = {}
     for name, (density, block) in KINDS.items():
         torch.manual_seed(0)
@@ -77,7 +76,7 @@ def sessions(build: Any, x: torch.Tensor, threads: int, folder: str) -> dict[str
 
 
 def compare(runs: dict[str, Any], x: np.ndarray, rounds: int) -> dict[str, list[float]]:
-    """Times of dense over those of each kind: the quartiles over the rounds."""
+    """Times of dense over those of each kind: quartiles over rounds."""
     ratios: dict[str, list[float]] = {name: [] for name in KINDS}
     for number in range(rounds + 2):
         times = {}

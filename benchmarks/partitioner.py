@@ -1,10 +1,10 @@
-"""How fast patterns become buckets: non-zeros a second, one core.
+"""How fast patterns are encoded as buckets: non-zeros per second on one core.
 
     python benchmarks/partitioner.py [--repeats 7] [--json FILE]
 
-Each case is planned for a Bow of 1,472 tiles; the time is that of `Partitioner.encode`, pattern
-and values to meta-info and values, divided by the passes that have buckets of their own. Non-zeros
-are elements, also for blocks. The first call, which fills caches, is not counted.
+Each case is planned for a Bow with 1,472 tiles. The time is that of `Partitioner.encode`, from
+pattern and values to meta-info and values, divided by the number of passes with their own buckets.
+Non-zeros are elements, also for blocks. The first call, which fills caches, is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from popsparse.machine.target import Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 ALL = {"do_grad_a_pass": True, "do_grad_w_pass": True}
-# name: edge, batch, density, block, options, passes with buckets of their own
+# name: edge, batch, density, block, options, passes with their own buckets
 CASES: dict[str, tuple[int, int, float, int, dict[str, Any], int]] = {
     "element, forward": (4096, 64, 0.1, 1, {}, 1),
     "element, shared buckets, three passes": (4096, 64, 0.1, 1, ALL, 1),

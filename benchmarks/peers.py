@@ -1,15 +1,16 @@
-"""Training steps of dynsparse beside those of other libraries that store only what is not zero.
+"""Training steps of dynsparse beside those of other libraries that store only nonzero weights.
 
     python benchmarks/peers.py [--threads 1] [--json FILE] [--no-gpt]
 
-Layers: forward, and the gradients of input, weights and bias, of the same weights: sparselab's and
-SparseProp's layers, torch's CSR products, a masked layer under `torch.compile`, and a dense one.
-A library that computes something else than float64 is left out, with a line that says so; so is one
-that is not installed (`pip install sparselab`; SparseProp from its repository).
+Layers: forward, and the gradients of input, weights and bias, with the same weights in all:
+sparselab's and SparseProp's layers, torch's CSR products, a masked layer under `torch.compile`, and
+a dense one. A library is skipped, with a message, if its results differ from float64 or it is not
+installed (`pip install sparselab`; SparseProp from its repository).
 
-GPT: sparselab's demonstration of 40 million weights (eight blocks of 640 features, projections of
+GPT: sparselab's demo with 40 million weights (eight blocks of 640 features, projections of
 attention at density 0.3, feed-forward at 0.1, SGD, 8 sequences of 128 characters), with the same
-weights in both libraries. Time of a step, memory of a process, loss after the same steps.
+weights in both libraries. Reports the time of a step, the memory of a process, and the loss after
+the same steps.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ PEERS: dict[str, Maker] = {
 
 
 def largest_error(module: nn.Module, layer: ds.nn.SparseLinear, x: Tensor, dy: Tensor) -> float:
-    """Of outputs and of gradients of the input, relative to the largest in float64."""
+    """Error of outputs and input gradients, relative to the largest float64 value."""
     weight, bias = layer.to_dense().detach().double(), layer.bias.detach().double()
     y = module(x)
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -98,7 +99,7 @@ def largest_error(module: nn.Module, layer: ds.nn.SparseLinear, x: Tensor, dy: T
 
 
 def compare_layers(threads: int, effort: Effort) -> list[dict[str, Any]]:
-    """A row for each size, density and batch: times over those of dynsparse."""
+    """A row per size, density and batch: times relative to dynsparse."""
     rows = []
     for features, density, batch in itertools.product(FEATURES, DENSITIES, BATCHES):
         cell = Cell((features, features), batch, density, threads=threads)
@@ -193,7 +194,7 @@ def build_gpt(name: str, tokens: int) -> nn.Module:
 
 
 class Training:
-    """A model by SGD on random pieces of a text, which follow from the number of the step."""
+    """Trains a model by SGD on random pieces of a text; the step number seeds the choice."""
 
     def __init__(self, name: str, text: Tensor) -> None:
         self.model = build_gpt(name, int(text.max()) + 1)
@@ -221,7 +222,7 @@ def read_text(file: Path | None) -> Tensor:
 
 
 def peak_memory(name: str, file: Path | None, threads: int) -> int:
-    """Bytes that a fresh process holds at most in three steps above those of importing all."""
+    """Peak bytes of a fresh process in three steps, above those after all imports."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[4]); import memory, peers\n"
         "import sparselab\n"
@@ -267,15 +268,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each cell, at least")
+    parser.add_argument("--seconds", type=float, default=1.0, help="least time per cell")
     parser.add_argument("--text", type=Path, help="a text to train the GPT on")
-    parser.add_argument("--steps", type=int, default=50, help="of the GPT")
+    parser.add_argument("--steps", type=int, default=50, help="steps of the GPT")
     parser.add_argument("--no-gpt", action="store_true")
     parser.add_argument("--no-layers", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):
-        # Each library may have an OpenMP of its own, which reads this when it is loaded.
+        # Each library may bring its own OpenMP, which reads this when loaded.
         environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     torch.set_num_threads(arguments.threads)

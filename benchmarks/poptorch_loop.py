@@ -1,9 +1,9 @@
-"""Many steps a call beside the same loop written out: the MNIST network, 50 steps a call.
+"""Many steps per call beside a plain training loop: the MNIST network, 50 steps per call.
 
     python benchmarks/poptorch_loop.py [--rounds 15] [--threads 2]
 
-Both train the same sparse network (784-300-10, density 0.1, RigL) on random pictures without
-compiling, in turn in one process; the figure is the median of call over loop.
+Both train the same sparse network (784-300-10, density 0.1, RigL) on random images without
+compiling, in turn in one process. Prints the median ratio of call to loop.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@
 contenders in turn on the same random transitions. Tasks are gymnasium's (`pip install gymnasium`,
 those of MuJoCo with `pip install "mujoco<4" imageio`).
 
-Soft actor-critic (Haarnoja and others, 2018) with two critics, averaged copies of them, and a
-temperature that is learned; every network has two hidden layers. Sparse is the matrix between them,
-which has nearly all weights. Contenders:
+Soft actor-critic (Haarnoja et al., 2018) with two critics, target critics (moving averages) and a
+learned temperature. Every network has two hidden layers; the matrix between them, with nearly all
+weights, is sparse. Contenders:
 
     dense-wide     `--width` features (2,048)
-    dense-narrow   as many weights as static-0.1 has
-    masked-0.1     dense-wide with a mask: the same training as static-0.1, so `times` only
+    dense-narrow   dense, with as many weights as static-0.1
+    masked-0.1     dense-wide with a mask; it trains as static-0.1, so `times` only
     static-0.1     a random pattern; static-0.05 likewise
-    rigl-0.1       the same, moved by RigL; rigl-0.05 likewise
+    rigl-0.1       as static-0.1, trained by RigL; rigl-0.05 likewise
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ def narrow_width(inputs: int, outputs: int, width: int, density: float) -> int:
 
 
 class Networks:
-    """The networks of a contender, their optimizers, and what steps them."""
+    """The networks of a contender, their optimizers, and the functions that step them."""
 
     def __init__(self, contender: str, inputs: int, actions: int, args: argparse.Namespace) -> None:
         kind, _, number = contender.partition("-")
         density = float(number) if kind != "dense" else 0.1
         self.actions = actions
 
-        def made(entries: int, outputs: int) -> nn.Sequential:
+        def build(entries: int, outputs: int) -> nn.Sequential:
             narrow = narrow_width(entries, outputs, args.width, density)
             width = narrow if contender == "dense-narrow" else args.width
             return network(entries, outputs, width)
 
         torch.manual_seed(args.seed)
-        self.actor: nn.Module = made(inputs, 2 * actions)
-        self.critics: nn.Module = nn.ModuleList([made(inputs + actions, 1) for _ in range(2)])
+        self.actor: nn.Module = build(inputs, 2 * actions)
+        self.critics: nn.Module = nn.ModuleList([build(inputs + actions, 1) for _ in range(2)])
         modules = (self.actor, self.critics)
         if kind != "dense":
             generator = torch.Generator().manual_seed(args.seed)
@@ -96,7 +96,7 @@ class Networks:
             ]
 
     def act(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions in (-1, 1), and the logarithms of their probabilities: [n, actions], [n]."""
+        """Actions in (-1, 1), and the logarithms of their densities: [n, actions], [n]."""
         mean, spread = self.actor(observations).chunk(2, -1)
         deviation = (-5 + 3.5 * (spread.tanh() + 1)).exp()  # from e^-5 to e^2
         noise = torch.randn_like(mean)
@@ -142,7 +142,7 @@ class Networks:
 
 
 class Transitions:
-    """What was seen, in tensors."""
+    """The replay buffer."""
 
     def __init__(self, size: int, inputs: int, actions: int) -> None:
         widths = (inputs, actions, 0, inputs, 0)
@@ -236,11 +236,11 @@ def main() -> None:
     parser.add_argument("--contender", choices=[c for c in CONTENDERS if "masked" not in c])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5000, help="of the environment, and updates")
-    parser.add_argument("--until", type=float, help="ends training: mean return of five episodes")
+    parser.add_argument("--steps", type=int, default=5000, help="environment steps, updates")
+    parser.add_argument("--until", type=float, help="stop at this mean return of five episodes")
     parser.add_argument("--start", type=int, default=500, help="random actions before training")
-    parser.add_argument("--interval", type=int, default=100, help="updates between RigL's")
-    parser.add_argument("--rounds", type=int, default=40, help="of `times`")
+    parser.add_argument("--interval", type=int, default=100, help="steps between pattern updates")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of `times`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)

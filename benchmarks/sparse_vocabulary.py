@@ -2,11 +2,11 @@
 
     python benchmarks/sparse_vocabulary.py [--densities 0.1 0.2] [--batches 1 2] [--memory]
 
-The whole model of transformers with random weights: forward, loss, backward, AdamW (fused). Sparse
-are the matrices of the blocks, with the "sparse vocabulary" the embedding and the head tied to it,
-too, with `linear_cross_entropy`. Times are CPU seconds of one thread, so that other processes
-disturb them little; the contenders take turns. --memory measures the peak instead, each contender
-in a process of its own. Prints a line of JSON for each case.
+The whole model of the package transformers with random weights: forward, loss, backward, AdamW
+(fused). The matrices of the blocks are sparse; with a "sparse vocabulary" so are the embedding and
+the head tied to it, with `linear_cross_entropy`. Times are CPU seconds of one thread, so other
+processes affect them little; the contenders take turns. --memory measures the peak instead, each
+contender in its own process. Prints a line of JSON per case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case:
     density: float
     batch: int
     tokens: int
-    lean: bool  # without dropout, and with torch's operator for the activation
+    lean: bool  # no dropout, and torch's operator for the activation
 
 
 def build(case: Case, contender: str) -> nn.Module:
@@ -79,8 +79,8 @@ def training_step(case: Case, model: Any) -> Callable[[], float]:
 
 
 def measure_times(case: Case, rounds: int) -> dict[str, Any]:
-    """Median, least and largest CPU milliseconds; and ratios to "sparse" and "sparse vocabulary",
-    medians of the ratios of each round."""
+    """Median, smallest and largest CPU milliseconds; and of the ratios to "sparse" and "sparse
+    vocabulary" in each round."""
     steps = {who: training_step(case, build(case, who)) for who in CONTENDERS}
     for step in steps.values():
         step()
@@ -104,12 +104,12 @@ def spread(figures: list[float]) -> list[float]:
 
 
 def measure_peak(case: Case, contender: str) -> int:
-    """Bytes that the resident memory rises above that of the imports, in two steps."""
+    """Bytes by which the resident memory of two steps exceeds that after the imports."""
     torch.set_num_threads(1)
     _transformers()
     before = resident("VmRSS")
     model = build(case, contender)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making it dense first
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: the model is built dense first
     step = training_step(case, model)
     for _ in range(2):
         step()
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--lean", action="store_true", help="no dropout, and torch's GELU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", action="store_true", help="peak memory in place of times")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

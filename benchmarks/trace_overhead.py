@@ -1,13 +1,13 @@
-"""What a trace costs: training steps with one on, beside the same training's steps without.
+"""The overhead of a trace: training steps with a trace, beside steps without.
 
     python benchmarks/trace_overhead.py [--pairs 100] [--threads 1]
 
-The network is that of `dynsparse mnist` (784-300-10, density 0.1, RigL) on random pictures, at
-several batches: the shorter a step, the more a trace weighs. A window is 36 steps and an update;
-windows with and without a trace take turns, and the figure is the median of their ratios. Off there
-is no other program to compare with: the figure is the number of spans of a step, times what one
-costs that nobody takes note of, over the time of a step. Writing the file, when all has ended, is
-told in microseconds per span.
+The network is that of `dynsparse mnist` (784-300-10, density 0.1, RigL) on random images, with
+several batch sizes: the shorter a step, the larger the overhead. A window is 36 steps and an
+update; windows with and without a trace take turns, and "on" is the median of their ratios. "off"
+is computed, since no program without spans exists: the spans of a step, times the cost of a span
+while tracing is off, relative to the time of a step. Writing the file at the end is given in
+microseconds per span.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WINDOW = STEPS // 5
 
 
 def windows(batch: int) -> Iterator[int]:
-    """Train without an end; the steps done, after each window."""
+    """Train forever; yield the number of steps after each window."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(STEPS * batch, 784, generator=generator)
     pictures = Pictures(images, torch.randint(10, (STEPS * batch,), generator=generator))
@@ -48,7 +48,7 @@ def windows(batch: int) -> Iterator[int]:
 
 
 def seconds(training: Iterator[int], recorder: Recorder | None) -> float:
-    """What a window takes, with a trace or without."""
+    """Seconds of a window, with a trace or without."""
     set_recorder(recorder)
     with nullcontext() if recorder is None else hook_models():
         before = time.perf_counter()
@@ -59,7 +59,7 @@ def seconds(training: Iterator[int], recorder: Recorder | None) -> float:
 
 
 def off() -> float:
-    """Seconds that a span takes which nobody takes note of."""
+    """Seconds of a span while tracing is off."""
 
     def spanned() -> None:
         with span("data"):
@@ -69,7 +69,7 @@ def off() -> float:
 
 
 def writing() -> float:
-    """Seconds that writing a file takes, by the span."""
+    """Seconds to write a file, per span."""
     with ds.trace(Path(tempfile.mkdtemp()) / "run.json"):
         for _ in range(100_000):
             with span("data"):
@@ -92,7 +92,7 @@ def main() -> None:
         recorder = Recorder.start(10**7)
         ratios, steps = [], []
         for pair in range(arguments.pairs):
-            # Either comes first in every other pair.
+            # Alternate which of the two comes first.
             order = (None, recorder) if pair % 2 else (recorder, None)
             times = {one: seconds(training, one) for one in order}
             ratios.append(times[recorder] / times[None])

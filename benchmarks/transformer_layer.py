@@ -1,10 +1,10 @@
 """One training step of a whole transformer layer: sparse, against the same layer masked and dense.
 
-A step is forward, backward (of the input too) and Adam, of `SparseTransformerLayer` with attention,
-norms, gelu, dropout and biases. Beside it run, interleaved in the same process with the same
-threads:
+A step is forward, backward (including the input's gradient) and Adam, of `SparseTransformerLayer`
+with attention, norms, gelu, dropout and biases. Interleaved with it, in the same process with the
+same threads, run:
 
-- masked: the same layer whose six matrices are W * M, with dense Adam: what masks cost;
+- masked: the same layer with six matrices W * M and dense Adam;
 - dense: the same layer without masks.
 
 Each figure is the median over rounds of (other time / sparse time), with the quartiles.
@@ -39,7 +39,7 @@ class MaskedLinear(nn.Linear):
 
 
 def replaced(layer: SparseTransformerLayer, masked: bool) -> SparseTransformerLayer:
-    """The layer with every sparse matrix dense, with its mask or without."""
+    """The layer with every sparse matrix replaced by a masked or dense one."""
     for name, part in list(layer.named_modules()):
         if isinstance(part, SparseLinear):
             linear = (MaskedLinear if masked else nn.Linear)(part.in_features, part.out_features)
@@ -91,8 +91,8 @@ def contenders(arguments: argparse.Namespace, block_size: int) -> dict[str, Step
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round; the rounds interleave them.
 
-    In a round each takes three steps in a row. The first is not counted: it pays for memory that
-    the contender before gave back to the system, which no step of a training does.
+    In a round each takes three steps in a row. The first is not counted: it reallocates memory that
+    the previous contender returned to the system, which does not happen in training.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -120,14 +120,14 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=768)
     parser.add_argument("--hidden", type=int, default=3072)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=2048, help="of all sequences together")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of all sequences together")
     parser.add_argument("--length", type=int, default=128, help="tokens of one sequence")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-optimizer", action="store_true", help="leave Adam's step out")
+    parser.add_argument("--no-optimizer", action="store_true", help="skip Adam's step")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.tokens % arguments.length:

@@ -38,7 +38,7 @@ def step_of(method: str, density: float, width: int, layers: int) -> Callable[[]
 
 
 def compare(width: int, layers: int, density: float, rounds: int) -> dict[str, float]:
-    """Milliseconds of both, medians; the least and the largest ratio of a round."""
+    """Median milliseconds of both; smallest and largest ratio of a round."""
     steps = {method: step_of(method, density, width, layers) for method in ("keep", "rigl")}
     times: dict[str, list[float]] = {method: [] for method in steps}
     for i in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Whole trainings side by side: the time until the same accuracy is reached.
+"""Whole trainings side by side: the time to reach the same accuracy.
 
     python benchmarks/whole_trainings.py [--block 16] [--seeds 3] [--threads 2] [--json FILE]
 
@@ -37,10 +37,10 @@ _COARSE = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """How both train.
+    """Settings of both trainings.
 
-    accuracy: to be reached on held-out examples; steps: at most so many; interval, evaluate: steps
-    between pattern updates, and between evaluations.
+    accuracy: the target on held-out examples; steps: the maximum; interval, evaluate: steps between
+    pattern updates, and between evaluations.
     """
 
     accuracy: float = 0.9
@@ -71,9 +71,9 @@ def make_task(
     """The task of a seed.
 
     Args:
-        train, test: how many examples.
-        prototypes: how many per class.
-        signal: amplitude of a prototype, where the noise has amplitude 1.
+        train, test: number of examples.
+        prototypes: number per class.
+        signal: amplitude of a prototype relative to the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(CLASSES * prototypes, CHANNELS, _COARSE, _COARSE, generator=generator)
@@ -92,10 +92,10 @@ def make_task(
 
 @dataclass
 class Runner:
-    """One contender: its network, what ends a step, and what happened so far.
+    """One contender: its network, the function that ends a step, and its results so far.
 
-    seconds: of training alone, evaluations not counted; update_seconds: those of steps that end in
-    a pattern update; accuracies: (step, seconds, accuracy) at each evaluation.
+    seconds: of training, without evaluations; update_seconds: those of steps with a pattern update;
+    accuracies: (step, seconds, accuracy) at each evaluation.
     """
 
     model: nn.Module
@@ -107,7 +107,7 @@ class Runner:
     accuracies: list[tuple[int, float, float]] = field(default_factory=list)
 
     def train(self, batches: list[tuple[Tensor, Tensor]], due: list[bool]) -> None:
-        """A step per batch; `due` marks those that end in a pattern update."""
+        """Take a step per batch; `due` marks those that end in a pattern update."""
         self.model.train()
         for (x, labels), is_due in zip(batches, due, strict=True):
             begin = time.perf_counter()
@@ -122,7 +122,7 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, step: int, examples: Tensor, labels: Tensor) -> float:
-        """The accuracy in [0, 1], which is also noted."""
+        """Record and return the accuracy, in [0, 1]."""
         self.model.eval()
         accuracy = float((self.model(examples).argmax(1) == labels).double().mean())
         self.accuracies.append((step, self.seconds, accuracy))
@@ -168,9 +168,9 @@ def train_side_by_side(
 ) -> dict[str, Any]:
     """Train the sparse network and its masked twin in turn, some steps each, on the same batches.
 
-    Both start from the same weights and patterns and follow the same schedule; a contender that
-    has reached the accuracy rests. The result is plain types, ready for JSON; times in seconds,
-    evaluations not included. torch's global generator is left as it was.
+    Both start from the same weights and patterns and follow the same schedule; a contender stops
+    when it reaches the accuracy. The result has plain types, ready for JSON; times are in seconds,
+    without evaluations. torch's global generator keeps its state.
     """
     if task is None:
         task = make_task(seed=seed)
@@ -217,7 +217,7 @@ def _summary(runner: Runner, accuracy: float) -> dict[str, object]:
 
 
 def _density(model: nn.Module) -> float:
-    """Of all weights together."""
+    """The density over all weights."""
     present = total = 0
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--block", type=int, default=1)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--seeds", type=int, default=1, help="how many trainings, from seed 0")
+    parser.add_argument("--seeds", type=int, default=1, help="number of trainings, from seed 0")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args()

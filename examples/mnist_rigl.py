@@ -1,4 +1,4 @@
-"""Train a sparse network by RigL with the library alone: no command line, no framework.
+"""Train a sparse network with RigL in plain PyTorch: no command line, no framework.
 
 python examples/mnist_rigl.py
 """
@@ -15,7 +15,7 @@ EPOCHS, BATCH = 10, 16
 
 def main() -> float:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # a network this small gains nothing from more
     digits = load("digits")  # or load("mnist"), which downloads it
     images, labels = digits.train.images, digits.train.labels
 
@@ -26,9 +26,9 @@ def main() -> float:
         nn.Dropout(0.1),
         ds.nn.SparseLinear(320, 10, density=0.3),
     )
-    # 2. Any optimizer of torch: the values are ordinary parameters.
+    # 2. Any torch optimizer: the values are ordinary parameters.
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    # 3. A trainer that takes the optimizer's steps and moves connections in between.
+    # 3. A trainer that runs the optimizer's steps and updates the pattern in between.
     steps = EPOCHS * -(-len(labels) // BATCH)
     trainer = ds.RigL(model, optimizer, total_steps=steps, update_interval=20, drop_fraction=0.3)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -38,7 +38,7 @@ def main() -> float:
             loss = F.cross_entropy(model(images[batch]), labels[batch])
             optimizer.zero_grad()
             loss.backward()
-            trainer.step()  # in place of optimizer.step()
+            trainer.step()  # instead of optimizer.step()
             decay.step()
         print(f"epoch {epoch:2}  loss {loss.item():.4f}  pattern updates {trainer.updates}")
 

@@ -1,4 +1,4 @@
-"""Sparse weights read with NumPy and safetensors alone, by whoever has no dynsparse."""
+"""Read sparse weights with NumPy and safetensors alone, without dynsparse."""
 
 import json
 import tempfile
@@ -32,7 +32,7 @@ def read_mask(mask: np.ndarray) -> np.ndarray:
 
 
 def read_gaps(gaps: np.ndarray) -> np.ndarray:
-    """Numbers of the present blocks: how many are absent before each, 255 to go on counting."""
+    """Numbers of the present blocks: each byte counts absent blocks, 255 continues the count."""
     blocks = gaps != 255
     return np.cumsum(gaps, dtype=np.int64)[blocks] + np.arange(np.count_nonzero(blocks))
 
@@ -41,7 +41,7 @@ READERS = {"mask": read_mask, "gaps": read_gaps}
 
 
 if __name__ == "__main__":
-    # The writer's side.
+    # Write a file.
     import torch
 
     import dynsparse as ds

@@ -1,4 +1,4 @@
-"""torch's own transformer encoder, made sparse in one line and trained on rows of digits."""
+"""torch's transformer encoder, made sparse in one line and trained on rows of digits."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from dynsparse.data import load
 
 
 class Transformer(nn.Module):
-    """A picture is a sequence of 28 tokens, its rows."""
+    """Classifies images as sequences of 28 tokens, their rows."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

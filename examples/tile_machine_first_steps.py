@@ -25,7 +25,7 @@ v4 = graph.add_variable(INT, [10], "v4")
 graph.map_linearly(v4)
 start = graph.add_constant(FLOAT, [4], [1.0, 1.5, 2.0, 2.5], "start", tiles=0)
 
-# Views move nothing: row 1 of the matrix, without its first element, is a place to copy to.
+# Slices are views: row 1 of the matrix, without its first element, is the target of a copy.
 program = Sequence(
     Copy(start, v1, name="start to v1"),
     Copy(v1[:3], matrix[1, 1:], name="v1 into row 1"),
@@ -36,7 +36,7 @@ to_device = graph.add_stream("numbers", INT, 10, to_device=True)
 to_host = graph.add_stream("echo", INT, 10, to_device=False)
 program.add(Copy(to_device, v4), Copy(v4, to_host))
 
-# A vertex sees only its own tile's memory, so what it reads is copied there first. This one sums.
+# A vertex accesses only its tile's memory, so its inputs are copied there first. This one sums.
 SUM = Codelet(
     "sum",
     {"x": In(FLOAT), "out": Out(FLOAT)},

@@ -1,8 +1,8 @@
-"""Logistic regression trained on the tiles: products, softmax and gradients, step after step.
+"""Logistic regression trained on the tiles: products, softmax and gradients.
 
-`python tile_machine_logistic.py FOLDER` takes MNIST from a folder with its four files; without one,
-or where it has none, the digits of scikit-learn serve. Weights stay on the tiles; pictures and
-labels come by streams; the host looks at the weights at the end.
+`python tile_machine_logistic.py FOLDER` reads MNIST from a folder with its four files; without them
+it uses scikit-learn's digits. Weights stay on the tiles; images and labels arrive through streams;
+the host reads the weights at the end.
 """
 
 import sys
@@ -17,7 +17,7 @@ BATCH, CLASSES = 64, 10
 
 
 def build(features: int, steps: int, rate: float, target: Target) -> tuple[Graph, Sequence]:
-    """A program of so many steps of stochastic gradient descent."""
+    """A program of `steps` steps of stochastic gradient descent."""
     graph, step = Graph(target), Sequence()
     pictures = graph.add_variable(FLOAT, [BATCH, features], "pictures")
     labels = graph.add_variable(FLOAT, [BATCH, CLASSES], "labels")
@@ -34,7 +34,7 @@ def build(features: int, steps: int, rate: float, target: Target) -> tuple[Graph
     product = matmul(graph, pictures, weight, step, name="forward")
     logits = elementwise(graph, "add", [product, bias], step, name="add bias")
     shares = softmax(graph, logits, step)
-    # The gradient of the cross-entropy in the logits: shares minus the labels.
+    # The gradient of the cross-entropy with respect to the logits: softmax minus labels.
     error = elementwise(graph, "subtract", [shares, labels], step, name="error")
     gradient = matmul(graph, pictures.transpose(), error, step, name="gradient")
     down = -rate / BATCH
@@ -56,7 +56,7 @@ def pictures_of(folder: str | None) -> data.DataSet:
 def train(
     found: data.DataSet, epochs: int = 3, rate: float = 0.5, tiles: int = 32
 ) -> tuple[float, Profile, Engine]:
-    """Accuracy on the test pictures, what the training took, and the machine after it."""
+    """Train; return the test accuracy, the profile and the engine."""
     pictures, labels = found.train.images.numpy(), found.train.labels.numpy()
     steps = len(pictures) // BATCH
     graph, program = build(pictures.shape[1], epochs * steps, rate, Target.bow(tiles=tiles))

@@ -1,10 +1,10 @@
 """A matrix-vector product on the tile machine, written by hand and profiled.
 
-The rows of the matrix are spread over groups of tiles, and its columns are cut in `PARTS`: one
-vertex per row and part makes a dot product, then the parts of each row are added. These are the
-sizes of Poplar's tutorial on splitting a product, whose profile counts 3,696 + 143 + 49 + 108
-cycles on a machine without synchronisation costs; here the few bytes that stay on their tile are
-copied by its workers, which that count leaves out.
+The rows of the matrix are spread over groups of tiles, and its columns are cut into `PARTS`: one
+vertex per row and part computes a dot product, then the parts of each row are added. The sizes are
+those of Poplar's tutorial on splitting a product, whose profile counts 3,696 + 143 + 49 + 108
+cycles on a machine without synchronization costs. Here workers also copy the few bytes that stay on
+their tile, which that count leaves out.
 """
 
 import numpy as np
@@ -36,9 +36,9 @@ SUM = Codelet(
 
 def build(target: Target, parts: int = PARTS) -> tuple[Graph, Sequence]:
     graph = Graph(target)
-    width = -(-COLUMNS // parts)  # columns of a part, the last one padded with zeros
+    width = -(-COLUMNS // parts)  # columns per part, the last part padded with zeros
     group = target.tiles // parts  # tiles that share the rows of one part
-    height = -(-ROWS // group)  # rows of a tile
+    height = -(-ROWS // group)  # rows per tile
     tiles = np.arange(parts * group).reshape(parts, group)
 
     # Variables, each with the tile of every part. `matrix[p, g]` lives on tile p * group + g.
@@ -47,7 +47,7 @@ def build(target: Target, parts: int = PARTS) -> tuple[Graph, Sequence]:
     local = graph.add_variable(FLOAT, [parts, group, width], "local vector", tiles=tiles)
     partials = graph.add_variable(FLOAT, [parts, group, height], "partials", tiles=tiles)
 
-    # Every tile of a part gets that part of the vector.
+    # Every tile of a part receives that part of the vector.
     spread = Copy(vector.expand_dims(1).broadcast_to(parts, group, width), local, name="spread")
 
     # One vertex per row and part, all added at once: a grid of vertices, each given by its tile.
@@ -61,7 +61,7 @@ def build(target: Target, parts: int = PARTS) -> tuple[Graph, Sequence]:
         {"a": matrix, "b": local.expand_dims(2).broadcast_to(*grid, width), "out": partials},
     )
 
-    # The parts of a row meet on one tile, a few rows a tile.
+    # The parts of a row are added on one tile, a few rows per tile.
     rows = group * height
     share = next(n for n in range(-(-rows // target.tiles), rows + 1) if rows % n == 0)
     owners = np.arange(rows // share)

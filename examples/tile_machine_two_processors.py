@@ -1,7 +1,7 @@
 """A sparse product sharded over two processors, each with half of the rows.
 
-Both halves of the weights get the same input, which crosses the links once for each processor that
-has not got it; what they make is joined on the first.
+Both halves of the weights take the same input, which crosses the links once to each processor that
+lacks it; their outputs are joined on the first.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def build(target: Target) -> tuple[Graph, Sequence, list[popsparse.SparseTensor]
     x = popsparse.create_fully_connected_input(graph.virtual(processor=0), "float16", params)
     halves, weights = [], []
     for processor in range(processors):
-        # The same graph, seen as one of this processor's tiles only.
+        # A view of the graph with only this processor's tiles.
         part = graph.virtual(processor=processor)
         mine = popsparse.create_fully_connected_weights(
             part, "float16", params, name=f"weights {processor}"

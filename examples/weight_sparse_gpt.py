@@ -1,10 +1,10 @@
 """Train a language model of very few weights: 1 to 10 in a thousand.
 
 After Gao et al. 2025, "Weight-sparse transformers have interpretable circuits": wide layers, few
-weights, activations of which only the largest magnitudes stay, RMSNorm, sparse biases. Their rule
-trains dense matrices and keeps the largest weights after each step of AdamW (`--method keep`).
-RigL and gradual magnitude pruning hold only the weights that are there. Every neuron keeps its
-largest weights in and out (`--least`).
+weights, activations with only their largest magnitudes, RMSNorm, sparse biases. Their rule trains
+dense matrices and keeps the largest weights after each step of AdamW (`--method keep`). RigL and
+gradual magnitude pruning store only the present weights. Every neuron keeps its largest incoming
+and outgoing weights (`--least`).
 
     python examples/weight_sparse_gpt.py --width 1024 --density 0.01 --method rigl
     python examples/weight_sparse_gpt.py --width 1024 --density 0.01 --method keep
@@ -35,8 +35,8 @@ def least_kept(size: Tensor, count: int) -> Tensor:
 
 
 class AbsTopK(nn.Module):
-    """Keeps the largest magnitudes of the last dimension, a share of them; the rest is zero, and so
-    is its gradient."""
+    """Keeps a share of the last dimension, the largest magnitudes; the rest and its gradient are
+    zero."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class AbsTopK(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward part of a transformer, norms first."""
+    """A pre-norm transformer block: attention and feed-forward."""
 
     def __init__(self, width: int, heads: int, share: float) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def keep_largest(weight: Tensor, count: int, least: int = 0) -> None:
-    """Set all but `count` of the largest magnitudes to zero, but for the `least` largest of every
-    row and column."""
+    """Set all but the `count` largest magnitudes to zero; keep the `least` largest of every row and
+    column in any case."""
     if count >= weight.numel():
         return
     size = weight.abs()
@@ -102,8 +102,8 @@ def keep_largest(weight: Tensor, count: int, least: int = 0) -> None:
 
 
 class KeepLargest:
-    """Their rule: dense weights and gradients; after each step the largest weights stay, and the
-    `least` largest of every neuron. The density falls from 1 in the first half of the training."""
+    """Their rule: dense weights and gradients; each step keeps the largest weights, and the `least`
+    largest of every neuron. The density falls from 1 in the first half of the training."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class KeepLargest:
 
 
 class DropScore:
-    """|w|; the `least` largest weights of every row and column of a layer rank above all others, so
+    """|w|, with the `least` largest weights of every row and column ranked above all others, so
     that they are dropped last."""
 
     def __init__(self, model: nn.Module, least: int) -> None:
@@ -150,8 +150,8 @@ def make(
     method: str, density: float, steps: int, width: int, layers: int, heads: int, share: float,
     least: int = 4, embeddings: bool = False,
 ):  # fmt: skip
-    """The model, and what takes its steps. `embeddings`: those and the output layer are sparse, as
-    the other layers are."""
+    """The model and its trainer. With `embeddings`, the embeddings and the output layer are sparse,
+    too."""
     model = GPT(width, layers, heads, share)
     dense = [] if embeddings else ["tokens", "places", "head"]
     if method != "keep":
@@ -180,8 +180,8 @@ def sample(data: Tensor, generator: torch.Generator) -> Tensor:
 def train(
     model: nn.Module, trainer, data: Tensor, steps: int, seed: int, report: int | None = None
 ) -> None:
-    """Train on random sequences of bytes, and keep a tenth of each bias of the blocks. Prints the
-    loss every `report` steps."""
+    """Train on random sequences of bytes; keep a tenth of each bias in the blocks. Print the loss
+    every `report` steps."""
     biases = [part.bias for part in model.blocks.modules()
               if getattr(part, "bias", None) is not None]  # fmt: skip
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, steps)
@@ -209,10 +209,10 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--activations", type=float, default=0.25, help="share that AbsTopK keeps")
-    parser.add_argument("--least", type=int, default=4, help="weights in and out of a neuron")
-    parser.add_argument("--embeddings", action="store_true", help="sparse, and the output layer")
+    parser.add_argument("--least", type=int, default=4, help="weights kept in and out of a neuron")
+    parser.add_argument("--embeddings", action="store_true", help="sparse embeddings and head")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--data", type=Path, help="a text; the sources of Python's library without")
+    parser.add_argument("--data", type=Path, help="a text file (default: Python's sources)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     torch.manual_seed(args.seed)

@@ -1,4 +1,4 @@
-"""Checkpoints taken apart and put together again, for tests that change something in between."""
+"""Read, change and rewrite checkpoint files with valid digests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OWN = ("random", "generators", "history")
 
 
 def read_parts(path: Path) -> dict[str, Any]:
-    """Everything in a checkpoint of one process: what ranks share, and what is a rank's own."""
+    """Read all parts of a checkpoint of one process: shared by ranks, and per rank."""
     reader = CheckpointReader(path)
     reader.verify()
     return _full_tensors({**reader.parts(), **reader.own_parts({0})[0]})
 
 
 def write_parts(path: Path, parts: Any) -> None:
-    """Write any parts, with their right digest."""
+    """Write any parts, with a valid digest."""
     own = {key: parts[key] for key in OWN if key in parts} if isinstance(parts, dict) else {}
     if isinstance(parts, dict):
         parts = {key: value for key, value in parts.items() if key not in OWN}
@@ -36,7 +36,7 @@ def write_parts(path: Path, parts: Any) -> None:
 
 
 def edit_header(path: Path, change: Any) -> None:
-    """Change the JSON of a checkpoint's file, and give it the right digest."""
+    """Change the JSON of a checkpoint's file, and update its digest."""
     file = CheckpointReader(path)._files[0]
     tensors = {name: file.read(name) for name in file._file.keys()}  # noqa: SIM118  no dictionary
     header = file.header

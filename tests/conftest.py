@@ -81,7 +81,7 @@ def generator():
 
 @pytest.fixture
 def off_cpu(monkeypatch):
-    """Layers of tensors on the CPU compute and change as if they were on a GPU."""
+    """Make layers on the CPU compute and update as if they were on a GPU."""
     made = LayerIndex.__init__
     index_on = SparsePattern._index_on
 
@@ -101,5 +101,5 @@ def off_cpu(monkeypatch):
 
 @pytest.fixture
 def without_cuda(monkeypatch):
-    """Tensors without memory may be said to be on a GPU where torch knows none."""
+    """Allow fake CUDA tensors on machines without CUDA."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

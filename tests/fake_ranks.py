@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and ranks without peers that count what they send."""
+"""Test doubles for `Ranks`: threads of one process, and a single rank that counts its traffic."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dynsparse.ranks import Ranks
 _Result = TypeVar("_Result")
 
 
-class BrokenMoveError(Exception):
-    """Somebody did not come to a move."""
+class BrokenCollectiveError(Exception):
+    """A rank did not take part in a collective."""
 
 
 class ThreadRanks(Ranks):
-    """One of several threads that decide together.
+    """One of several ranks, each a thread of this process.
 
-    A rank that has ended, or does not come within the time limit, ends the others' waiting with
-    `BrokenMoveError`.
+    If a rank has ended, or misses a collective for longer than the time limit, the others raise
+    `BrokenCollectiveError`.
     """
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, len(meeting.brought))
-        self._meeting = meeting
+    def __init__(self, rank: int, meeting: _Rendezvous) -> None:
+        super().__init__(rank, len(meeting.arguments))
+        self._rendezvous = meeting
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
-        parts = self._meeting.all(self.rank, tensor.clone())
+        parts = self._rendezvous.all(self.rank, tensor.clone())
         total = parts[0].clone()
         for part in parts[1:]:
             if how == "sum":
@@ -40,68 +40,68 @@ class ThreadRanks(Ranks):
         tensor.copy_(total)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self._meeting.all(self.rank, tensor.clone())[source])
+        tensor.copy_(self._rendezvous.all(self.rank, tensor.clone())[source])
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
-        out.copy_(torch.stack(self._meeting.all(self.rank, tensor.clone())))
+        out.copy_(torch.stack(self._rendezvous.all(self.rank, tensor.clone())))
 
     def _exchange(
         self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        pieces = self._meeting.all(self.rank, tensor.clone().split(list(sizes)))
+        pieces = self._rendezvous.all(self.rank, tensor.clone().split(list(sizes)))
         got = [piece[self.rank] for piece in pieces]
         if [len(piece) for piece in got] != list(coming):
             raise ValueError(f"rank {self.rank} expected {list(coming)} entries, got other numbers")
         out.copy_(torch.cat(got))
 
 
-class _Meeting:
-    """Where the threads lay down what they bring to each move, and see what the others brought."""
+class _Rendezvous:
+    """Exchanges the arguments of each collective between the threads."""
 
     def __init__(self, size: int, seconds: float) -> None:
-        self.brought: list[list[Any]] = [[] for _ in range(size)]
+        self.arguments: list[list[Any]] = [[] for _ in range(size)]
         self._seconds = seconds
-        self._gone = [False] * size
-        self._news = threading.Condition()
+        self._has_ended = [False] * size
+        self._condition = threading.Condition()
         self._readers: dict[int, int] = {}
 
     def all(self, rank: int, thing: Any) -> list[Any]:
-        with self._news:
-            move = len(self.brought[rank])
-            self.brought[rank].append(thing)
-            self._news.notify_all()
-            there = self._news.wait_for(lambda: self._settled(move), self._seconds)
-            missing = [other for other, of in enumerate(self.brought) if len(of) <= move]
+        with self._condition:
+            move = len(self.arguments[rank])
+            self.arguments[rank].append(thing)
+            self._condition.notify_all()
+            there = self._condition.wait_for(lambda: self._is_decided(move), self._seconds)
+            missing = [other for other, of in enumerate(self.arguments) if len(of) <= move]
             if missing:
                 why = "do not come" if not there else "have ended"
-                raise BrokenMoveError(f"move {move}: of the ranks, {missing} {why}")
-            found = [of[move] for of in self.brought]
+                raise BrokenCollectiveError(f"move {move}: of the ranks, {missing} {why}")
+            found = [of[move] for of in self.arguments]
             self._readers[move] = self._readers.get(move, 0) + 1
-            if self._readers[move] == len(self.brought):
-                for of in self.brought:
+            if self._readers[move] == len(self.arguments):
+                for of in self.arguments:
                     of[move] = None  # all have read it
             return found
 
-    def _settled(self, move: int) -> bool:
-        """Whether all have come, or some never will."""
-        missing = [rank for rank, of in enumerate(self.brought) if len(of) <= move]
-        return not missing or any(self._gone[rank] for rank in missing)
+    def _is_decided(self, move: int) -> bool:
+        """Return whether all ranks have arrived, or some have ended and never will."""
+        missing = [rank for rank, of in enumerate(self.arguments) if len(of) <= move]
+        return not missing or any(self._has_ended[rank] for rank in missing)
 
     def leave(self, rank: int) -> None:
-        with self._news:
-            self._gone[rank] = True
-            self._news.notify_all()
+        with self._condition:
+            self._has_ended[rank] = True
+            self._condition.notify_all()
 
 
 def in_threads(
     size: int, work: Callable[[ThreadRanks], _Result], seconds: float = 60.0
 ) -> list[_Result | BaseException]:
-    """What `work(ranks)` returns or raises on each of `size` ranks, each a thread.
+    """Run `work(ranks)` on `size` ranks, each a thread; return its result or error per rank.
 
     Args:
-        seconds: how long a rank waits for the others in one move.
+        seconds: how long a rank waits for the others in one collective.
     """
-    meeting = _Meeting(size, seconds)
+    meeting = _Rendezvous(size, seconds)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -121,10 +121,10 @@ def in_threads(
 
 
 class CountingRanks(Ranks):
-    """One of `size` ranks of which the others bring exactly what this one brings.
+    """One of `size` ranks, the others of which pass the same arguments to each collective.
 
-    What comes out is right for that case: sums are multiples, gathered parts are copies. `sent` and
-    `calls` are those of a real rank.
+    Results are correct for that case: sums are multiples, gathered parts are copies. `sent` and
+    `calls` count as on a real rank.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

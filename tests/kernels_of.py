@@ -1,4 +1,4 @@
-"""The same computation on the kernels of one instruction set, or on none."""
+"""Run a computation with the kernels of a given instruction set, or without kernels."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ needs_kernels = pytest.mark.skipif(native.load() is None, reason="compiled kerne
 
 
 def with_library(isa, function, threads=1):
-    """What `function` returns on the kernels of one instruction set, or without any."""
+    """Return `function()` with the kernels of one instruction set, or without kernels if None."""
     library = None if isa is None else native.load_isa(isa)
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Tables of the documentation's pages, as their cells."""
+"""Read tables of the documentation's pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def cells_of(page: str, heading: str, after: str | None = None) -> list[list[str]]:
-    """The cells of the first table with this heading row; behind the text `after`, if given."""
+    """Return the cells of the first table with this header row, after the text `after` if given."""
     text = (DOCS / page).read_text()
     found = (text if after is None else text.partition(after)[2]).partition(heading)[2]
     lines = itertools.takewhile(bool, found.splitlines()[2:])

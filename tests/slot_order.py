@@ -1,4 +1,4 @@
-"""States in row-major order of their patterns, to be compared whatever order their slots have."""
+"""Sort states into row-major order, to compare them independently of their slot order."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def row_major(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict whose `rows`, `cols` and `values` are sorted by row and column."""
+    """Return a state dict with `rows`, `cols` and `values` sorted by row and column."""
     found = dict(state)
     for key in state:
         if key.endswith("rows"):

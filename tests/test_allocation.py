@@ -11,7 +11,7 @@ edges = st.sampled_from([1, 2, 4, 8, 16])
 
 @st.composite
 def architectures(draw, kernels=False):
-    """(shapes, block size by layer): one to eight layers of any shape their block divides."""
+    """Draw (shapes, block sizes): one to eight layers with shapes divisible by their blocks."""
     shapes, blocks = {}, {}
     one_block = draw(st.none() | edges)
     for i in range(draw(st.integers(1, 8))):
@@ -46,7 +46,7 @@ def test_totals_are_exact_to_the_block(architecture, density, method):
 
 
 def evci(shapes, density, raw):
-    """The published procedure, in floats: make the layers above density 1 dense until none is."""
+    """The published procedure in floats: make layers above density 1 dense until none is left."""
     dense: set[str] = set()
     while True:
         free = [name for name in shapes if name not in dense]
@@ -69,7 +69,7 @@ RAW = {
 
 
 @given(architectures(kernels=True), st.floats(0.05, 1), st.sampled_from(sorted(METHODS)))
-def test_shares_are_those_of_the_published_procedure(architecture, density, method):
+def test_densities_equal_the_published_procedure(architecture, density, method):
     shapes, _ = architecture
     expected = evci(shapes, density, RAW[method])
     # The procedure knows no least share of one block.
@@ -81,7 +81,7 @@ def test_shares_are_those_of_the_published_procedure(architecture, density, meth
             assert counts[name] == math.prod(shape)
 
 
-def test_a_case_by_hand():
+def test_by_hand():
     # ER shares are 200 and 110 of 11000 elements; a tenth is 1100: 1100 * 200/310 = 709.7 and
     # 1100 * 110/310 = 390.3.
     shapes = {"a": (100, 100), "b": (10, 100)}
@@ -91,7 +91,7 @@ def test_a_case_by_hand():
     assert allocate(shapes, 0.5) == {"a": 4500, "b": 1000}
 
 
-def test_er_and_erk_differ_only_by_the_kernel():
+def test_er_and_erk_differ_only_for_kernels():
     shapes = {"linear": (30, 40), "conv": (16, 8, 3, 3)}
     # 118 elements, shared as 70 : 24 * 9 by er (28.9 and 89.1), as 70 : 30 by erk (82.6 and 35.4)
     assert allocate(shapes, 0.05, method="er") == {"linear": 29, "conv": 89}
@@ -115,7 +115,7 @@ def test_every_layer_gets_a_block():
 
 
 @given(architectures(), st.floats(0.1, 0.9), st.data())
-def test_own_densities_come_first_and_the_total_holds(architecture, density, data):
+def test_given_densities_are_kept_and_the_total_is_exact(architecture, density, data):
     shapes, blocks = architecture
     own = {name: data.draw(st.floats(0.01, 1)) for name in list(shapes)[1:] if len(name) % 2 == 0}
     try:
@@ -130,7 +130,7 @@ def test_own_densities_come_first_and_the_total_holds(architecture, density, dat
     assert abs(nnz - density * elements) <= max(b * b for b in blocks.values())
 
 
-def test_own_densities_of_every_layer():
+def test_given_densities_of_every_layer():
     shapes = {"a": (10, 10), "b": (10, 10)}
     assert allocate(shapes, None, densities={"a": 0.1, "b": 1}) == {"a": 10, "b": 100}
     assert allocate(shapes, 0.2, densities={"a": 0.1, "b": 0.3}) == {"a": 10, "b": 30}

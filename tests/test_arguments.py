@@ -1,7 +1,7 @@
-"""No argument is accepted and ignored: every parameter of every function is read.
+"""Every parameter of every function is read: no argument is accepted and ignored.
 
-What nothing reads must be there for somebody else: an interface of which another implementation
-reads it, or a function that another library calls. The latter are listed, with who calls.
+Exceptions are interfaces with another implementation that reads the parameter, and functions that
+another library calls; the latter are listed with their caller.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read(function: Function) -> set[str]:
 
 
 def is_declared_only(function: Function) -> bool:
-    """A body that says what others are to do: nothing but a docstring, or an error."""
+    """Return whether the body of an abstract function has only a docstring or raises an error."""
     said = [n for n in function.body if not (isinstance(n, ast.Expr)
             and isinstance(n.value, ast.Constant))]  # fmt: skip
     return not said or all(
@@ -81,8 +81,8 @@ def is_declared_only(function: Function) -> bool:
 
 
 def is_torchs(function: Function) -> bool:
-    """Registered with torch.library, or a method of an autograd function: torch decides what it
-    is called with. Likewise the methods that Python calls."""
+    """Return whether torch or Python determines the arguments: functions registered with
+    torch.library, methods of autograd functions, special methods."""
     by_torch = ("register_kernel", "register_autograd", "overload")
     said = " ".join(ast.unparse(one) for one in function.decorator_list)
     names = ("_setup_context", "setup_context", "_setup_double", "_no_double_backward",
@@ -95,7 +95,7 @@ def is_torchs(function: Function) -> bool:
 
 
 def unread(root: Path) -> set[tuple[str, str, str]]:
-    """(file, function, parameter) of all that nothing reads and no interface asks for."""
+    """Return (file, function, parameter) of all unread parameters that no interface requires."""
     files = {
         file.relative_to(root).as_posix(): list(functions(file)) for file in root.rglob("*.py")
     }

@@ -1,4 +1,4 @@
-"""What the package needs, what it says it needs, and what an import of it brings along."""
+"""Dependencies: required and declared ones, and modules loaded by `import dynsparse`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NOT_IMPORTED = {
 
 
 def requirements() -> Iterator[tuple[str, str]]:
-    """(extra or "", canonical name) of everything that pyproject.toml asks for."""
+    """Return (extra or "", canonical name) of every requirement in pyproject.toml."""
     extras = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
     for extra, wanted in extras.items():
         for line in wanted:
@@ -68,7 +68,7 @@ def requirements() -> Iterator[tuple[str, str]]:
 
 @cache
 def imported(*folders: str) -> dict[str, str]:
-    """Top-level modules that the Python files of these folders import -> one of these files."""
+    """Return {imported top-level module: a file that imports it} for the files of these folders."""
     found: dict[str, str] = {}
     for folder in folders:
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -109,7 +109,7 @@ def test_every_dependency_is_imported(extra: str, name: str):
     assert module_of(name) in imported(*folders), f"nothing imports {name}"
 
 
-def test_everything_imported_is_a_dependency():
+def test_imports_are_declared_dependencies():
     known = {module_of(name) for _, name in requirements()}
     known |= {PROJECT["name"], "popsparse", "__future__"}
     unknown = {
@@ -120,7 +120,7 @@ def test_everything_imported_is_a_dependency():
     assert unknown == {}
 
 
-def test_what_is_not_imported_is_a_dependency():
+def test_dependencies_without_import():
     assert set(NOT_IMPORTED) <= {name for _, name in requirements()}
 
 
@@ -145,15 +145,15 @@ LOADED = {"_core", "allocation", "pattern", "ops", "nn", "ranks", "tracing"}
 
 @pytest.fixture(scope="module")
 def imported_beyond_torch() -> dict[str, str]:
-    """Module -> file, or an empty string: what `import dynsparse` loads after `import torch`."""
+    """Return {module: file or ""} of what `import dynsparse` loads after `import torch`."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     )
     return {name: file or "" for name, file in json.loads(done.stdout).items()}
 
 
-def test_an_import_brings_nothing_along_but_torch_and_numpy(imported_beyond_torch):
-    """SciPy alone takes longer than all of dynsparse; pandas, matplotlib and others even more."""
+def test_import_loads_only_torch_and_numpy(imported_beyond_torch):
+    """SciPy alone takes longer to import than all of dynsparse; pandas and matplotlib even more."""
     installed = {
         name.partition(".")[0]
         for name, file in imported_beyond_torch.items()
@@ -162,8 +162,8 @@ def test_an_import_brings_nothing_along_but_torch_and_numpy(imported_beyond_torc
     assert installed <= {"dynsparse", "numpy"}
 
 
-def test_an_import_loads_layers_and_operators_and_no_other_package(imported_beyond_torch):
-    """What it takes beside torch's own import, as modules: time is measured elsewhere."""
+def test_import_loads_only_layers_and_operators(imported_beyond_torch):
+    """Counted in modules; the import time is measured elsewhere."""
     ours = [name for name in imported_beyond_torch if name.startswith("dynsparse.")]
     assert {name.split(".")[1] for name in ours} <= LOADED
     assert len(ours) < 150
@@ -172,7 +172,7 @@ def test_an_import_loads_layers_and_operators_and_no_other_package(imported_beyo
 
 
 @pytest.mark.slow
-def test_what_is_loaded_on_demand_is_found():
+def test_lazy_names_are_found():
     code = (
         "import sys, dynsparse as ds\n"
         "assert set(ds.__all__) <= set(dir(ds))\n"
@@ -189,8 +189,8 @@ def test_what_is_loaded_on_demand_is_found():
     )
 
 
-def test_type_checkers_see_the_names_that_are_loaded_on_demand():
-    """`__getattr__` is invisible to them: the front imports every name under TYPE_CHECKING."""
+def test_type_checkers_see_lazy_names():
+    """They do not follow `__getattr__`, so `__init__` imports every name under TYPE_CHECKING."""
     tree = ast.parse((ROOT / "src" / "dynsparse" / "__init__.py").read_text())
     named = {
         alias.asname or alias.name

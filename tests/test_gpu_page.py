@@ -1,4 +1,4 @@
-"""docs/gpu.md tells no figures that nobody measured, and the commands of the benchmark."""
+"""The figures on docs/gpu.md are measured ones, and its commands exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(section: str) -> dict[str, dict]:
     return {row["what"]: row for row in MEASURED[section]}
 
 
-def test_layers_are_as_fast_as_was_measured():
+def test_layer_figures_match_measurements():
     steps = rows("steps")
     for b, *ratios in cells_of("gpu.md", "| blocks | times faster than masked dense "):
         wanted = []
@@ -33,7 +33,7 @@ def test_layers_are_as_fast_as_was_measured():
         assert ratios == wanted
 
 
-def test_models_are_as_fast_as_was_measured():
+def test_model_figures_match_measurements():
     measured, model = rows("model"), ""
 
     def ratio(model: str, what: str, mode: str) -> str:
@@ -54,7 +54,7 @@ def test_models_are_as_fast_as_was_measured():
     assert f"{sparse['last_loss']:.2f} with RigL, {dense['last_loss']:.2f} dense" in TOLD
 
 
-def test_what_limits_a_model_was_measured():
+def test_limits_of_models_match_measurements():
     us = {what: row["us"] for what, row in rows("profile").items()}
     kernels = sum(t for what, t in us.items() if what.startswith("device, of it"))
     whole = us["device, a step of GPT-2 medium, blocks of 64, density 0.1, reduce-overhead"]
@@ -65,7 +65,7 @@ def test_what_limits_a_model_was_measured():
     assert f"{linear:.2f} ms for `linear`" in TOLD
 
 
-def test_the_grid_is_as_was_measured():
+def test_grid_matches_measurements():
     cells = [row for row in MEASURED["grid"] if "over_dense" in row]
     slower = sum(row["over_masked"] < 0.98 for row in cells)
     assert f"{len(cells)} random cells" in TOLD
@@ -80,7 +80,7 @@ def test_the_grid_is_as_was_measured():
     assert f"{min(small):.1f} to {max(small):.1f} of the speed of masked" in TOLD
 
 
-def test_readme_tells_what_was_measured():
+def test_readme_figures_match_measurements():
     steps = rows("steps")
     ratios = [steps[f"step, blocks of {b}, bfloat16, captured"]["over_masked"] for b in (64, 128)]
     told = " ".join((ROOT / "README.md").read_text().split())
@@ -91,12 +91,12 @@ def test_readme_tells_what_was_measured():
     assert f"GPT-2 medium {int(10 * ratio) / 10} times as fast as dense, with CUDA graphs" in told
 
 
-def test_numbers_of_the_page_are_those_of_the_code():
+def test_numbers_match_the_code():
     for number in (f"{KEPT_LINES:,} lines", f"{PANEL_BYTES >> 20} MiB"):
         assert number in TOLD
 
 
-def test_the_commands_and_sections_of_the_page_are_those_of_the_benchmark():
+def test_commands_and_sections_match_the_benchmark():
     pytest.importorskip("triton", reason="needs Triton (x86-64 Linux): make test-gpu-kernels")
     script = ROOT / "benchmarks" / "gpu.py"
     lines = re.findall(r"python3 benchmarks/gpu\.py([^#\n]*)", PAGE)

@@ -77,13 +77,13 @@ Edges = dict[str, set[str]]
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Dotted name -> file, of the packages in `root`; fronts as x.__init__."""
+    """Return {dotted name: file} of the packages in `root`; packages appear as x.__init__."""
     files = sorted(root.rglob("*.py"))
     return {".".join(file.relative_to(root).with_suffix("").parts): file for file in files}
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:
-    """The dotted names that a module asks for: modules, or modules and a name in them."""
+    """Return the dotted names that a module imports: modules, or names in modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -100,11 +100,11 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def edges_of(root: Path) -> Edges:
-    """Module -> the modules it imports, of all packages in `root`; fronts as x.__init__."""
+    """Return {module: imported modules} of the packages in `root`; packages are x.__init__."""
     files = modules(root)
 
     def module_of(asked: str) -> str | None:
-        """The module that is imported, for the name of a module or of something in one."""
+        """Return the imported module for a dotted name of a module or of a name in one."""
         while asked:
             for found in (asked, f"{asked}.__init__"):
                 if found in files:
@@ -120,13 +120,13 @@ def edges_of(root: Path) -> Edges:
 
 
 def package_of(name: str) -> str:
-    """The first name below the import package; of popsparse with its prefix."""
+    """Return the first name below the import package, with its prefix for popsparse."""
     root, name = name.split(".")[:2]
     return name if root == PACKAGE else f"{root}.{name}"
 
 
-def ways_up(edges: Edges) -> list[tuple[str, str]]:
-    """Imports that the layers do not allow."""
+def upward_imports(edges: Edges) -> list[tuple[str, str]]:
+    """Return the imports that the layers do not allow."""
     allowed = {package: {*others} for package, others in BESIDE.items()}
     below: set[str] = set()
     for layer in LAYERS:
@@ -144,13 +144,13 @@ def ways_up(edges: Edges) -> list[tuple[str, str]]:
 
 
 def folders_of(edges: Edges) -> list[str]:
-    """Every folder with a file in it or below it."""
+    """Return every folder that contains a file, directly or below it."""
     parts = [name.split(".")[:-1] for name in edges]
     return sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)})
 
 
-def among(folder: str, edges: Edges) -> Edges:
-    """The imports among the members of a folder."""
+def imports_among(folder: str, edges: Edges) -> Edges:
+    """Return the imports among the members of a folder."""
     seen: Edges = {}
     prefix = f"{folder}."
     for importer, found in edges.items():
@@ -161,8 +161,8 @@ def among(folder: str, edges: Edges) -> Edges:
     return seen
 
 
-def circle(edges: Edges) -> list[str] | None:
-    """Some circle, its first name repeated at the end; None where there is none."""
+def find_cycle(edges: Edges) -> list[str] | None:
+    """Return a cycle, with its first name repeated at the end, or None."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str] | None:
@@ -181,26 +181,26 @@ def circle(edges: Edges) -> list[str] | None:
 
 @pytest.fixture(scope="module")
 def edges() -> Edges:
-    """Of both packages."""
+    """Return the imports of both packages."""
     return edges_of(SOURCE)
 
 
-def test_every_package_has_a_layer_or_stands_beside_them(edges):
+def test_every_package_has_a_layer(edges):
     packages = {package_of(name) for name in edges}
     assert packages <= {package for layer in LAYERS for package in layer} | {*BESIDE}
 
 
-def test_no_import_goes_up(edges):
-    assert ways_up(edges) == []
+def test_no_upward_imports(edges):
+    assert upward_imports(edges) == []
 
 
-def test_no_circle_among_the_members_of_any_folder(edges):
-    found = {folder: circle(among(folder, edges)) for folder in folders_of(edges)}
+def test_no_cycles_within_folders(edges):
+    found = {folder: find_cycle(imports_among(folder, edges)) for folder in folders_of(edges)}
     assert {folder: way for folder, way in found.items() if way} == {}
 
 
 def written(root: Path, **files: str) -> Edges:
-    """The imports of a package of these files, `a__b` for a/b.py."""
+    """Write a package with these files, `a__b` for a/b.py, and return its imports."""
     for name, text in files.items():
         file = root / PACKAGE / f"{name.replace('__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -222,12 +222,12 @@ def written(root: Path, **files: str) -> Edges:
         "import importlib\nimportlib.import_module('dynsparse.nn.linear')",
     ],
 )
-def test_a_way_up_is_found_however_it_is_written(tmp_path, text):
+def test_upward_imports_of_any_form_are_found(tmp_path, text):
     edges = written(tmp_path, ops__products=text, nn__linear="import torch")
-    assert ways_up(edges) == [("dynsparse.ops.products", "dynsparse.nn.linear")]
+    assert upward_imports(edges) == [("dynsparse.ops.products", "dynsparse.nn.linear")]
 
 
-def test_popsparse_is_above_the_library(tmp_path):
+def test_dynsparse_must_not_import_popsparse(tmp_path):
     machine = tmp_path / MACHINE
     (machine / "machine").mkdir(parents=True)
     (machine / "__init__.py").write_text("from popsparse.machine import Target")
@@ -235,12 +235,12 @@ def test_popsparse_is_above_the_library(tmp_path):
     text = "from popsparse import Target"
     edges = written(tmp_path, nn__layer=text, apps__training=text, cli__app=text, pattern="")
     importers = ["dynsparse.apps.training", "dynsparse.cli.app", "dynsparse.nn.layer"]
-    assert ways_up(edges) == [(importer, "popsparse.__init__") for importer in importers]
+    assert upward_imports(edges) == [(importer, "popsparse.__init__") for importer in importers]
     (machine / "machine" / "__init__.py").write_text("from dynsparse.nn import layer")
-    assert len(ways_up(edges_of(tmp_path))) == 4
+    assert len(upward_imports(edges_of(tmp_path))) == 4
 
 
-def test_a_circle_among_packages_is_found_where_no_two_files_make_one(tmp_path):
+def test_cycle_among_packages_without_a_cycle_of_files_is_found(tmp_path):
     edges = written(
         tmp_path,
         nn__one__a="from dynsparse.nn.two import b",
@@ -248,13 +248,13 @@ def test_a_circle_among_packages_is_found_where_no_two_files_make_one(tmp_path):
         nn__two__c="from dynsparse.nn.one import d",
         nn__one__d="",
     )
-    assert ways_up(edges) == []
-    assert circle(among("dynsparse.nn", edges)) == ["one", "two", "one"]
-    assert circle(among("dynsparse.nn.one", edges)) is None
+    assert upward_imports(edges) == []
+    assert find_cycle(imports_among("dynsparse.nn", edges)) == ["one", "two", "one"]
+    assert find_cycle(imports_among("dynsparse.nn.one", edges)) is None
 
 
-def test_a_module_that_imports_its_own_front_is_in_a_circle(tmp_path):
+def test_module_that_imports_its_package_is_a_cycle(tmp_path):
     edges = written(tmp_path, nn__linear="from dynsparse.nn import other")
     (tmp_path / PACKAGE / "nn" / "__init__.py").write_text("from dynsparse.nn.linear import x")
     edges = edges_of(tmp_path)
-    assert circle(among("dynsparse.nn", edges)) == ["__init__", "linear", "__init__"]
+    assert find_cycle(imports_among("dynsparse.nn", edges)) == ["__init__", "linear", "__init__"]

@@ -1,4 +1,4 @@
-"""The compiled index arrays against plain torch and SciPy: the same to the last entry."""
+"""Compiled index arrays equal those of plain torch and SciPy."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def assert_same(function):
 
 
 def draw_update(pattern, dropped, grown, generator):
-    """`dropped` slots and `grown` positions that are free once these have left, both in order."""
+    """Draw sorted `dropped` slots and sorted `grown` positions that are free after the drop."""
     drop = torch.randperm(pattern.nnz, generator=generator)[:dropped].sort().values
     stays = torch.ones(pattern.nnz, dtype=torch.bool)
     stays[drop] = False
@@ -39,7 +39,7 @@ def draw_update(pattern, dropped, grown, generator):
 
 
 def check_merge(pattern, drop, grow, generator):
-    """`merge` with slots in row-major order and in any other, with new slots and without."""
+    """Check `merge` with slots in row-major and any other order, with and without new slots."""
     nnz, height = pattern.nnz, pattern.grid[0]
     cols, none = pattern.sorted_cols, torch.zeros(0, dtype=torch.int32)
     stays = ~membership_mask(drop, nnz)
@@ -108,7 +108,7 @@ def test_merge_on_several_threads(shape, generator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("tail", [(), (3, 3)])
 @pytest.mark.parametrize("where", ["anywhere", "left", "right", "far"])
-def test_tensors_move(dtype, tail, where, generator):
+def test_move_tensors(dtype, tail, where, generator):
     pattern = SparsePattern.random((400, 250), 0.4, generator=generator)
     drop, grow = draw_update(pattern, 9000, 9000, generator)
     if where == "left":  # every survivor moves to the left, or every one to the right
@@ -135,8 +135,8 @@ def test_tensors_move(dtype, tail, where, generator):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("reach", [2, 12, 5000])
-def test_tensors_follow_in_any_order(dtype, reach, generator):
-    """Sources near to ascending, and far from it."""
+def test_move_tensors_in_any_order(dtype, reach, generator):
+    """Sources nearly in ascending order, and in random order."""
     count = 5000
     near = torch.arange(count) + torch.randint(-reach, reach + 1, (count,), generator=generator)
     source = near.clamp_(0, count - 1).int()

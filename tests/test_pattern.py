@@ -158,7 +158,7 @@ def test_sampling_without_replacement(population, data):
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_rows_of_equally_many(height, width, data):
+def test_balanced_rows(height, width, data):
     nnz = data.draw(st.integers(0, height * width))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     pattern = SparsePattern.random((height, width), nnz=nnz, per_row=True, generator=generator)
@@ -167,8 +167,8 @@ def test_rows_of_equally_many(height, width, data):
     assert set(each.tolist()) <= {nnz // height, -(-nnz // height)}
 
 
-def test_rows_of_equally_many_are_uniform():
-    """Each pair of four columns is as likely; the row with one more is any."""
+def test_balanced_rows_are_uniform():
+    """Each pair of four columns is equally likely, and so is each row with one block more."""
     generator = torch.Generator().manual_seed(0)
     pairs, longer = Counter(), Counter()
     for _ in range(3000):
@@ -312,7 +312,7 @@ def test_rewiring_equals_a_dense_update(pattern, data):
     assert torch.equal(rewiring.dropped, drop.sort().values)
 
 
-def test_a_dropped_position_may_grow_again():
+def test_dropped_position_may_grow_again():
     before = SparsePattern([0, 0], [0, 1], shape=(1, 3))
     rewiring = Rewiring.make(before, drop=torch.tensor([0]), grow=torch.tensor([0]))
     assert rewiring.after == before
@@ -337,7 +337,7 @@ def test_wrong_rewirings(drop, grow, message):
             Rewiring.make(pattern, torch.tensor(drop), torch.tensor(grow))
 
 
-def test_rewiring_refuses_other_tensors_and_patterns():
+def test_rewiring_rejects_other_tensors_and_patterns():
     before = SparsePattern([0, 0], [0, 1], shape=(1, 4))
     rewiring = Rewiring.make(before, torch.tensor([0]), torch.tensor([3]))
     with pytest.raises(ValueError, match="2 leading entries"):

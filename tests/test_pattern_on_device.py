@@ -1,4 +1,4 @@
-"""Patterns that live on a device: the same as on the CPU, and nothing waits for the device."""
+"""Patterns on a device equal those on the CPU, without host waits."""
 
 import copy
 import pickle
@@ -14,8 +14,8 @@ from dynsparse.pattern import Rewiring, SparsePattern, on_device
 CPU = torch.device("cpu")
 
 
-def elsewhere(pattern):
-    """As if an update on a device had made it."""
+def pattern_on_device(pattern):
+    """Return the pattern as if an update on a device had created it."""
     return SparsePattern._on_device(pattern.sorted_flat, pattern, pattern.slots)
 
 
@@ -34,7 +34,7 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 9))
 @given(shapes, st.floats(0, 1), st.sampled_from([1, 2, 16]))
 def test_the_index(shape, density, b):
     pattern = SparsePattern.random(tuple(n * b for n in shape), density, block_size=b)
-    for there in (elsewhere(pattern), pattern):
+    for there in (pattern_on_device(pattern), pattern):
         index = there._index_on(CPU)
         assert all(tensor.dtype is torch.int32 for tensor in index)
         for own, other in zip(pattern.index[:3], index[:3], strict=True):
@@ -60,7 +60,7 @@ def test_an_update(shape, density, dropped, grown, seed, row_major):
     check_update(pattern, drop, grow, row_major)
 
 
-def test_updates_of_what_updates_have_made():
+def test_repeated_updates():
     pattern = SparsePattern.random((8, 8), 0.4)
     for seed in range(5):
         drop, grow = update(pattern, 6, 6, seed)
@@ -70,9 +70,9 @@ def test_updates_of_what_updates_have_made():
 
 
 def check_update(pattern, drop, grow, row_major):
-    """Compare with the CPU; returns the pattern after."""
+    """Compare an update with the CPU; return the pattern afterwards."""
     wanted = Rewiring.make(pattern, drop, grow, row_major=row_major)
-    for before in (pattern, elsewhere(pattern)):
+    for before in (pattern, pattern_on_device(pattern)):
         made = Rewiring._on_device(before, drop, grow, row_major=row_major)
         assert made.after.nnz == wanted.after.nnz
         assert made.after._has_slots_of(wanted.after)
@@ -87,7 +87,7 @@ def check_update(pattern, drop, grow, row_major):
     return wanted.after
 
 
-def test_what_is_dropped_and_grown_in_one_keeps_its_slot():
+def test_position_dropped_and_grown_keeps_its_slot():
     pattern = SparsePattern([0, 1, 1], [1, 0, 2], shape=(2, 3))  # flat 1, 3, 5
     made = Rewiring._on_device(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]))
     assert made.after.flat.tolist() == [4, 3, 5]
@@ -97,9 +97,9 @@ def test_what_is_dropped_and_grown_in_one_keeps_its_slot():
     assert made.source.tolist() == [1, -1, 2]
 
 
-def test_it_comes_to_the_cpu_when_asked_for():
+def test_copied_to_the_cpu_on_demand():
     pattern = SparsePattern.random((8, 12), 0.3)
-    there = elsewhere(pattern)
+    there = pattern_on_device(pattern)
     assert (there.nnz, there.density, there.values_shape) == (
         pattern.nnz,
         pattern.density,
@@ -109,7 +109,10 @@ def test_it_comes_to_the_cpu_when_asked_for():
     assert there == pattern
     assert there.rows.dtype is torch.int32
     assert copy.deepcopy(there) is there
-    for other in (pickle.loads(pickle.dumps(elsewhere(pattern))), copy.copy(elsewhere(pattern))):
+    for other in (
+        pickle.loads(pickle.dumps(pattern_on_device(pattern))),
+        copy.copy(pattern_on_device(pattern)),
+    ):
         assert other == pattern
     made = Rewiring._on_device(there, *update(pattern, 3, 3))
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
@@ -118,7 +121,7 @@ def test_it_comes_to_the_cpu_when_asked_for():
         made.nothing  # noqa: B018
 
 
-def test_nothing_waits_for_the_device():
+def test_no_host_waits():
     pattern = SparsePattern.random((64, 32), 0.3, block_size=2)
     sizes = [*(len(tensor) for tensor in pattern.index[:3]), 0, 0, pattern.nnz]
     with FakeTensorMode():

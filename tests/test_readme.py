@@ -1,4 +1,4 @@
-"""The code of README, docs and examples runs as it stands."""
+"""The code of README, docs and examples runs unchanged."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ARGUMENTS = {
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """(line of the first code line, code) of every ```python block."""
+    """Return (number of the first code line, code) of every ```python block."""
     text = page.read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     return [(text.count("\n", 0, match.start()) + 2, match.group(1)) for match in found]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__page__"}
     for line, code in python_blocks(page):
@@ -39,7 +39,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
+def test_example_runs(example, tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(example), *ARGUMENTS.get(example.name, [])])
@@ -52,7 +52,7 @@ def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
         assert int(updates) == 14
 
 
-def test_the_code_of_the_readme_is_an_example_that_runs():
+def test_readme_code_equals_an_example():
     blocks = [code for _, code in python_blocks(ROOT / "README.md")]
     assert blocks == [(ROOT / "examples" / "rigl_digits.py").read_text()]
 
@@ -62,7 +62,7 @@ def bench_tables(page: Path) -> dict[str, str]:
     return dict(found)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_pages():
+def test_readme_figures_match_the_pages():
     speed = DOCS / "when-is-it-faster.md"
     tables = bench_tables(ROOT / "README.md")
     assert list(tables) == ["machines elements", "machines-list elements"]
@@ -91,7 +91,7 @@ def test_the_figures_of_the_readme_are_those_of_the_pages():
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS, *ROOT.glob("*.md")], ids=str)
-def test_links_within_the_repository_lead_somewhere(page):
+def test_links_within_the_repository_exist(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target

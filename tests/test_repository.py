@@ -1,4 +1,4 @@
-"""What a newcomer and a package index rely on in the repository itself."""
+"""The repository's metadata: README, Makefile, versions, docstrings, file sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def declared_version() -> str:
     return found.group(1)
 
 
-def test_the_readme_shows_both_commands():
+def test_readme_shows_both_commands():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     for command in ("demo", "test"):
@@ -42,7 +42,7 @@ def test_the_readme_shows_both_commands():
         assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)
 
 
-def test_every_make_target_is_explained_by_help():
+def test_make_help_lists_every_target():
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
     assert phony
@@ -50,7 +50,7 @@ def test_every_make_target_is_explained_by_help():
         assert f"make {target} " in makefile
 
 
-def test_continuous_integration_is_a_script_that_can_run():
+def test_ci_script_is_executable():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
@@ -63,14 +63,14 @@ def test_no_machine_paths_in_tracked_files():
         assert not homes.search(file.read_bytes()), file
 
 
-def test_the_package_is_typed_and_licensed():
+def test_package_is_typed_and_licensed():
     for package in ("dynsparse", "popsparse"):
         assert (ROOT / "src" / package / "py.typed").is_file()
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert 'license = "Apache-2.0"' in PYPROJECT
 
 
-def test_one_version_everywhere():
+def test_versions_agree():
     version = declared_version()
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
     try:
@@ -80,7 +80,7 @@ def test_one_version_everywhere():
     assert installed == dynsparse.__version__ == version
 
 
-def test_every_pinned_package_is_one_that_is_used():
+def test_every_pinned_package_is_used():
     optional = r"^(?:cmake|ninja|mypy_extensions)$"  # of the build and of mypy
     wanted = re.sub(r"[-_.]+", "-", PYPROJECT.lower())
     for line in (ROOT / "constraints.txt").read_text().splitlines():
@@ -110,7 +110,7 @@ def test_every_module_has_a_docstring():
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
-def test_every_file_stays_readable(folder):
+def test_files_are_below_the_line_limit(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     for file in files:
@@ -119,7 +119,7 @@ def test_every_file_stays_readable(folder):
 
 
 def places_of(table: str) -> set[str]:
-    """The paths in the first column of a table; a name alone lies beside the one before it."""
+    """Return the paths in the first column of a table; a bare name is next to the previous one."""
     found = set()
     for line in table.splitlines():
         folder = ""
@@ -130,7 +130,7 @@ def places_of(table: str) -> set[str]:
     return found
 
 
-def test_the_table_of_places_is_the_tree():
+def test_table_of_folders_matches_the_tree():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = re.search(r"^## Where things live\n(.*?)^## ", text, flags=re.MULTILINE | re.DOTALL)
     assert section
@@ -147,7 +147,7 @@ def test_the_table_of_places_is_the_tree():
     assert named == existing - {f"{package}__init__.py"}
 
 
-def test_the_files_and_folders_that_the_architecture_names_exist():
+def test_paths_on_the_architecture_page_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
     assert len(named) > 20

@@ -1,4 +1,4 @@
-"""A Rewiring, or an index, that somebody made by hand: what does not belong together is refused.
+"""Inconsistent hand-made Rewirings and indices raise.
 
 Kernels read and write where `source` and the pointers point.
 """
@@ -24,7 +24,7 @@ def by_hand(*source, dtype=torch.int32):
     return ds.pattern.Rewiring(before(), after(), torch.tensor(source, dtype=dtype))
 
 
-def test_a_right_one_is_served():
+def test_valid_rewiring():
     made = by_hand(1, -1, 2, 3)
     assert made.apply(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [2, 0, 3, 4]
     layer = SparseLinear(3, 3, pattern=before())
@@ -50,12 +50,12 @@ def test_a_right_one_is_served():
         ((1, 0, 2, 3), "source must lead every block to the slot that held its position"),
     ],
 )
-def test_a_source_that_does_not_belong_is_refused(source, message):
+def test_wrong_source_raises(source, message):
     with pytest.raises(ValueError, match=message):
         by_hand(*source)
 
 
-def test_a_source_of_another_kind_is_refused():
+def test_source_of_another_type_raises():
     with pytest.raises(TypeError, match=r"int32 on the CPU, got torch\.int64"):
         by_hand(1, -1, 2, 3, dtype=torch.int64)
     with pytest.raises(TypeError, match="source must be int32 on the CPU"):
@@ -64,7 +64,7 @@ def test_a_source_of_another_kind_is_refused():
         ds.pattern.Rewiring(before(), after(), [1, -1, 2, 3])
 
 
-def test_a_rewiring_of_another_layer_is_refused_and_changes_nothing():
+def test_rewiring_of_another_layer_raises_and_changes_nothing():
     layer = SparseLinear(3, 3, pattern=after())
     values = layer.values.detach().clone()
     with pytest.raises(ValueError, match="the rewiring starts from"):
@@ -78,7 +78,7 @@ def test_a_rewiring_of_another_layer_is_refused_and_changes_nothing():
     "pointers",
     [(0, 3, 2, 4), (0, 5, 3, 4), (1, 2, 3, 4), (0, 2, 3, 5), (0, -1, 3, 4), (4, 3, 2, 0)],
 )
-def test_pointers_that_do_not_ascend_are_refused(name, pointers):
+def test_decreasing_pointers_raise(name, pointers):
     index = PatternIndex(*(tensor.clone() for tensor in before().index))
     index = index._replace(**{name: torch.tensor(pointers, dtype=torch.int32)})
     x, values = torch.ones(2, 3), torch.ones(4)

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises about the source: nothing that runs the code of a file is used."""
+"""As SECURITY.md promises, the source uses no function that executes code from files."""
 
 import ast
 import re
@@ -50,7 +50,7 @@ def wrong_in(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_nothing_that_runs_what_it_reads(file):
+def test_no_functions_that_execute_file_contents(file):
     assert wrong_in(ast.parse(file.read_text())) == []
 
 
@@ -64,16 +64,16 @@ def test_nothing_that_runs_what_it_reads(file):
         "archive.extractall()",
     ],
 )  # fmt: skip
-def test_the_test_would_see_it(line):
+def test_forbidden_calls_are_detected(line):
     assert wrong_in(ast.parse(line))
 
 
-def test_what_is_right_is_let_through():
+def test_allowed_calls_pass():
     code = "torch.load(f, weights_only=True); np.load(f, allow_pickle=False); re.compile(x)"
     assert wrong_in(ast.parse(code)) == []
 
 
-def test_the_page_names_the_limits_that_hold():
+def test_page_names_the_actual_limits():
     from dynsparse._core.files import limits
 
     page = (ROOT / "SECURITY.md").read_text()

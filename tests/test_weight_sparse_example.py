@@ -1,4 +1,4 @@
-"""The parts of examples/weight_sparse_gpt.py, by hand and against each other."""
+"""Parts of examples/weight_sparse_gpt.py, compared with hand-computed cases and each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = runpy.run_path(
 )
 
 
-def test_the_largest_magnitudes_stay_and_alone_have_a_gradient():
+def test_only_the_largest_magnitudes_stay_and_get_gradients():
     x = torch.tensor([[1.0, -4.0, 2.0, -3.0]], requires_grad=True)
     y = PARTS["AbsTopK"](0.5)(x)
     assert y.tolist() == [[0, -4, 0, -3]]
@@ -24,7 +24,7 @@ def test_the_largest_magnitudes_stay_and_alone_have_a_gradient():
     assert x.grad.tolist() == [[0, 2, 0, 4]]
 
 
-def test_the_largest_weights_stay():
+def test_largest_weights_stay():
     weight = torch.tensor([[5.0, -4.0, 1.0], [0.5, 0.2, -0.1]])
     PARTS["keep_largest"](weight, 2)
     assert weight.tolist() == [[5, -4, 0], [0, 0, 0]]
@@ -46,8 +46,8 @@ def test_the_largest_weights_of_every_neuron_are_dropped_last():
 
 
 @pytest.mark.parametrize("method", ["rigl", "gmp"])
-def test_a_neuron_keeps_its_weights(method):
-    """The three largest weights of every row and column are there after an update."""
+def test_neurons_keep_their_largest_weights(method):
+    """The three largest weights of every row and column are present after an update."""
     torch.manual_seed(0)
     model, trainer = PARTS["make"](method, 0.25, 40, 64, 1, 4, 0.25, least=3)
     trainer.optimizer.param_groups[0]["lr"] = 0.0  # weights stay between updates
@@ -65,7 +65,7 @@ def test_a_neuron_keeps_its_weights(method):
 
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("method", ["rigl", "gmp", "keep"])
-def test_a_training_ends_with_so_many_weights(method, embeddings):
+def test_final_number_of_weights(method, embeddings):
     torch.manual_seed(0)
     steps, width = 40, 64
     model, trainer = PARTS["make"](method, 0.1, steps, width, 1, 4, 0.25, embeddings=embeddings)

@@ -1,4 +1,4 @@
-"""Which parameters of a test belong to the quick tier, and which to the slow one."""
+"""Assign parameters of a test to the quick or the slow tier."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ QUICK = ("rigl", "granet", "topkast")
 
 
 def algorithms(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test that holds for all algorithms by construction.
+    """Return the parameters of a test that holds for all algorithms by construction.
 
     They are one trainer with exchangeable parts, so three of different kinds are enough in the
     quick tier: a fixed number of blocks, a changing one, and an active subset.

@@ -1,4 +1,4 @@
-"""Lets torchvision be imported, and what imports it; in processes that tests start, too."""
+"""Make torchvision and packages that import it importable, also in processes that tests start."""
 
 from importlib.util import find_spec
 from pathlib import Path

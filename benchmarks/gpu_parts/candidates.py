@@ -1,4 +1,4 @@
-"""Configurations to measure beside those of the tables, by what is multiplied and block."""
+"""Configurations to measure beside those of the tables, by number format and block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random layers: operands of the kernels, and what a dense product makes of them."""
+"""Random layers: operands of the kernels, and their dense counterparts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Data:
     """One layer and its activations, on the device.
 
     Attributes:
-        values: [nnz, b, b] or [nnz]; x, dy: [batch, n], feature-major where asked for.
-        weight: [n, n], dense, where it was asked for.
+        values: [nnz, b, b] or [nnz]; x: [batch, n]; dy: [batch, out].
+        weight: [out, n], dense, or None.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Data:
         return Layer(p.out_features, p.in_features, p.nnz, p.block_size)
 
     def dense(self, values: Tensor) -> Tensor:
-        """[out, in], whatever the kernels make of it."""
+        """[out, in], computed without the kernels."""
         b, (height, width) = self.b, self.pattern.grid
         rows, cols = (t.long().to(self.device) for t in (self.pattern.rows, self.pattern.cols))
         weight = values.new_zeros(height, width, b, b)
@@ -65,7 +65,7 @@ class Data:
         return weight.transpose(1, 2).reshape(height * b, width * b)
 
     def collected(self, gradient: Tensor) -> Tensor:
-        """The values' part of a dense gradient [out, in]."""
+        """The entries of a dense gradient [out, in] at the pattern, in the layout of `values`."""
         b, (height, width) = self.b, self.pattern.grid
         rows, cols = (t.long().to(self.device) for t in (self.pattern.rows, self.pattern.cols))
         blocks = gradient.view(height, b, width, b).transpose(1, 2)[rows, cols]
@@ -73,14 +73,14 @@ class Data:
 
 
 def kept_weight(d: Data) -> Tensor | None:
-    """What the dense way's forward would keep for the backward pass."""
+    """The dense weight that the forward pass of `dense` keeps for backward."""
     kept: list[Tensor] = []
     dense.forward(d.x, d.values, d.p, d.bias, kept)
     return kept[0] if kept else None
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|; infinite where anything is NaN."""
+    """|got - wanted| / |wanted|; infinite if anything is NaN."""
     wanted = wanted.double()
     found = float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
     return found if found == found else float("inf")

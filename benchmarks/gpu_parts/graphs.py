@@ -1,4 +1,4 @@
-"""What was captured before a pattern changed computes with the pattern of after."""
+"""CUDA graphs captured before a pattern update compute with the updated pattern."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dynsparse.nn import SparseLinear
 from gpu_parts.data import error
 from gpu_parts.run import Run
 
-# Steps between updates; those that end in one run eagerly.
+# Steps between updates, and in all; steps with an update run eagerly.
 INTERVAL, STEPS = 4, 12
 
 
 def captured(run: Run, step: Callable[[], object]) -> Callable[[], object]:
-    """The step as a CUDA graph; the step itself where there are none."""
+    """The step as a CUDA graph; on a CPU the step itself."""
     if run.interpreted:
         return step
     stream = torch.cuda.Stream()
@@ -34,8 +34,8 @@ def captured(run: Run, step: Callable[[], object]) -> Callable[[], object]:
 
 
 def captured_training(run: Run, b: int) -> float:
-    """Steps replayed and updates of RigL in between: how far the weights are from those of the same
-    steps without a graph."""
+    """Train with replayed steps and RigL updates in between; return the error of the weights
+    relative to the same steps without a graph."""
     n, batch = (256, 64) if run.small else (1024, 512)
     layer = SparseLinear(n, n, 0.2, b, device=run.device)
     twin = copy.deepcopy(layer)
@@ -49,7 +49,7 @@ def captured_training(run: Run, b: int) -> float:
     for _ in range(STEPS):
         steps[1]()
         other.step()
-    for _ in range(INTERVAL):  # to warm up, and to its first update
+    for _ in range(INTERVAL):  # warm-up, up to the first update
         steps[0]()
         own.step()
 

@@ -1,4 +1,4 @@
-"""What the chip can do, and every candidate of the kernels over blocks beside its bound."""
+"""Peak rates of the chip, and every candidate of the block kernels beside its bound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from gpu_parts.candidates import GRADIENT, ROWS
 from gpu_parts.data import Data, error
 from gpu_parts.run import Run, spread
 
-# Of the norm, against the dense product of the same numbers: wrong, and not rounded otherwise.
+# Relative to the norm of the dense product of the same numbers: beyond it a result is wrong, not
+# just rounded differently.
 LIMIT = 1e-2
 
 
@@ -41,7 +42,7 @@ LIMIT = 1e-2
 
 @triton.jit
 def read_kernel(x, out, elements, loops, BLOCK: tl.constexpr):
-    """Reads blocks of x all over, again and again: from the L2 cache if x fits in there."""
+    """Reads scattered blocks of x repeatedly: from the L2 cache if x fits in it."""
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     place = tl.program_id(0) * BLOCK % elements
@@ -52,8 +53,8 @@ def read_kernel(x, out, elements, loops, BLOCK: tl.constexpr):
 
 
 def ceilings(run: Run) -> None:
-    """Copies, the L2 cache, cuBLAS, masks, and what the host takes to launch; at the end the row of
-    `costs.Rates` as measured."""
+    """Rates of copies, the L2 cache, cuBLAS and masks, and the host's launch overhead; also notes
+    the measured row of `costs.Rates`."""
     n, batch, _ = run.sizes
     row = rates_of(chip_of(run.device))
     big = torch.randn(64 if run.small else 1 << 28, device=run.device)
@@ -96,7 +97,7 @@ def ceilings(run: Run) -> None:
 
 
 def _launches(run: Run) -> None:
-    """What the host takes, the device left to itself."""
+    """Host time of a launch, without waiting for the device."""
     small = torch.zeros(64, device=run.device)
     run.note("host: an operator of torch", us=run.host(lambda: small.add_(1)))
     d = Data(run.device, 256, 64, 0.3, 64, weight=True)
@@ -131,7 +132,7 @@ def _dtype(numbers: Numbers) -> torch.dtype:
 
 @contextmanager
 def multiplied(numbers: Numbers) -> Iterator[None]:
-    """float32 is multiplied in this way meanwhile."""
+    """Set the precision of float32 products within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if numbers == "tf32" else "highest")
     try:
@@ -144,7 +145,7 @@ def multiplied(numbers: Numbers) -> Iterator[None]:
 
 
 class Job(NamedTuple):
-    """A kernel: its pass, or "with bias" for the gradients of values and bias in one."""
+    """A kernel: its pass, or "with bias" for one that computes the gradients of values and bias."""
 
     what: str
     b: int
@@ -173,7 +174,7 @@ class Job(NamedTuple):
 
 
 def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
-    """What runs today first, then the candidates; few where sizes are small."""
+    """The current configurations first, then the candidates; only a few for small sizes."""
     chip, found = chip_of(run.device), []
     for what in PASSES:
         today = config_of(d.layer, d.batch, what, d.x.dtype, chip)
@@ -191,7 +192,7 @@ def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
 
 
 class _Compiles:
-    """In place of a kernel: compiles it for the device, and launches nothing."""
+    """Stands in for a kernel: compiles it for the device without launching it."""
 
     def __init__(self, kernel: triton.JITFunction) -> None:
         self.kernel = kernel
@@ -212,13 +213,13 @@ def _compile(jobs: list[Job], until: float) -> list[str]:
         try:
             with multiplied(job.numbers):
                 job.call(d)()
-        except Exception as problem:  # told by who launches it
+        except Exception as problem:  # the launch reports it again
             problems.append(f"{job}: {problem}")
     return problems
 
 
 def compile_all(run: Run, jobs: list[Job]) -> None:
-    """By worker processes, into Triton's cache on disk."""
+    """Compile in worker processes, into Triton's cache on disk."""
     if run.interpreted:
         return
     begin, workers = time.time(), max(1, min(15, (os.cpu_count() or 2) - 1, len(jobs)))
@@ -254,7 +255,7 @@ def measure(run: Run, b: int) -> None:
                         for group in ((4,) if run.small else (1, 4, 8))
                     ]
                     best[what] |= _times(run, d, groups)
-            _tell_best(run, d, numbers, best)
+            _note_best(run, d, numbers, best)
             if numbers == "16-bit":
                 us = run.times({"sum": lambda d=d: d.dy.sum(0)})
                 run.note(f"{b} the bias alone, by torch", **us)
@@ -263,7 +264,7 @@ def measure(run: Run, b: int) -> None:
 
 
 def _times(run: Run, d: Data, jobs: list[Job], where: str = "") -> dict[Job, float]:
-    """Medians of those that are right; `where` begins the names of the rows."""
+    """Median times of the correct jobs; `where` is a prefix of the row names."""
     if not jobs:
         return {}
     what, product, chip = jobs[0].what, jobs[0].of, chip_of(run.device)
@@ -297,13 +298,13 @@ def _times(run: Run, d: Data, jobs: list[Job], where: str = "") -> dict[Job, flo
 
 
 def _bound(run: Run, d: Data, job: Job) -> Bounds:
-    """Of the configuration that runs."""
+    """The bounds of the job's configuration."""
     return bounds(d.layer, d.batch, job.config, job.numbers, rates_of(chip_of(run.device)))
 
 
-def _tell_best(run: Run, d: Data, numbers: Numbers, best: dict[str, dict[Job, float]]) -> None:
-    """The rows of the table as measured, one configuration for forward and grad_input; and the
-    share of its bound that the fastest of each pass reaches."""
+def _note_best(run: Run, d: Data, numbers: Numbers, best: dict[str, dict[Job, float]]) -> None:
+    """Note the best rows for the table, with one configuration for forward and grad_input, and the
+    share of its bound that the fastest job of each pass reaches."""
     both = {
         job: us + best["grad_input"][other]
         for job, us in best["forward"].items()
@@ -322,7 +323,7 @@ def _tell_best(run: Run, d: Data, numbers: Numbers, best: dict[str, dict[Job, fl
 
 
 def _small_batches(run: Run, b: int) -> None:
-    """The tiles of the table where few samples or features leave multiprocessors idle."""
+    """Compare tile sizes where few samples or features leave multiprocessors idle."""
     for n, batch in ((256, 64),) if run.small else ((4096, 512), (4096, 1024), (1024, 8192)):
         d = Data(run.device, n, batch, 0.3 if run.small else 0.1, b, weight=True)
         chip = chip_of(run.device)

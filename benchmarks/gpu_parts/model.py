@@ -1,9 +1,9 @@
-"""A whole model, like GPT-2 medium: the time and memory of a training step, and 500 steps.
+"""A whole model like GPT-2 medium: time and memory of a training step, and 500 steps.
 
-Linear layers inside the blocks of the transformer are sparse; embeddings, norms and the head are
-dense, as in the dense model that stands beside. All are compiled. bfloat16 by autocast, float32
-weights, AdamW. With `--tokens FILE` (uint16, as nanoGPT's `train.bin`) the losses are of that text;
-without, of random tokens in which each follows from the one before.
+Linear layers inside the transformer's blocks are sparse; embeddings, norms and the head are dense.
+A dense model runs beside it. All are compiled and use bfloat16 autocast, float32 weights and AdamW.
+With `--tokens FILE` (uint16, as nanoGPT's `train.bin`) they train on that text, without it on
+random tokens that mostly follow from the previous one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Of the last activations, for tokens [n, length + 1]."""
+    """The loss from the last activations, for tokens [n, length + 1]."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Text:
                 [self.tokens[s : s + length].astype(np.int64) for s in starts.tolist()]
             )
             return torch.from_numpy(found).to(self.device)
-        # Each token is a function of the one before, but for one in four.
+        # Three of four tokens are a function of the previous one.
         tokens = torch.randint(self.vocabulary, self.shape, generator=generator)
         known = torch.rand(self.shape, generator=generator) < 0.75
         for i in range(1, length):
@@ -124,7 +124,7 @@ def _step(
     advance: Call,
     mode: str = "default",
 ) -> Callable:
-    # Block by block, since the whole takes minutes to compile; all blocks share the code.
+    # Block by block: the whole model takes minutes to compile, and all blocks share the code.
     how = {"backend": "aot_eager"} if run.interpreted else {"mode": mode}
     for part in model.modules():
         if isinstance(part, (Block, Loss)):
@@ -138,7 +138,7 @@ def _step(
         loss.backward()
         advance()
         optimizer.zero_grad()
-        return loss.detach().clone()  # a graph writes over its own
+        return loss.detach().clone()  # a CUDA graph overwrites its outputs
 
     return step
 
@@ -149,8 +149,7 @@ def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of_a_model(run: Run) -> None:
-    """Compiled dense beside compiled sparse: a whole step, its peak of memory, and what the host
-    takes for it."""
+    """Compiled dense beside compiled sparse: a whole step, its peak memory, and its host time."""
     sizes, batch = _sizes(run)
     default, graphs = "default", "reduce-overhead"
     cases = [(0, 1.0, default), *((b, d, default) for b in (64, 128) for d in (0.1, 0.2))]
@@ -199,8 +198,8 @@ def _steps_of(
 
 
 def training(run: Run) -> None:
-    """RigL beside the same model dense, and dense with the masks that RigL begins with, as CUDA
-    graphs; the steps with updates run eagerly."""
+    """RigL beside the dense model, and the dense model with RigL's initial masks, as CUDA graphs;
+    steps with an update run eagerly."""
     sizes, batch = _sizes(run)
     steps, b, density = (4, 16, 0.5) if run.small else (500, 64, 0.2)
     text = Text(run, sizes["vocabulary"], sizes["length"], batch)

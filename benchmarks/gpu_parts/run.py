@@ -1,4 +1,4 @@
-"""What a section of the benchmark is given: a timer, and rows that are kept as they come."""
+"""The context of a benchmark section: a timer, and rows that are saved as they come."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 Call = Callable[[], object]
 T = TypeVar("T")
 
-# Written over before each call: more than any L2 cache holds, and time for the host to run ahead.
+# Bytes overwritten before each call: more than any L2 cache, and time for the host to run ahead.
 _FLUSHED = 512 << 20
 
 
@@ -27,12 +27,12 @@ class Run:
     """One section.
 
     Attributes:
-        device: where it computes; the CPU where kernels are interpreted.
-        small: small sizes: whether everything runs, not how fast.
+        device: the device that computes; the CPU if kernels are interpreted.
+        small: small sizes, to check that everything runs.
         tokens: a file of tokens to train on, or None.
         sizes: features, samples and density of the main layer.
-        state: what was found so far; what `out` holds. Where `out` exists, an earlier process of
-            this section ended early, and this one continues without what was wrong then.
+        state: the results so far, as in `out`. If `out` exists, an earlier process of this section
+            ended early, and this one continues without the cases that failed.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Run:
     # ---- time ----
 
     def times(self, calls: dict[str, Call], seconds: float = 0.25) -> dict[str, float]:
-        """Microseconds of each call: medians, all calls in turn, the cache cold. A call that fails
-        is left out, and told."""
+        """Median microseconds of each call, all calls in turn, with a cold cache. A failing call is
+        reported and left out."""
         return {name: statistics.median(t) for name, t in self.all_times(calls, seconds).items()}
 
     def all_times(self, calls: dict[str, Call], seconds: float = 0.25) -> dict[str, list[float]]:
-        """As `times`: every time of each call."""
+        """As `times`, with all times of each call."""
         working: dict[str, Call] = {}
         for name, call in calls.items():
             try:
@@ -77,7 +77,7 @@ class Run:
                 working[name] = call
             except Exception as problem:
                 self.wrong(name, problem)
-                self.wait()  # raises where the device is lost to this process
+                self.wait()  # raises if this process has lost the device
         if self.interpreted:
             return {name: [1.0] for name in working}
         once = {name: max(self._between({name: call}, 3)[name]) for name, call in working.items()}
@@ -101,7 +101,7 @@ class Run:
         return {n: [s.elapsed_time(e) * 1e3 for s, e in pairs] for n, pairs in events.items()}
 
     def host(self, call: Call, rounds: int = 200) -> float:
-        """Microseconds of the host for one call, the device left to itself."""
+        """Host microseconds of one call, without waiting for the device."""
         rounds = 2 if self.small else rounds
         call()
         self.wait()
@@ -113,8 +113,8 @@ class Run:
         return taken / rounds * 1e6
 
     def profile(self, call: Call, rounds: int = 5, most: int = 15) -> list[str]:
-        """The functions of Python in which the host spends most, with the microseconds of each in
-        one call, those of what it calls left out."""
+        """The Python functions with the most host time, with the microseconds of each in one call,
+        without those of functions it calls."""
         rounds = 1 if self.small else rounds
         profiler = cProfile.Profile()
         profiler.enable()
@@ -130,7 +130,7 @@ class Run:
         ]
 
     def wall(self, call: Call, rounds: int = 20) -> float:
-        """Microseconds from start to end, as a training waits for them."""
+        """Microseconds from start to end, including the device."""
         rounds = 1 if self.small else rounds
         call()
         times = []
@@ -143,7 +143,7 @@ class Run:
         return statistics.median(times)
 
     def peak(self, call: Call) -> int:
-        """Bytes of the device that a call takes beyond what was there."""
+        """Peak device bytes that a call allocates."""
         if self.interpreted:
             call()
             return 0
@@ -161,31 +161,31 @@ class Run:
     # ---- results ----
 
     def case(self, name: str, call: Callable[[], T]) -> T | None:
-        """What `call` returns once the device has finished; None if it fails, or did so in an
-        earlier process of this section. Ends this process if the device is lost to it."""
+        """Run `call` and wait for the device; return its result, None if it fails or failed in an
+        earlier process of this section. Ends this process if it has lost the device."""
         if name in self._without:
             return None
         self.state["trying"] = name
-        self.write()  # before it ends the process
+        self.write()  # in case the call ends the process
         found = None
         try:
             found = call()
             self.wait()
         except Exception as problem:
             self.wrong(name, problem)
-            self.wait()  # raises where the device is lost
+            self.wait()  # raises if the device is lost
         self.state["trying"] = None
         return found
 
     def note(self, what: str, **figures: object) -> None:
-        """One row."""
+        """Print and save one row."""
         self.state["rows"].append({"what": what, **figures})
-        told = "  ".join(f"{name.replace('_', ' ')} {_short(f)}" for name, f in figures.items())
-        print(f"{what:<56} {told}", flush=True)
+        text = "  ".join(f"{name.replace('_', ' ')} {_short(f)}" for name, f in figures.items())
+        print(f"{what:<56} {text}", flush=True)
         self.write()
 
     def wrong(self, what: str, problem: BaseException) -> None:
-        """What went wrong, in one line here and whole in the file."""
+        """Print a failure in one line; save its traceback to the file."""
         line = (str(problem).strip().splitlines() or [""])[0]
         print(f"!! {what}: {type(problem).__name__}: {line[:160]}", flush=True)
         tail = "".join(traceback.format_exception(problem))[-1500:]
@@ -194,14 +194,14 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """The file is whole at any moment."""
+        """Write the file atomically."""
         beside = self.out.with_name(self.out.name + ".part")
         beside.write_text(json.dumps(self.state, indent=1, default=str))
         os.replace(beside, self.out)
 
 
 def spread(times: list[float]) -> dict[str, float]:
-    """The median, and between what eight of ten calls lie."""
+    """The median, and the 10th and 90th percentiles."""
     ordered = sorted(times)
     return {
         "us": statistics.median(ordered),

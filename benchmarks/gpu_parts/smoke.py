@@ -1,7 +1,7 @@
-"""Is every kernel right? Each against float64, before anything is timed.
+"""Correctness of every kernel against float64.
 
-What people run: all three passes and the bias sums of each block size, one sample and ragged
-batches, float32 values under 16-bit activations, operands at odd strides and addresses; growth
+Covers what users run: all three passes and the bias sums of each block size, one sample and ragged
+batches, float32 values with 16-bit activations, operands at odd strides and addresses; growth
 scores, a pattern update, a captured step and one that torch.compile captures.
 """
 
@@ -29,11 +29,11 @@ DTYPES = (torch.float32, HALF, torch.float16)
 
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, HALF: 6e-3, torch.float16: 1e-3}
-"""Of the norm. 16-bit results are rounded once."""
+"""Largest error relative to the norm. 16-bit results are rounded once."""
 
 
 def check_blocks(run: Run, b: int) -> None:
-    """The kernels over blocks of `b`, and the dense way beside them."""
+    """The kernels over blocks of `b`, and products with the values as a dense weight."""
     n = 4 * b if run.small else 1024
     batches = (70, 1) if run.small else (1000, 1)
     for dtype, batch in itertools.product(DTYPES, batches):
@@ -53,37 +53,37 @@ def check_blocks(run: Run, b: int) -> None:
         def sums(d: Data = d, wanted: Tensor = wanted) -> list[float]:
             return [error(launch.grad_weight(d.dy, d.x, d.p, torch.float32), wanted)]
 
-        _tell(run, f"{b} float32 sums of {terms}", sums, LIMITS[torch.float32])
+        _report(run, f"{b} float32 sums of {terms}", sums, LIMITS[torch.float32])
 
 
 def check_updates(run: Run) -> None:
-    """Growth, updates of patterns, and graphs that were captured before."""
+    """Growth, pattern updates, and graphs captured before an update."""
     for b, dtype in itertools.product((1, 4, 16, 64, 128), (torch.float64, *DTYPES)):
         limit = LIMITS[dtype]
         name = f"growth scores of blocks of {b}, {_name(dtype)}"
-        _tell(run, name, lambda b=b, dtype=dtype: [_growth(run, b, dtype)], limit)
+        _report(run, name, lambda b=b, dtype=dtype: [_growth(run, b, dtype)], limit)
     for b in (1, 64):
-        _tell(run, f"an update of RigL, blocks of {b}", lambda b=b: [_update(run, b)], 1e-4)
+        _report(run, f"an update of RigL, blocks of {b}", lambda b=b: [_update(run, b)], 1e-4)
         name = f"a captured training over updates, blocks of {b}"
-        _tell(run, name, lambda b=b: [captured_training(run, b)], 1e-3)
+        _report(run, name, lambda b=b: [captured_training(run, b)], 1e-3)
 
 
 def check_compiled(run: Run) -> None:
-    """Steps that torch.compile captures, of layers fresh from their making."""
+    """Steps that torch.compile captures, of newly built layers."""
     n = 64 if run.small else 1024
     for b in (64, 1):
         layer = SparseLinear(n, n, 0.3, b, device=run.device, dtype=HALF)
         x = torch.randn(512, n, device=run.device)
         name = f"compiled with reduce-overhead, blocks of {b}"
-        _tell(run, name, lambda layer=layer, x=x: _compiled(run, layer, x), 1e-2)
+        _report(run, name, lambda layer=layer, x=x: _compiled(run, layer, x), 1e-2)
     convolution = SparseConv2d(16, 32, 3, density=0.3, device=run.device, dtype=HALF)
     x = torch.randn(8, 16, 20, 20, device=run.device)
     name = "compiled with reduce-overhead, a convolution"
-    _tell(run, name, lambda: _compiled(run, convolution, x), 1e-2)
+    _report(run, name, lambda: _compiled(run, convolution, x), 1e-2)
 
 
 def _check(run: Run, name: str, d: Data) -> None:
-    """All passes, each of them twice."""
+    """All passes, each twice: results must be bitwise equal."""
     weight, x, dy = d.dense(d.values.to(d.x.dtype).double()), d.x.double(), d.dy.double()
     dw = d.collected(dy.t() @ x)
     wanted = {
@@ -124,7 +124,7 @@ def _passes(kind: ModuleType, d: Data) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def _growth(run: Run, b: int, dtype: torch.dtype) -> float:
-    """How far the best scores on the device are from those on the CPU."""
+    """Error of the best scores on the device relative to those on the CPU."""
     d = Data(torch.device("cpu"), 512, 256, 0.2, b, dtype)
     k = max(1, (d.pattern.total - d.pattern.nnz) // 4)
     here = topk_outside([(d.x, d.dy)], d.pattern, k)
@@ -133,7 +133,7 @@ def _growth(run: Run, b: int, dtype: torch.dtype) -> float:
 
 
 def _update(run: Run, b: int) -> float:
-    """How far one update on the device is from the same on the CPU, in float64."""
+    """Error of one update on the device relative to the CPU, in float64."""
     weights = []
     for device in (torch.device("cpu"), run.device):
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def _update(run: Run, b: int) -> float:
 
 
 def _compiled(run: Run, layer: nn.Module, x: Tensor) -> list[float]:
-    """A warm-up, a captured and a replayed step beside an eager one; traced alone on a CPU."""
+    """A replayed step, after warm-up and capture, beside an eager one; on a CPU only traced."""
     x = x.to(HALF).requires_grad_()
     how = {"backend": "aot_eager"} if run.interpreted else {"mode": "reduce-overhead"}
     compiled = torch.compile(layer, **how)
@@ -176,7 +176,7 @@ def _laid(x: Tensor, lie: str) -> Tensor:
     return torch.nn.functional.pad(x, (0, 1))[:, :-1]
 
 
-def _tell(run: Run, what: str, call: Callable[[], list[float]], limit: float) -> None:
+def _report(run: Run, what: str, call: Callable[[], list[float]], limit: float) -> None:
     errors = run.case(what, call)
     if errors is not None:
         right = all(off < limit for off in errors)

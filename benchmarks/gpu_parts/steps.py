@@ -40,7 +40,7 @@ class Masked(nn.Linear):
 
 
 def replaced(model: nn.Module, masked: bool) -> nn.Module:
-    """A copy with every sparse layer dense, with its mask or without."""
+    """A copy with every sparse layer replaced by a masked or dense one."""
     model = nn.Sequential(copy.deepcopy(model))
     for name, part in list(model.named_modules()):
         if isinstance(part, SparseLinear):
@@ -57,7 +57,7 @@ def replaced(model: nn.Module, masked: bool) -> nn.Module:
 
 
 def steps(run: Run) -> None:
-    """Forward and both gradients of a layer, eager and captured; of float32 values by autocast."""
+    """Forward and both gradients of a layer, eager and captured; float32 values under autocast."""
     n, batch, density = run.sizes
     for b, dtype in [
         *((b, HALF) for b in (64, 128, 32, 16, 1, 8, 4)),
@@ -96,7 +96,7 @@ def _step(model: nn.Module, x: Tensor, dy: Tensor, autocast: bool) -> Call:
 
 
 def _beside(run: Run, what: str, calls: dict[str, Call], seconds: float, **more: object) -> None:
-    """The time of "sparse", and how many times faster it is than the others."""
+    """Note the time of "sparse", and its speed-up over the others."""
     found = run.all_times(calls, seconds)
     if "sparse" in found:
         us = statistics.median(found["sparse"])
@@ -110,7 +110,7 @@ def _beside(run: Run, what: str, calls: dict[str, Call], seconds: float, **more:
 
 
 def dense_way(run: Run) -> None:
-    """Beside a dense layer."""
+    """Products with the values as a dense weight, beside a dense layer."""
     n, batch, density = run.sizes
     for b, some in ((1, density), (4, density), (16, density), (1, density / 10)):
         d = Data(run.device, n, batch, some, b, weight=True)
@@ -135,7 +135,7 @@ def _backward(d: Data, kept: Tensor | None = None) -> Call:
 
 
 def growth(run: Run) -> None:
-    """Scores alone beside the dense product; the best free positions, and the memory they take."""
+    """Scores alone beside the dense product; selection of the best free positions, with memory."""
     n, batch, density = run.sizes
     for b in (64, 32, 16, 1):
         d = Data(run.device, n, batch, density, b)
@@ -154,7 +154,7 @@ def growth(run: Run) -> None:
 
 
 def updates(run: Run) -> None:
-    """A step of RigL that ends in an update, one that does not, and where the host waits."""
+    """RigL steps with and without an update, and where the host waits."""
     n, batch, density = run.sizes
     x, dy = (torch.randn(batch, n, device=run.device, dtype=HALF) for _ in range(2))
     for b in (64, 32, 16, 1):
@@ -177,7 +177,7 @@ def updates(run: Run) -> None:
 
 
 def _waits(run: Run, call: Call) -> list[str]:
-    """Where a call makes the host wait for the device."""
+    """Source lines where a call makes the host wait for the device."""
     if run.interpreted:
         return []
     with warnings.catch_warnings(record=True) as caught:
@@ -187,12 +187,12 @@ def _waits(run: Run, call: Call) -> list[str]:
             call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    told = [w for w in caught if "synchroniz" in str(w.message)]
-    return [f"{Path(w.filename).name}:{w.lineno}" for w in told]
+    waits = [w for w in caught if "synchroniz" in str(w.message)]
+    return [f"{Path(w.filename).name}:{w.lineno}" for w in waits]
 
 
 def memory(run: Run) -> None:
-    """What a layer holds with Adam, gradients and index included, beside a dense one."""
+    """Memory of a layer with Adam, including gradients and index, beside a dense one."""
     n, batch, density = run.sizes
     x = torch.randn(batch, n, device=run.device, dtype=HALF)
     held = {}
@@ -218,8 +218,8 @@ def memory(run: Run) -> None:
 
 # ---- other sizes ----
 
-# The sizes that matter most first, then the others in random order, as many as there is time for:
-# whatever that is, it speaks of all sizes.
+# The most important sizes first, then the others in random order until time is up, so that those
+# measured represent all sizes.
 _FIRST = [
     (4096, 4096, 0.1), (4096, 16384, 0.1), (4096, 8192, 0.05), (4096, 8192, 0.2),
     (2048, 8192, 0.1), (8192, 8192, 0.1), (4096, 512, 0.1),
@@ -241,8 +241,8 @@ def cells(run: Run) -> Iterator[tuple[int, int, float, int]]:
 
 
 def grid(run: Run) -> None:
-    """What is chosen, whether it was the best, and how far from masked and plain dense: as CUDA
-    graphs, since the host launches small layers more slowly than the device computes them."""
+    """The chosen kind, whether it was the best, and its speed-up over masked and plain dense: as
+    CUDA graphs, since the host launches small layers more slowly than the device computes them."""
     count, slower, missed = 0, 0, 0
     for n, batch, density, b in cells(run):
         if run.left() < 10:

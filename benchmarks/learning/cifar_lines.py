@@ -1,9 +1,9 @@
-"""Lines for docs/pictures/cifar-short.jsonl, of what `dynsparse cifar --json` wrote.
+"""Lines for docs/pictures/cifar-short.jsonl, from files of `dynsparse cifar --json`.
 
     python benchmarks/learning/cifar_lines.py METHOD-DENSITY-SEED.json ... > cifar-short.jsonl
 
-The density that was asked for is in the file's name: the one in the file counts the layers that
-stay dense, too.
+The requested density is taken from the file name: the density in the file includes layers that stay
+dense.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEPT = ("method", "seed", "epochs", "steps", "updates", "accuracy", "loss", "tra
 
 
 def line(path: Path) -> dict[str, Any]:
-    """What the table shows of one training, and a little more."""
+    """The figures of one training for the table, and a few more."""
     figures = json.loads(path.read_text())
     method, density, seed = path.stem.split("-")
     if (method, int(seed), "cifar-10") != tuple(figures[k] for k in ("method", "seed", "dataset")):

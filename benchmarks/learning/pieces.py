@@ -1,4 +1,4 @@
-"""The pieces of a trainer that the variants exchange, and what is counted of its updates."""
+"""Parts of a trainer that the variants exchange, and statistics of its updates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SomeLayers(training.LayerBudget):
 
 
 class CorrelationGrowth(training.GradientGrowth):
-    """The largest gradients over the root mean squares of their input and output's gradient."""
+    """Grows where gradient / (RMS of the input * RMS of the output's gradient) is largest."""
 
     def choose(
         self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
@@ -50,7 +50,7 @@ class CorrelationGrowth(training.GradientGrowth):
 
 
 def _scaled(pairs: Pairs) -> Pairs:
-    """x and dY over the root mean squares of their features."""
+    """x and dY divided by the root mean square of each feature."""
     x_scale, dy_scale = (
         sum(pair[side].square().sum(0) for pair in pairs).sqrt().clamp_min(1e-12) for side in (0, 1)
     )
@@ -58,11 +58,11 @@ def _scaled(pairs: Pairs) -> Pairs:
 
 
 class NoisyGrowth(training.GradientGrowth):
-    """RigL's growth by the first batch; measures what 1, 4, 16 and 32 batches have in common with
+    """RigL's growth by the first batch; compares growth by 1, 4, 16 and 32 batches with growth by
     64 others.
 
-    `found` gets per layer {batches: [share of the chosen that is the same, rank correlation]}, and
-    as batches 0 the share that a random choice would have.
+    `found` gets per layer {batches: [shared part of the choice, rank correlation]}; entry 0 is the
+    expected shared part of a random choice.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 class Protected:
-    """Magnitudes, in which the weights that the update before has grown come last to leave."""
+    """Magnitudes as drop scores; weights grown by the previous update are dropped last."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -109,14 +109,14 @@ class Protected:
 
 
 class Watch:
-    """Counts what updates do.
+    """Collects statistics of updates.
 
     Attributes:
-        fresh: id of a layer's values -> which of its slots the last update has grown.
-        updates: per update, over all layers: how many were grown; the share of those grown by the
-            update before that left at once; of those grown, the share that had been there before;
-            the share of inputs and outputs that the grown ones spread over (1 / sum p^2 over
-            their number); the share of all positions that were ever there.
+        fresh: id of a layer's values -> mask of the slots that the last update grew.
+        updates: per update, over all layers: the number of grown weights; the share of the previous
+            update's grown weights that it drops; the share of grown weights at positions used
+            before; the shares of inputs and of outputs over which the grown weights spread
+            (1 / sum p^2, over their number); the share of all positions ever used.
     """
 
     def __init__(self, trainer: training.SparseTrainer) -> None:
@@ -170,7 +170,7 @@ def _spread(features: Tensor, count: int) -> float:
 
 
 def fill_second_moment(optimizer: torch.optim.Optimizer, layers: dict[str, Any]) -> Any:
-    """An `on_update` function: Adam's second moment of grown weights becomes the others' median."""
+    """An `on_update` callback: Adam's second moment of grown weights becomes the others' median."""
 
     def fill(step: int, rewirings: dict[str, Rewiring]) -> None:
         for name, rewiring in rewirings.items():

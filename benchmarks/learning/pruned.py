@@ -1,15 +1,15 @@
-"""A GPT, pruned, repaired and fine-tuned with and without moving connections.
+"""A GPT, pruned, repaired and fine-tuned with and without pattern updates.
 
     python benchmarks/learning/pruned.py --data input.txt --densities 0.3 0.2 0.1 --seeds 0 1 2 \
         --output results.jsonl
     python benchmarks/learning/pruned.py --data novels.txt --bpe gpt2-bpe --size 10M \
         --dense-steps 2500 --checkpoint dense.pt --seeds 0 --output results.jsonl
 
-Trains one dense model for each seed, prunes it, and prints a line of JSON for each way from there:
-the test perplexity after pruning, after `training.repair`, and after as many steps of fine-tuning
-the whole as --steps says. "masked" fine-tunes a dense model with masks of Wanda's pattern, for as
-many steps as the repair takes for each block. --times compares steps of fine-tuning instead: a line
-for each density, of the time of a masked and of a dense step over that of a sparse one.
+Trains one dense model per seed, prunes it, and prints a line of JSON for each method: the test
+perplexity after pruning, after `training.repair`, and after --steps steps of fine-tuning the whole
+model. "masked" fine-tunes a dense model with masks of Wanda's pattern, for as many steps as the
+repair takes per block. --times compares the times of fine-tuning steps instead: a line per density
+with the time of a masked and of a dense step relative to a sparse one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEST_TOKENS = 51_200
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, of its batches, and the rates of its dense training and of fine-tuning."""
+    """Sizes of a model and its batches; learning rates of dense training and fine-tuning."""
 
     features: int
     heads: int
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
 
 class Text:
-    """Tokens: characters, or the first merges of GPT-2. The last tenth is for tests."""
+    """Tokens: characters, or GPT-2's first BPE merges. The last tenth is the test set."""
 
     def __init__(self, path: Path, size: Size, bpe: Path | None = None, merges: int = 4096) -> None:
         text = path.read_text()
@@ -125,10 +125,10 @@ def train(
     rate: float,
     after: Callable[[torch.optim.Optimizer], Callable[[], object]] | None = None,
 ) -> None:
-    """Adam with a cosine schedule.
+    """Train by AdamW with a cosine schedule.
 
     Args:
-        after: makes what takes the optimizer's step.
+        after: makes the function that replaces the optimizer's step.
     """
     optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.01), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
@@ -141,7 +141,7 @@ def train(
 
 
 def fine_tune(model: nn.Module, batches: list[Tensor], method: str, rate: float) -> None:
-    """With a pattern that stays, or with 20 updates that begin with 5 % of the connections."""
+    """Fine-tune with a fixed pattern, or with about 20 updates that start at 5 % of the weights."""
     kinds = {"static": ds.Static, "SET": ds.SET, "RigL": ds.RigL}
     moving = {} if method == "static" else {
         "total_steps": len(batches), "update_interval": max(1, len(batches) // 25),
@@ -151,7 +151,7 @@ def fine_tune(model: nn.Module, batches: list[Tensor], method: str, rate: float)
 
 
 def masked_step(model: nn.Module) -> Callable[[torch.optim.Optimizer], Callable[[], None]]:
-    """Makes layers dense, whose absent weights are set to zero after every step."""
+    """Make the layers dense; the returned factory makes steps that zero the absent weights."""
     masks = {
         name: layer.pattern.to_mask()
         for name, layer in model.named_modules()
@@ -172,7 +172,7 @@ def masked_step(model: nn.Module) -> Callable[[torch.optim.Optimizer], Callable[
 
 
 def step_times(text: Text, density: float, dense: nn.Module) -> dict[str, list[float]]:
-    """Of a masked and of a dense step over a sparse one: lower quartile, median, upper quartile."""
+    """Time of a masked and a dense step relative to a sparse one: quartiles and median."""
     models = {name: copy.deepcopy(dense) for name in ("sparse", "masked", "dense")}
     for name in ("sparse", "masked"):
         ds.sparsify(models[name], density, start="magnitude", allocation="uniform", verbose=False)
@@ -200,7 +200,7 @@ def step_times(text: Text, density: float, dense: nn.Module) -> dict[str, list[f
 def study(
     text: Text, density: float, seed: int, dense: nn.Module, steps: int
 ) -> Iterator[dict[str, object]]:
-    """What became of the model on each way: {"way", "perplexity", "seconds"}."""
+    """The result of each method: {"way", "perplexity", "seconds"}."""
     calibration = text.batches(CALIBRATION, 1000 + seed)
     inputs, rate = [batch[:, :-1] for batch in calibration], text.size.tuning_rate
 
@@ -240,19 +240,19 @@ def report(row: dict[str, object], output: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="a text file")
-    parser.add_argument("--bpe", type=Path, help="a folder with GPT-2's vocab.bpe; characters else")
+    parser.add_argument("--bpe", type=Path, help="a folder with GPT-2's vocab.bpe, or characters")
     parser.add_argument("--size", choices=SIZES, default="0.6M", help="parameters in the blocks")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.3, 0.2, 0.1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--dense-steps", type=int, default=900)
-    parser.add_argument("--steps", type=int, default=200, help="of fine-tuning the whole")
+    parser.add_argument("--steps", type=int, default=200, help="steps of fine-tuning")
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        help="one dense model for all seeds: read if it is there, otherwise written",
+        help="one dense model for all seeds: read if it exists, otherwise written",
     )
-    parser.add_argument("--times", action="store_true", help="steps in place of perplexities")
-    parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
+    parser.add_argument("--times", action="store_true", help="measure step times instead")
+    parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     options = parser.parse_args()
     size = SIZES[options.size]
     text = Text(options.data, size, options.bpe)

@@ -3,7 +3,7 @@
     python benchmarks/learning/run.py --data input.txt --variants rigl "rigl, 16 batches" \
         --seeds 0 1 2 3 4 --output results.jsonl
 
-A line of JSON per training. The variants are in variants.py, what they exchange in pieces.py.
+Prints a line of JSON per training. The variants are in variants.py, their parts in pieces.py.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
 from dynsparse.bench.contenders import MaskedLinear
 
-NOISE_AT = (0.05, 0.2, 0.4, 0.6)  # of the training
+NOISE_AT = (0.05, 0.2, 0.4, 0.6)  # shares of the training
 
 
 class Study(Training):
-    """The training of `dynsparse lm`, with the trainer that the variant asks for."""
+    """The training of `dynsparse lm`, with the variant's trainer."""
 
     def __init__(self, options: Options, corpus: Corpus, seed: int, chosen: Variant) -> None:
         self.chosen = chosen
@@ -57,7 +57,7 @@ class Study(Training):
             chosen.end,
             first=round(chosen.first * options.steps),
         )
-        # Of the batches that only growth sees: the training sees the same with all variants.
+        # For batches that only growth uses: all variants train on the same batches.
         self.others = torch.Generator().manual_seed(seed + 1_000_000)
         self.watch: Watch | None = None
         if chosen.masked:
@@ -96,7 +96,7 @@ class Study(Training):
             shapes = {name: layer.pattern.shape for name, layer in layers.items()}
             counts = allocate(shapes, 1 - self.chosen.sparsity, method=self.chosen.allocation)
             for name, layer in layers.items():
-                layer.resizable = True  # so that it may hold another number of weights
+                layer.resizable = True  # its number of weights may change
                 density = counts[name] / layer.pattern.total
                 layer.set_pattern(ds.SparsePattern.random(shapes[name], density, generator=initial))
                 layer.reset_parameters(initial)
@@ -110,11 +110,11 @@ class Study(Training):
         if self.chosen.noise:
             more = 95 if (self.step + 1) / self.options.steps in NOISE_AT else 0
         if more and self.trainer is not None and self.trainer._is_due(self.step + 1):
-            self._look_at(more)
+            self._add_batches(more)
         super().optimise(sums)
 
-    def _look_at(self, batches: int) -> None:
-        """Backward passes that growth sees; the gradients of the step stay what they are."""
+    def _add_batches(self, batches: int) -> None:
+        """Run backward passes for growth only; restore the gradients of the step."""
         kept = [(p.grad, p.grad.clone()) for p in self.model.parameters() if p.grad is not None]
         for _ in range(batches):
             batch = self.corpus.batch(
@@ -126,7 +126,7 @@ class Study(Training):
 
 
 def train(options: Options, corpus: Corpus, seed: int, name: str) -> dict[str, Any]:
-    """The figures of one training."""
+    """Train once; return the figures."""
     begin = time.perf_counter()
     study = Study(options, corpus, seed, variant(name))
     history = list(study.run(options.steps))

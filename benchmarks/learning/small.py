@@ -3,8 +3,8 @@
     python benchmarks/learning/small.py --data-dir DIR --experiments interval share \
         --seeds 0 1 2 --output results.jsonl
 
-A line of JSON per training. The last 10,000 training pictures are held out and tested on; the test
-set is not looked at. What is varied is in small_trials.py, tables.py makes the page's tables.
+Writes a line of JSON per training. Errors are those on the last 10,000 training images, which are
+held out; the test set is not used. small_trials.py defines the trials, tables.py makes the tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH = 100
 
 
 def network(kind: str) -> nn.Sequential:
-    """784-300-100-10, or four convolutions with batch norm and the mean over places."""
+    """784-300-100-10, or four convolutions with batch norm and global average pooling."""
     if kind == "mlp":
         return nn.Sequential(
             nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
@@ -42,13 +42,13 @@ def network(kind: str) -> nn.Sequential:
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """Names of the layers with a matrix, the first first."""
+    """Names of the linear and convolution layers, in order."""
     kinds = (nn.Linear, nn.Conv2d)
     return [name for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def make_sparse(model: nn.Module, trial: Trial, seed: int) -> None:
-    """As many weights remain as `density` of all; layers that are left dense take theirs first."""
+    """Sparsify; with `count_all` the density is over all layers, including dense ones."""
     names = layers_of(model)
     if trial.count_all:
         sizes = {name: model.get_submodule(name).weight.numel() for name in names}
@@ -92,13 +92,13 @@ def make_trainer(
 
 @dataclass
 class Run:
-    """A training of one seed: the pictures come in the same order in every trial."""
+    """Training with one seed; the data order is the same in every trial."""
 
     data: DataSet
     seed: int
 
     def train(self, model: nn.Module, trial: Trial) -> int:
-        """The number of pattern updates."""
+        """Train; return the number of pattern updates."""
         steps = trial.epochs * (len(self.data.train) // BATCH)
         optimizer = torch.optim.Adam(model.parameters(), trial.rate)
         trainer = make_trainer(model, optimizer, trial, steps, self.seed)
@@ -121,7 +121,7 @@ class Run:
 
     @torch.no_grad()
     def error(self, model: nn.Module) -> float:
-        """In percent of the held-out pictures."""
+        """The error on the held-out images, in percent."""
         model.eval()
         test = self.data.test
         found = torch.cat([model(part).argmax(1) for part in test.images.split(1000)])
@@ -129,7 +129,7 @@ class Run:
 
 
 class Dense:
-    """Trained dense networks, one per seed and kind: what fine-tuning begins with."""
+    """Trained dense networks, one per seed and kind, as starts of fine-tuning."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, int, int], dict[str, Tensor]] = {}
@@ -146,7 +146,7 @@ class Dense:
 
 
 def train(run: Run, trial: Trial, dense: Dense) -> dict[str, Any]:
-    """The figures of one trial with one seed."""
+    """Run one trial with one seed; return the figures."""
     begin = time.process_time()
     torch.manual_seed(run.seed)
     model = network(trial.network)

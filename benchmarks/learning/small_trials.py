@@ -1,4 +1,4 @@
-"""What the small experiments vary: a table per experiment, a line of it per trial."""
+"""The trials of the small experiments: a table per experiment, a line per trial."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "Trial"]
 
 @dataclass(frozen=True)
 class Trial:
-    """A training by Adam with a rate that falls to 0 by a cosine, in batches of 100."""
+    """A training by Adam with a cosine schedule to 0 and batches of 100."""
 
     network: str = "mlp"
     """"mlp": 784-300-100-10; "conv": four convolutions of 16 to 64 channels."""
@@ -17,23 +17,23 @@ class Trial:
     """"rigl", "set", "static", "dense", or "gmp"."""
     density: float = 0.02
     final_density: float = 1.0
-    """Of gmp."""
+    """For gmp."""
     allocation: str = "erk"
     left_dense: tuple[int, ...] = (-1,)
-    """Which of the layers, by their order."""
+    """Indices of the layers that stay dense."""
     count_all: bool = False
-    """Density counts all layers, dense ones too, so that trials have as many weights."""
+    """`density` is over all layers, dense ones too, so that trials have equally many weights."""
     epochs: int = 6
     rate: float = 2e-3
     warm_up: float = 0.0
-    """Share of the steps in which the rate rises."""
+    """Share of the steps with a rising learning rate."""
     interval: int = 100
     share: float = 0.3
     first: float = 0.0
-    """No update before this share of the steps, none after `end`."""
+    """Share of the steps before the first update; none follows after `end`."""
     end: float = 0.75
     dense_epochs: int = 0
-    """The network is trained so long before, dense."""
+    """Epochs of dense training before."""
     start: str = "random"
 
 
@@ -41,7 +41,7 @@ class Trial:
 class Experiment:
     title: str
     of: str
-    """What the first column names."""
+    """Heading of the first column."""
     trials: dict[str, Trial]
 
 
@@ -59,7 +59,7 @@ def _methods(base: Trial, *names: str) -> dict[str, Trial]:
 
 
 def _tuning(density: float, epochs: int = 3) -> dict[str, Trial]:
-    """From a network that was trained dense for 6 epochs."""
+    """Trials that start from a network trained dense for 6 epochs."""
     pruned = Trial(density=density, dense_epochs=6, start="magnitude", epochs=epochs)
     return {
         "dense, 6 epochs": Trial(method="dense"),

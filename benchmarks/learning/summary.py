@@ -15,8 +15,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# What RigL and SET both were trained with. The last ones make another network of it, so that
-# their losses do not go beside those of the others.
+# Changes with which both RigL and SET were trained. The last ones change the network, so their
+# losses are not comparable with the others.
 NETWORKS = (", erk", ", 97 %")
 SETTINGS = ("", ", interval x 3", ", share 0.1", ", late start", *NETWORKS)
 
@@ -26,12 +26,12 @@ def usual_network(row: Row) -> bool:
 
 
 def loss(row: Row) -> float:
-    """The validation loss at the end."""
+    """The final validation loss."""
     return row["valid"][-1][1]
 
 
-# The training's is the mean of the last quarter of the steps: the same batches with all variants
-# of a seed.
+# The training loss is the mean over the last quarter of the steps; all variants of a seed have the
+# same batches.
 LOSSES: dict[str, Callable[[Row], float]] = {
     "validation": loss,
     "training": lambda row: row["train"][-1][1],
@@ -40,13 +40,13 @@ LOSSES: dict[str, Callable[[Row], float]] = {
 
 
 def label(name: str) -> str:
-    """As people write it."""
+    """The name as shown in tables."""
     method, comma, changes = name.partition(", ")
     return {"rigl": "RigL", "set": "SET"}.get(method, method) + comma + changes
 
 
 def table(rows: list[Row], against: str) -> str:
-    """Markdown: the mean at the end, and the difference to a variant, seed by seed."""
+    """Markdown: the final mean, and the difference to a variant by seed."""
     base = losses_by_seed(rows, against)
     lines = [
         "| variant | seeds | validation loss, mean (least to largest) "
@@ -85,12 +85,11 @@ def _differences(own: dict[int, float], other: dict[int, float]) -> list[float]:
 
 
 def verdict(gains: list[float], gap: float) -> str:
-    """Whether a change explains why RigL ends above SET, by a rule that was written down before
-    the runs.
+    """Whether a change explains why RigL ends above SET, by a rule fixed before the runs.
 
     Args:
-        gains: RigL's loss less that with the change, by seed; at least two.
-        gap: RigL's mean loss less SET's.
+        gains: RigL's loss minus that with the change, by seed; at least two.
+        gap: RigL's mean loss minus SET's.
 
     "not refuted": the mean gain is half the gap or more, and above 0 by more than its standard
     error. "refuted": it is below half the gap by more than its standard error. Else "undecided".
@@ -102,7 +101,7 @@ def verdict(gains: list[float], gap: float) -> str:
 
 
 def verdicts(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
-    """Markdown: what every change of RigL gains by each of the losses, and its verdict."""
+    """Markdown: what each change of RigL gains in each loss, and its verdict."""
     changes = [
         name
         for name in dict.fromkeys(row["variant"] for row in rows)
@@ -133,9 +132,9 @@ def verdicts(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
 
 
 def settings(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
-    """Markdown: how far RigL ends above SET where both are trained with the same change.
+    """Markdown: how far RigL ends above SET if both are trained with the same change.
 
-    What a setting takes off the gap has the same verdict as what a change of RigL alone gains.
+    The verdict treats a reduction of the gap like a gain of a change to RigL alone.
     """
     lines = [
         "| both with | loss | seeds | RigL | SET | static | RigL less SET | off the gap "
@@ -143,7 +142,7 @@ def settings(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for change in SETTINGS:
-        # A static pattern is the same whatever is said of updates.
+        # Settings of updates do not affect a static pattern.
         static = f"static{change}" if change in NETWORKS else "static"
         names = (f"{base}{change}", f"{aim}{change}", static)
         seeds = set.intersection(*({*losses_by_seed(rows, name)} for name in names))
@@ -169,7 +168,7 @@ def settings(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
 
 
 def quarters(rows: list[Row], against: str = "set") -> str:
-    """Markdown: the training loss of each stretch between two reports, less that of a variant."""
+    """Markdown: the training loss between each two reports, minus that of a variant."""
     reports = [step for step, _ in rows[0]["train"]]
     spans = [f"{a + 1:,} to {b:,}" for a, b in pairwise([0, *reports])]
     lines = [f"| variant | seeds | {' | '.join(spans)} |", "|---|---|" + "---|" * len(spans)]
@@ -189,7 +188,7 @@ def _with_error(found: list[float]) -> str:
 
 
 def changed_weights(rows: list[Row]) -> str:
-    """Markdown: what updates did, over a whole training, the mean over seeds."""
+    """Markdown: statistics of updates over a whole training, mean over seeds."""
     lines = [
         "| variant | grown, in all | leave at the next update | had been there before "
         "| inputs, outputs they spread over | positions tried |",
@@ -200,7 +199,7 @@ def changed_weights(rows: list[Row]) -> str:
         if not runs:
             continue
         grown = statistics.mean(sum(u["grown"] for u in run) for run in runs)
-        # What an update finds gone of the one before counts as often as that one grew weights.
+        # The share that an update drops is weighted by what the previous one grew.
         leave = [(b["wasted"], a["grown"]) for run in runs for a, b in pairwise(run)]
         cells = [_weighted(leave)] + [
             _weighted([(u[key], u["grown"]) for run in runs for u in run])
@@ -224,8 +223,8 @@ def _error(found: list[float]) -> float:
 
 
 def noise(rows: list[Row]) -> dict[str, list[list[float]]]:
-    """From the number of batches to [share of the growth that is the same, rank correlation], a
-    pair per measured update; the mean over layers."""
+    """Number of batches -> [shared part of the growth, rank correlation] of each measured update,
+    mean over layers."""
     found: dict[str, list[list[float]]] = {}
     for row in rows:
         layers = 12 * row["layers"] // 2
@@ -238,7 +237,7 @@ def noise(rows: list[Row]) -> dict[str, list[list[float]]]:
 
 
 def updates(rows: list[Row], name: str, key: str) -> tuple[list[int], list[float]]:
-    """A figure of the updates over the training, the mean over seeds."""
+    """A figure of each update in the training, mean over seeds."""
     own = [row["updates"] for row in rows if row["variant"] == name]
     steps = [update["step"] for update in own[0]]
     return steps, [statistics.mean(u[i][key] for u in own) for i in range(len(steps))]
@@ -247,12 +246,12 @@ def updates(rows: list[Row], name: str, key: str) -> tuple[list[int], list[float
 def _less(
     rows: list[Row], name: str, against: str, of: Callable[[Row], float] = loss
 ) -> list[float]:
-    """Losses less those of another variant with the same seed."""
+    """Losses minus those of another variant with the same seed."""
     return _differences(losses_by_seed(rows, name, of), losses_by_seed(rows, against, of))
 
 
 def _differences_of_all(axis: Any, rows: list[Row], against: str, measure: str) -> None:
-    """A line per variant, a dot per seed, the least mean validation loss at the top."""
+    """A line per variant, a dot per seed, the smallest mean validation loss at the top."""
     names = sorted(
         {row["variant"] for row in rows if row["variant"] != against},
         key=lambda name: -statistics.mean(_less(rows, name, against)),

@@ -1,4 +1,4 @@
-"""Fills the tables of the pages on what networks learn, from the results beside them.
+"""Fills the tables of the pages on learning, from the results beside them.
 
     python benchmarks/learning/tables.py
 
@@ -30,8 +30,8 @@ PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "block
 
 METHODS = {"static": "static", "set": "SET", "rigl": "RigL"}
 
-# What differed among the trials of lenet.py, in the order of the table's columns; and what stands
-# in one column if it is not as usual. Results that lack it are older than it.
+# Settings that differ among the trials of lenet.py, in the order of the table's columns; and
+# defaults of settings that share a column, shown if changed. Older results may lack them.
 SETTINGS = ("rate", "course", "decay", "dropout", "interval", "end", "initial", "epochs")
 BESIDES = {"smoothing": 0.0, "distort": 0.0, "distorted": 1.0, "clean": 0.0}
 
@@ -46,7 +46,7 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def spread(found: list[float], digits: int = 2) -> str:
-    """The mean, and the least and the largest in brackets."""
+    """The mean, with the smallest and largest in parentheses."""
     if len(found) == 1:
         return f"{found[0]:.{digits}f}"
     return (
@@ -59,7 +59,7 @@ def _found(rows: list[Row], experiment: str, trial: str) -> list[Row]:
 
 
 def experiment_table(rows: list[Row], name: str) -> str:
-    """Error and number of weights of every trial of an experiment."""
+    """Error and number of weights of each trial of an experiment."""
     body = []
     for trial in EXPERIMENTS[name].trials:
         found = _found(rows, name, trial)
@@ -80,7 +80,7 @@ def convolutions_table(rows: list[Row]) -> str:
 
 
 def pruned_table(rows: list[Row]) -> str:
-    """A line per way, a column per density: test perplexity."""
+    """A line per method, a column per density: test perplexity."""
     densities = sorted({row["density"] for row in rows} - {1.0}, reverse=True)
     dense = {row["seed"]: row["perplexity"] for row in rows if row["way"] == "dense"}
     seeds = [[r["seed"] for r in rows if (r["way"], r["density"]) == ("wanda", d)]
@@ -97,13 +97,13 @@ def pruned_table(rows: list[Row]) -> str:
 
 
 def middle(median: float, low: float, high: float) -> str:
-    """A median, with what lies around it in brackets."""
+    """A median, with its range in parentheses."""
     digits = 0 if median > 100 else 2
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def pruned_times_table(rows: list[Row]) -> str:
-    """A line per density: the time of other steps over that of a sparse one, with quartiles."""
+    """A line per density: times of other steps relative to a sparse one, with quartiles."""
     body = []
     for row in rows:
         cells = [middle(median, low, high) for low, median, high in (row["masked"], row["dense"])]
@@ -124,7 +124,7 @@ def vocabulary_table(rows: list[Row]) -> str:
 
 
 def vocabulary_times_table(rows: list[Row]) -> str:
-    """A line per case: milliseconds of a step, and how many times as long the others take."""
+    """A line per case: milliseconds of a step, and relative times of the others."""
     columns = [
         ("sparse blocks, ms", "sparse"),
         ("dense takes", "dense / sparse"),
@@ -166,17 +166,17 @@ def cifar_table(rows: list[Row]) -> str:
 
 
 def lenet_table(rows: list[Row], held_out: int) -> str:
-    """A line per setting, the least error first; all in percent.
+    """A line per setting, smallest error first; all in percent.
 
-    Of the trainings that were tested on so many held-out training pictures; 0: on the test set.
+    For trainings tested on `held_out` held-out training images; 0: on the test set.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["held out"] != held_out:
             continue
         besides = [(name, row.get(name, usual)) for name, usual in BESIDES.items()]
-        told = ", ".join(f"{name} {value:g}" for name, value in besides if value != BESIDES[name])
-        groups.setdefault((*(row[name] for name in SETTINGS), told), []).append(row)
+        other = ", ".join(f"{name} {value:g}" for name, value in besides if value != BESIDES[name])
+        groups.setdefault((*(row[name] for name in SETTINGS), other), []).append(row)
 
     def percent(at: tuple[Any, ...], key: str) -> str:
         found = [100 * row["sparse"][key] for row in groups[at] if key in row["sparse"]]
@@ -220,15 +220,15 @@ def all_tables() -> dict[str, str]:
         "ways to cut blocks": ways_table(of_blocks, WAYS[0]),
         "ways to cut blocks of 64": ways_table(of_blocks, WAYS[1]),
     }
-    there = {(row["experiment"], row["trial"]) for row in small}
-    for name, experiment in EXPERIMENTS.items():  # those that have been run
-        if all((name, trial) in there for trial in experiment.trials):
+    measured = {(row["experiment"], row["trial"]) for row in small}
+    for name, experiment in EXPERIMENTS.items():  # only complete experiments
+        if all((name, trial) in measured for trial in experiment.trials):
             made[name] = experiment_table(small, name)
     return made
 
 
 def filled(text: str, made: dict[str, str]) -> str:
-    """A page with its tables as they are to be."""
+    """The page with its tables replaced."""
 
     def fill(found: re.Match[str]) -> str:
         return f"{found[1]}\n\n{made[found[2]]}\n\n<!-- /learning -->"

@@ -1,4 +1,4 @@
-"""What is compared: the language model's training with one thing changed at a time."""
+"""The variants to compare: the language model's training with one change at a time."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ __all__ = ["CHANGES", "METHODS", "Variant", "variant"]
 
 @dataclass(frozen=True)
 class Variant:
-    """RigL as `dynsparse lm` trains it, but for what is said here."""
+    """Differences from RigL in `dynsparse lm`."""
 
     growth: str | None = "gradient"
-    """"gradient", "random" (SET), None (static), or "correlation": the gradient of each weight
-    over the root mean squares of its input and of the gradient of its output."""
+    """"gradient", "random" (SET), None (static), or "correlation": each weight's gradient divided
+    by the root mean squares of its input and of its output's gradient."""
     masked: bool = False
-    """Dense weights under masks: a second implementation."""
+    """Dense weights with masks, a second implementation."""
     batches: int = 1
-    """Whose gradients are added up for growth, all at the weights of the update."""
+    """Number of batches whose gradients are summed for growth, all at the weights of the update."""
     window: int = 1
-    """Growth looks at the gradients of so many last steps, nearly alike (0.99 to the age): for
-    nothing but memory, while `batches` costs passes of its own."""
+    """Number of past steps whose gradients growth sums, weighted by 0.99^age: costs only memory,
+    while `batches` costs extra passes."""
     second_moment: str = "zero"
-    """Adam's, of grown weights: "zero", or "median", that of the layer's other weights."""
+    """Adam's second moment of grown weights: "zero", or the "median" of the layer's others."""
     initial_step: float = 0.0
-    """Grown weights start with as many steps of gradient descent."""
+    """Grown weights start with this multiple of a gradient descent step."""
     protect: bool = False
-    """What one update grows the next does not drop."""
+    """An update does not drop what the previous one grew."""
     regrow: bool = False
-    """What an update drops it may grow again, the rule of RigL's paper."""
+    """An update may regrow what it drops, as in the RigL paper."""
     interval: float = 1.0
     """Steps between updates, as a multiple of a twentieth of the training."""
     share: float = 0.3
     first: float = 0.0
-    """No update before this share of the training."""
+    """Share of the training before the first update."""
     end: float = 0.75
     sparsity: float = 0.9
     allocation: str = "uniform"
     only: str = ""
     """Update only the layers with this in their names."""
     noise: bool = False
-    """Measure at some updates how growth depends on the batch."""
+    """Measure how growth depends on the batch, at some updates."""
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def variant(name: str) -> Variant:
-    """The variant of a name such as "set", or "set, 97 %": a method and what is changed of it."""
+    """The variant of a name such as "set" or "set, 97 %": a method and its changes."""
     method, *changes = name.split(", ")
     made = replace(Variant(), **METHODS[method])
     for change in changes:

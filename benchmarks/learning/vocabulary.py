@@ -1,10 +1,10 @@
-"""What a sparse vocabulary costs a small GPT in perplexity.
+"""The perplexity that a sparse vocabulary costs a small GPT.
 
     python benchmarks/learning/vocabulary.py --data novels.txt --bpe gpt2-bpe \
         --seeds 0 1 --output results.jsonl
 
 Trains the model of pruned.py on byte pairs, prunes the blocks by Wanda with and without the
-embedding tied to the head, fine-tunes the whole with the pattern that results, and prints a line of
+embedding tied to the head, fine-tunes the whole model with a fixed pattern, and prints a line of
 JSON for each: the test perplexity after pruning and after fine-tuning.
 """
 
@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--dense-steps", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=200, help="of fine-tuning")
-    parser.add_argument("--output", type=Path, help="append the lines of JSON to this file as well")
+    parser.add_argument("--steps", type=int, default=200, help="steps of fine-tuning")
+    parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     options = parser.parse_args()
     size = SIZES["0.6M"]
     text = Text(options.data, size, options.bpe, options.vocabulary)

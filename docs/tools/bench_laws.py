@@ -1,4 +1,4 @@
-"""What follows from the cells of a benchmark: laws of the speed-up, and break-even densities."""
+"""Speed-up laws and break-even densities, from the cells of a benchmark."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# The law has no term for the batch and none for the price of a call; and past these densities the
-# layer computes densely.
+# The law has no terms for the batch and the overhead of a call; above these densities the layer
+# computes densely.
 _LAW_FEATURES, _LAW_BATCH, _LAW_DENSITY = 256, 128, 0.3
 
 
@@ -29,7 +29,7 @@ class Law:
     """speed-up = c * n^a * density^b * block^e.
 
     An exponent is None if all cells have the same size.
-    `factor` is the residual spread: two thirds of the cells lie within it of the law, up or down.
+    `factor` is the residual spread: two thirds of the cells are within this factor of the law.
     `worst` is the largest factor between a cell and the law. `cells` counts them.
     """
 
@@ -54,7 +54,7 @@ dense products on an IPU, with m features for n."""
 
 
 def fit(points: Sequence[Point]) -> Law | None:
-    """The law of least squared logarithms; None for fewer cells than it has coefficients."""
+    """The least-squares law of the logarithms; None for fewer cells than coefficients."""
     sizes = np.array([[p.n, p.density, p.block] for p in points], float).reshape(-1, 3)
     varies = [len(np.unique(column)) > 1 for column in sizes.T]
     if len(points) < 1 + sum(varies) or not points:
@@ -80,10 +80,10 @@ def fit(points: Sequence[Point]) -> Law | None:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Up to which density a layer is faster than dense, and how the densest cell does.
+    """The density up to which a layer is faster than dense, and the speed-up of the densest cell.
 
-    `density` is None where even the sparsest cell is slower. `crosses`: whether a crossing was
-    seen; without one `density` is the largest that was measured.
+    `density` is None if even the sparsest cell is slower. `crosses`: whether a crossing was
+    measured; without one `density` is the largest measured.
     """
 
     n: float
@@ -127,7 +127,7 @@ def _crossing(before: Point, after: Point) -> float:
 def points(results: dict[str, Any], contender: str, threads: int) -> Iterator[Point]:
     """The speed-up over `contender` of every float32 layer's training step in the results.
 
-    A cell that several benchmarks measured counts once, as measured last.
+    A cell that several benchmarks measured counts once, with the last measurement.
     """
     by_sizes: dict[tuple[Any, ...], Point] = {}
     for benchmark in results["benchmarks"].values():
@@ -150,7 +150,7 @@ def _is_in_law(point: Point) -> bool:
 
 
 def most_threads(results: dict[str, Any]) -> int:
-    """The largest number of threads of a training step in the results; 0 without any."""
+    """The largest number of threads of a training step in the results; 0 if there is none."""
     steps = [b for b in results["benchmarks"].values() if b.get("measure") == "step"]
     return max((cell["threads"] for one in steps for cell in one["cells"]), default=0)
 
@@ -158,8 +158,8 @@ def most_threads(results: dict[str, Any]) -> int:
 def fit_laws(results: dict[str, Any]) -> dict[str, Law]:
     """Contender -> the law over it.
 
-    Laws are those of the largest number of threads that was measured, over layers of 256 features
-    or more, batches of 128 or more and densities up to 0.3.
+    Laws use the largest number of threads measured, layers of 256 features or more, batches of 128
+    or more and densities up to 0.3.
     """
     laws = {}
     for contender in ("masked", "dense"):

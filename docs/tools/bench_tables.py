@@ -42,7 +42,7 @@ Summary = dict[str, tuple[float, float, float]]
 def summaries_of(
     results: Figures, names: list[str]
 ) -> dict[tuple[int, float], tuple[int, Summary]]:
-    """(block, density) -> how many cells, and what they gain."""
+    """(block, density) -> number of cells, and their ratios."""
     found: dict[tuple[int, float], list[Figures]] = {}
     for cell in collect_cells(results, names):
         found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
@@ -58,13 +58,13 @@ def summaries_of(
 
 
 def present(summaries: Iterable[Summary]) -> list[str]:
-    """The contenders that any of them has, in the order of the columns."""
-    there = {name for summary in summaries for name in summary}
-    return [name for name in NAMES if name in there]
+    """The contenders in any of the summaries, in the order of the columns."""
+    used = {name for summary in summaries for name in summary}
+    return [name for name in NAMES if name in used]
 
 
 def in_columns(summary: Summary, who: list[str]) -> list[str]:
-    """A cell of the table per contender."""
+    """A table cell per contender."""
     return [between(*summary[name]) if name in summary else "" for name in who]
 
 
@@ -88,7 +88,7 @@ def _losses(results: Figures, names: list[str]) -> str:
 
 
 def _worst(cells: list[Figures], who: str) -> str:
-    """A table of `cells` beside a contender, worst first; nothing without any."""
+    """A table of `cells` beside a contender, worst first; empty without cells."""
     if not cells:
         return ""
     cells = sorted(cells, key=lambda cell: cell["ratios"][who]["median"])
@@ -101,7 +101,7 @@ def _worst(cells: list[Figures], who: str) -> str:
 
 
 def _medium(results: Figures, names: list[str]) -> str:
-    """What dense products at "medium" are made of and gain, and the cells that they win."""
+    """Dense products at "medium": their dtype and speed-up, and the cells where they are faster."""
     cells = [cell for cell in collect_cells(results, names) if "dense_medium" in cell["ratios"]]
     lost = [cell for cell in cells if cell["ratios"]["dense_medium"]["median"] < 1]
     shares = [
@@ -117,13 +117,13 @@ def _medium(results: Figures, names: list[str]) -> str:
 
 
 def _break_even(results: Figures, names: list[str]) -> str:
-    """Where dense catches up: a row per layer and batch, a column per block size."""
+    """Break-even densities: a row per layer and batch, a column per block size."""
     layers = {
         ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
         for c in collect_cells(results, names)
     }
     threads = most_threads(results)
-    # Of figures entered by hand the crossings may be entered, too, and not all of the cells.
+    # Figures entered by hand may give the crossings, and only some of the cells.
     entered = results.get("break_even", {}).get(f"{threads}")
     crossings = (
         [BreakEven(**one) for one in entered]
@@ -154,7 +154,7 @@ def _break_even_text(one: BreakEven | None) -> str:
 
 
 def _overhead(results: Figures, names: list[str]) -> str:
-    """Microseconds a call."""
+    """Microseconds per call."""
     cells = collect_cells(results, names)
     head, sizes = size_columns(cells)
     rows = []
@@ -174,7 +174,7 @@ def _sizes(cell: Figures) -> list[str]:
 
 
 def _by_model(cells: list[Figures]) -> list[Figures]:
-    """The cells of each model together, in the order in which the models come."""
+    """The cells grouped by model, in order of first occurrence."""
     models = list(dict.fromkeys(cell["layer"] for cell in cells))
     return sorted(cells, key=lambda cell: models.index(cell["layer"]))
 
@@ -185,7 +185,7 @@ def _model_ratio(figure: Figures, disturbed: bool) -> str:
 
 
 def steps_table(cells: list[Figures]) -> Table:
-    """A training step: of the blocks, and of the whole model."""
+    """Training steps: ratios of the blocks, and of the whole model."""
     who = ["masked", "dense"]
     head = [*_SIZE_NAMES, "ms, blocks", *[f"{name}, blocks" for name in who]]
     head += ["ms, whole", *[f"{name}, whole" for name in who]]
@@ -204,7 +204,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def memory_table(cells: list[Figures]) -> Table:
-    """Peaks in GB, and how many times smaller the state of the blocks is than when dense."""
+    """Peaks in GB, and how many times smaller the blocks' state is than masked and dense."""
     who = ["dynsparse", "masked", "dense"]
     head = [*_SIZE_NAMES, *[f"{name}, GB" for name in who], "state of the blocks, MB",
             "masked / that", "dense / that"]  # fmt: skip
@@ -224,7 +224,7 @@ def _law(results: Figures, names: list[str]) -> str:
     head = ["speed-up over", "c", "a (features)", "b (density)", "e (block)", "spread", "cells"]
     rows = []
     for name, law in fit_laws(results).items():
-        # Rounded first: what is a little below zero is zero, not -0.00.
+        # Rounding first and adding 0.0 avoids -0.00.
         powers = [
             "-" if power is None else f"{round(power, 2) + 0.0:.2f}"
             for power in (law.a, law.b, law.e)
@@ -237,13 +237,13 @@ def _law(results: Figures, names: list[str]) -> str:
 
 
 def _with_figures(results: Figures) -> Figures:
-    """The results with what commands have written in place of cells measured here."""
+    """The results with the figures that commands wrote in place of cells."""
     entries = results["benchmarks"].items()
     return {**results, "benchmarks": {name: one.get("figures", one) for name, one in entries}}
 
 
 def _trainings(results: Figures, names: list[str]) -> str:
-    """A row per seed: steps, ratio of the times, the part that updates took."""
+    """A row per seed: steps, ratio of the times, the updates' share of the time."""
     results = _with_figures(results)
     rows = []
     cells = collect_cells(results, names)
@@ -279,7 +279,7 @@ def model_view(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, lis
 
 
 def parts_table(cells: list[Figures]) -> Table:
-    """Milliseconds of every part of a whole step: of each model at the first density and type."""
+    """Milliseconds of every part of a step, for each model at its first density and dtype."""
     models: dict[str, list[Figures]] = {}
     for cell in cells:
         first = models.setdefault(cell["layer"], [cell])[0]
@@ -315,11 +315,11 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "parts": model_view(parts_table),
     "machine": describe_measurement,
 }
-"""What can be shown of benchmarks: view(results, names) -> Markdown."""
+"""Views of benchmarks: view(results, names) -> Markdown."""
 
 
 def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
-    """By the median over masked dense of all cells of the benchmarks `names`."""
+    """The machines by their median ratio to masked dense over all cells of the benchmarks."""
     return sorted(
         machines,
         key=lambda one: statistics.median(
@@ -347,7 +347,7 @@ def _side_by_side(machines: list[Figures], names: list[str]) -> str:
 
 
 def _each(machines: list[Figures], names: list[str]) -> str:
-    """Which machines these are: a line each, as in `_side_by_side`."""
+    """A line per machine, in the order of `_side_by_side`."""
     lines = []
     for one in worst_first(machines, names):
         lines.append(f"- {describe_measurement(one, names)}")
@@ -355,7 +355,7 @@ def _each(machines: list[Figures], names: list[str]) -> str:
 
 
 def _memory(machines: list[Figures], names: list[str]) -> str:
-    """How far the peak of the memory rises by `memory`, the most first."""
+    """Growth of peak memory in the benchmark `memory`, largest first."""
     found = [(one, one["benchmarks"][name]) for one in machines for name in names]
     found.sort(key=lambda pair: -pair[1]["figures"]["peak"])
     rows = [
@@ -370,7 +370,7 @@ MACHINE_VIEWS: dict[str, Callable[[list[Figures], list[str]], str]] = {
     "machines-list": _each,
     "machines-memory": _memory,
 }
-"""What can be shown of benchmarks that several machines ran: view(results, names) -> Markdown."""
+"""Views of benchmarks that several machines ran: view(results, names) -> Markdown."""
 
 _PART = re.compile(r"(<!-- bench: ([^>]*?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
@@ -379,11 +379,11 @@ def fill_page(page: Path, results: Figures, others: Mapping[str, Figures] | None
     """Replace every table of the page whose benchmarks are all in `results`; others stay.
 
     Args:
-        others: the figures of other machines, by the names of their files. Tables over machines
-            stay as they are without any.
+        others: figures of other machines, by file name. Without them, tables over machines stay as
+            they are.
 
     Raises:
-        ValueError: a page without such comments, an unknown view, or nothing to fill in.
+        ValueError: a page without such comments, an unknown view, or no table to fill in.
     """
     others = others or {}
     text = page.read_text(encoding="utf-8")
@@ -410,7 +410,7 @@ def fill_page(page: Path, results: Figures, others: Mapping[str, Figures] | None
 def _made(
     page: Path, view: str, names: list[str], results: Figures, others: Mapping[str, Figures]
 ) -> str | None:
-    """What stands between two comments; None where the figures for it are not there."""
+    """The text between two comments; None if its figures are missing."""
     if view in MACHINE_VIEWS:
         together = [results, *others.values()]
         ran = [one for one in together if all(name in one["benchmarks"] for name in names)]
@@ -433,7 +433,7 @@ def _made(
 def main(arguments: list[str] | None = None) -> None:
     """Fill in the pages."""
     parser = argparse.ArgumentParser(description="Fill in the tables of pages from figures.")
-    parser.add_argument("figures", type=Path, nargs="+", help="of the machine of the pages first")
+    parser.add_argument("figures", type=Path, nargs="+", help="first those of the pages' machine")
     parser.add_argument("--page", type=Path, nargs="+", required=True)
     asked = parser.parse_args(arguments)
     results, *others = map(load_results, asked.figures)

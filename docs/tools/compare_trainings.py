@@ -22,10 +22,10 @@ _COLOURS = ("#0b6e99", "#d1495b", "#e0a030", "#3a7d44", "#7a5195", "#666666")
 
 
 def read_figures(file: Path) -> dict[str, Any]:
-    """What `dynsparse lm --json` wrote.
+    """Read a file that `dynsparse lm --json` wrote.
 
     Raises:
-        ValueError: another file.
+        ValueError: not such a file.
         OSError: a file that cannot be read.
     """
     try:
@@ -44,9 +44,9 @@ def read_figures(file: Path) -> dict[str, Any]:
 
 
 def draw_losses(runs: Sequence[dict[str, Any]], path: Path, title: str = "") -> Path:
-    """Training loss (dashed) and validation loss (drawn through) over the steps, one colour a run.
+    """Plot training loss (dashed) and validation loss (solid) over the steps, one color per run.
 
-    Training losses are means over the steps since the report before.
+    Training losses are means over the steps since the previous report.
     """
     with figure(9.0, 5.0) as page:
         axes = page.subplots()
@@ -58,7 +58,7 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: Path, title: str = "") -> 
             label = f"{run['method']}, {held:,} parameters: {valid[-1]:.3f}"
             axes.plot(steps, valid, color=colour, label=label)
             axes.plot(steps, train, color=colour, lw=1.3, ls=(0, (3, 2)))
-        # The first report is far above the rest, which is what one wants to compare.
+        # The first report is far above the others, which are the ones to compare.
         later = [
             entry[key] for run in runs for entry in run["history"][1:] or run["history"]
             for key in ("loss", "valid_loss")
@@ -76,12 +76,12 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: Path, title: str = "") -> 
 
 
 def loss_table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown, one line per method in the order of its mean validation loss.
+    """Markdown, one line per method in order of mean validation loss.
 
-    Losses are those at the end, in nats per token: mean (least to largest) over the seeds.
+    Final losses in nats per token: mean (smallest to largest) over the seeds.
 
     Raises:
-        ValueError: runs of different length or data, which cannot stand side by side.
+        ValueError: runs of different length or data, which are not comparable.
     """
     kinds = {(run["data"], run["steps"], run["vocabulary"]) for run in runs}
     if len(kinds) > 1:
@@ -117,11 +117,11 @@ def _spread(group: Sequence[dict[str, Any]], key: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or draw the curves; one line and status 2 for an error of the user."""
+    """Print the table, or draw the curves; user errors give one line and status 2."""
     parser = argparse.ArgumentParser(description="A table or curves of several trainings.")
     parser.add_argument("files", nargs="+", type=Path, help="written by dynsparse lm --json")
-    parser.add_argument("--output", type=Path, help="draw curves to this picture, such as a.png")
-    parser.add_argument("--title", default="", help="of the picture")
+    parser.add_argument("--output", type=Path, help="draw curves to this image file, such as a.png")
+    parser.add_argument("--title", default="", help="title of the figure")
     given = parser.parse_args(arguments)
     try:
         runs = [read_figures(file) for file in given.files]

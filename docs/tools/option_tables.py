@@ -1,10 +1,10 @@
-"""The tables of options in the docs, made from the options themselves.
+"""The option tables in the docs, generated from the definitions of the options.
 
     python docs/tools/option_tables.py docs/*.md
 
-fills in what stands between `<!-- options: COMMAND -->` and `<!-- /options -->`: all options of a
-command; with `<!-- options: COMMAND beside OTHER -->` those that the other does not have alike;
-with `<!-- options: COMMAND restored -->` which of them a checkpoint decides.
+replaces the text between `<!-- options: COMMAND -->` and `<!-- /options -->` by all options of a
+command; with `<!-- options: COMMAND beside OTHER -->` by those that differ from the other command;
+with `<!-- options: COMMAND restored -->` by those that a checkpoint restores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARKED = re.compile(
 
 
 def option_table(command: str, beside: str | None = None) -> str:
-    """Markdown: a line per option of the command, by the headings of its help."""
+    """Markdown: a line per option of the command, under the headings of its help."""
     lines = ["| flag | default | meaning |", "|---|---|---|"]
     known = set() if beside is None else set(_lines(beside))
     lines += [line for line in _lines(command) if line not in known]
@@ -48,7 +48,7 @@ def _lines(command: str) -> list[str]:
 
 
 def restored_list(command: str) -> str:
-    """Markdown: which options a checkpoint of the command decides, and which it never does."""
+    """Markdown: the options that a checkpoint of the command restores, and those it never does."""
     options = options_of(COMMANDS[command])
     of_file: list[str] = []
     of_run: list[str] = []
@@ -61,10 +61,10 @@ def restored_list(command: str) -> str:
 
 
 def fill(text: str) -> str:
-    """A page with all its marked parts made anew.
+    """The page with all its marked parts regenerated.
 
     Raises:
-        ValueError: a command that has no such options.
+        ValueError: a command without such options.
     """
 
     def made(match: re.Match[str]) -> str:

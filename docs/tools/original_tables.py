@@ -2,8 +2,8 @@
 
     python docs/tools/original_tables.py docs/coming-from-popsparse.md
 
-fills in what stands between `<!-- original: NAME -->` and `<!-- /original -->`: for a program its
-flags, from the table that the commands read; "options", "functions" and "tools" are lists of this
+replaces the text between `<!-- original: NAME -->` and `<!-- /original -->`: for a program by its
+flags, from the table that the commands read; "options", "functions" and "tools" are lists in this
 file.
 """
 
@@ -95,7 +95,7 @@ FUNCTIONS = {
     "SparseTiedEmbedding": "dynsparse.nn.TiedEmbedding",
     "prune_and_grow, regrow_rigl": "dynsparse.RigL",
 }
-"""By their names in C++ or Python; several that are one thing here are separated by commas."""
+"""Names in C++ or Python; commas separate several that have one counterpart here."""
 
 _NOTHING = "nothing: there is no device"
 TOOLS = {
@@ -146,7 +146,7 @@ def render(name: str) -> str:
     """Markdown of a program's flags, of the options, of the functions or of the tools.
 
     Raises:
-        ValueError: a name that is none of these.
+        ValueError: an unknown name.
     """
     if name == "options":
         rows = [f"| `{original}` | `{spelled(original)}` |" for original in OPTIONS]
@@ -176,7 +176,7 @@ def render(name: str) -> str:
 
 
 def fill(text: str) -> str:
-    """A page with all its marked parts made anew."""
+    """The page with all its marked parts regenerated."""
     return _MARKED.sub(lambda match: f"{match[1]}\n{render(match[2])}\n\n{match[3]}", text)
 
 

@@ -1,7 +1,7 @@
 """Dynamic sparse training that really is sparse.
 
-A layer holds only its non-zero weights, its three passes cost in proportion to them, and the
-pattern of non-zeros changes while the network trains.
+A layer stores only its non-zero weights, the cost of its three passes is proportional to them, and
+the pattern of non-zeros changes during training.
 """
 
 from importlib import import_module

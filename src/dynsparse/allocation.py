@@ -54,7 +54,7 @@ def allocate(
     """How many blocks each layer gets.
 
     The non-zero elements of all layers together are `density` times all elements, to the nearest
-    block. A layer that would exceed density 1 becomes dense and the rest is shared anew among the
+    block. A layer that would exceed density 1 becomes dense and the rest is shared again among the
     others; a layer that would get less than one block gets one.
 
     Args:
@@ -65,7 +65,7 @@ def allocate(
             networks with adaptive sparse connectivity inspired by network science"; "erk", the
             same with the kernel's dimensions in sum and product, Evci et al. 2020, "Rigging the
             Lottery: Making All Tickets Winners", section 3. For linear layers "er" and "erk" are
-            one.
+            the same.
         block_size: edge of the blocks, one for all or by layer name (defaults to 1).
         densities: layer name -> its own density in (0, 1], to its nearest block. These come first;
             the other layers share what is left of the overall density.
@@ -206,7 +206,7 @@ def _targets(layers: list[_Layer], budget: int) -> list[Fraction]:
     scales at which a layer reaches one of its bounds: those are searched, the rest is solved for.
     This is where the procedure of Evci et al. ends, which makes layers dense one after another.
     """
-    from fractions import Fraction  # and decimal with it, at a good part of this package's import
+    from fractions import Fraction  # also imports decimal: much of this package's import time
 
     def clamped(scale: Fraction) -> list[Fraction]:
         return [min(max(scale * x.share, Fraction(x.block)), Fraction(x.elements)) for x in layers]

@@ -2,13 +2,12 @@
 
 The same weights serve as the output projection of a language model (tied embeddings), so the
 operations work on the buckets of a fully connected layer: the sparse matrix is [entries, size].
-Each tile gathers for a share of the indices and for the columns of its y partition. Every bucket
-of those columns has to pass by: the buckets of equal y go round once, and again for each distance
-in y that the overflow record names. An update works the other way round: indices and slices
-travel, and buckets stay. See section 5.4 of
-docs/popsparse-formulas.md.
+Each tile gathers the columns of its y partition for a share of the indices. Every bucket of those
+columns has to pass by: the buckets of equal y go round once, and again for each distance in y in
+the overflow record. An update works the other way round: indices and slices travel, and buckets
+stay. See section 5.4 of docs/popsparse-formulas.md.
 
-The short way through `embedding_slice` and `embedding_update_add`.
+`EmbeddingLayer` is the short way to `embedding_slice` and `embedding_update_add`.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class SliceLayout:
 
     @property
     def share(self) -> int:
-        """Indices of a tile."""
+        """Number of indices on each tile."""
         return ceil_div(self.num_indices, self.plan.partition.x * self.plan.partition.z)
 
     @property
@@ -104,7 +103,7 @@ class SliceLayout:
         return tensor
 
     def add_indices(self, graph: Graph, indices: Tensor, steps: Sequence, name: str) -> Tensor:
-        """The indices of each tile, [*grid, indices of a tile], brought there by a new step."""
+        """The indices of each tile, [*grid, indices of a tile]; a new step copies them there."""
         tiles, count = self.tiles, self.num_indices
         local = graph.add_variable(UNSIGNED_INT, [*tiles.shape, self.share], name, tiles=tiles)
         graph.set_initial_value(local, _PADDING)
@@ -132,14 +131,14 @@ def _add_round(
     way: int,
     steps: Sequence,
 ) -> None:
-    """Add steps in which data goes round the tiles of equal y, and then on to the next y as often
-    as the overflow record says.
+    """Add steps that pass data round the tiles of equal y, then on to the next y as often as the
+    overflow record says.
 
     Args:
-        codelet: what runs on every tile at every turn.
+        codelet: runs on every tile at every turn.
         passing: fields that travel, [*tiles, ...].
-        staying: the others.
-        way: +1 if a tile gets what the next one had, -1 for the one before.
+        staying: the other fields.
+        way: +1 if a tile receives from the next one, -1 from the one before.
     """
     tiles = layout.tiles
     moving = {
@@ -198,7 +197,7 @@ _COUNT = Codelet(
 )
 
 
-# A tile holds at least so many indices (section 5.4 of docs/popsparse-formulas.md).
+# The fewest indices on a tile (section 5.4 of docs/popsparse-formulas.md).
 _LEAST_INDICES = 32
 
 
@@ -206,7 +205,7 @@ _LEAST_INDICES = 32
 def create_indices_tensor(
     graph: Graph, params: FullyConnectedParams, num_indices: int, *, name: str = "indices"
 ) -> Tensor:
-    """Indices of rows, uint32 [num_indices], spread over the tiles.
+    """Create row indices, uint32 [num_indices], spread over the tiles.
 
     Raises:
         ValueError: fewer than one index; several groups.
@@ -229,7 +228,7 @@ def create_slice_tensor(
     *,
     name: str = "slices",
 ) -> PlannedTensor:
-    """Rows to be added to the matrix, [num_indices, input channels], laid out by their use.
+    """Create rows to add to the matrix, [num_indices, input channels], in the layout updates need.
 
     Raises:
         ValueError: fewer than one index; several groups; options that no plan satisfies.
@@ -244,9 +243,7 @@ def _count(num_indices: Any, graph: Graph) -> int:
     count = check_integer("num_indices", num_indices, 1)
     room = graph.target.tiles * graph.target.bytes_per_tile
     if count * UNSIGNED_INT.size > room:
-        raise ValueError(
-            f"num_indices must be such as fit the {room:,} bytes of all tiles, got {count:,}"
-        )
+        raise ValueError(f"num_indices must fit the {room:,} bytes of all tiles, got {count:,}")
     return count
 
 
@@ -284,7 +281,7 @@ def embedding_slice(
     options: Options | dict[str, Any] | None = None,
     cache: PlanningCache | None = None,
 ) -> PlannedTensor:
-    """Add the gathering of rows to a program.
+    """Add a gather of rows to a program.
 
     Args:
         weights: of a fully connected layer, [entries, size].
@@ -292,11 +289,11 @@ def embedding_slice(
         cache: keeps the plan of the weights.
 
     Returns:
-        [num_indices, size]: rows of the sparse matrix with their zeros. An index that is out of
-        range gives a row of zeros.
+        [num_indices, size]: rows of the sparse matrix, zeros included. An index out of range gives
+        a row of zeros.
 
     Raises:
-        ValueError: weights made for other parameters or options, indices of another kind.
+        ValueError: weights made for other parameters or options, indices of another type or shape.
     """
     plan = _require(weights, indices, params, options, cache)
     layout = SliceLayout(plan, indices.shape[0])
@@ -328,13 +325,13 @@ def embedding_update_add(
     options: Options | dict[str, Any] | None = None,
     cache: PlanningCache | None = None,
 ) -> None:
-    """Add to a program: the rows `indices` of the matrix += scale x slices, where it has values.
+    """Add an update to a program: matrix[indices] += scale x slices, where the matrix has values.
 
-    Sums are kept in float32 and round once, when they are added.
+    Sums are accumulated in float32 and rounded once, when they are added.
 
     Args:
         slices: [num_indices, size], of the weights' type.
-        indices: uint32 [num_indices]; an index may come several times.
+        indices: uint32 [num_indices]; an index may repeat.
         scale: a number, or a scalar tensor (float16 or float32).
         cache: keeps the plan of the weights.
 
@@ -402,14 +399,15 @@ def _spread_scale(graph: Graph, scale: Any, tiles: np.ndarray, steps: Sequence) 
 
 
 class EmbeddingLayer:
-    """A table [entries, size] of one plan, looked up for so many indices at a time.
+    """A table [entries, size] of one plan, looked up for `num_indices` indices at a time.
 
     Args:
-        plan: as of a layer with as many outputs as entries; for the gradient with `do_grad_w_pass`.
-        num_indices: of each call.
+        plan: the plan of a layer whose outputs are the entries; the gradient needs
+            `do_grad_w_pass`.
+        num_indices: indices of each call.
 
     Attributes:
-        profiles: of the last run of "slice" and "gradient".
+        profiles: profiles of the last runs of "slice" and "gradient", by name.
 
     Raises:
         OutOfMemoryError: a tile that does not fit.
@@ -438,7 +436,7 @@ class EmbeddingLayer:
         self.engine = Engine(graph, programs)
 
     def _gradient(self, graph: Graph, weights: SparseTensor, indices: Any) -> Sequence:
-        """Rows added into zeros that lie as the values do."""
+        """Steps that add rows into zeros laid out like the values."""
         plan = self.plan
         tiles = graph.tiles_of(weights.values)[..., 0]
         values = graph.add_variable(
@@ -460,7 +458,7 @@ class EmbeddingLayer:
         return program
 
     def set_weights(self, pattern: Any, values: Any) -> None:
-        """Encode a pattern and its values, and write them; errors as of `Layer.set_weights`."""
+        """Encode and write a pattern and its values; raises what `Layer.set_weights` raises."""
         encoded = self._partitioner.encode(pattern, values)
         self._encoded = encoded.pattern
         self.engine.write("words", encoded.meta_info)
@@ -478,7 +476,7 @@ class EmbeddingLayer:
         return self.engine.read("rows")
 
     def gradient(self, indices: Any, rows: Any) -> np.ndarray:
-        """Rows [num_indices, size] added up where the pattern has values: [nnz] or [nnz, b, b]."""
+        """Sum rows [num_indices, size] where the pattern has values: [nnz] or [nnz, b, b]."""
         self._held()
         self.engine.write("indices", indices)
         self.engine.write("gradient of rows", rows)

@@ -23,12 +23,12 @@ from popsparse.plans import text_table
 
 @dataclass(frozen=True)
 class _Estimate:
-    """What a program of one layer takes.
+    """The cost of a program of one layer.
 
     Attributes:
-        cycles, seconds: of the simulated program, at the target's clock.
+        cycles, seconds: time of the simulated program, at the target's clock.
         max_tile_bytes: memory of the fullest tile.
-        fits: whether that is within a tile.
+        fits: whether that fits a tile.
     """
 
     cycles: float
@@ -46,13 +46,13 @@ class PassEstimate(_Estimate):
 
 @dataclass(frozen=True)
 class UpdateEstimate(_Estimate):
-    """One pattern update of one layer (RigL), on the machine and its host link; what the host
-    computes is not counted.
+    """One pattern update of one layer (RigL), on the machine and its host link; the host's own
+    computation is not counted.
 
     Attributes:
-        parts: cycles by what is done: the dense gradient, the pooling, the bytes both ways.
-        to_host_bytes, from_host_bytes: over the host link.
-        pieces: how many the dense gradient is computed in.
+        parts: cycles by part: the dense gradient, the pooling, the transfers both ways.
+        to_host_bytes, from_host_bytes: bytes over the host link.
+        pieces: number of pieces in which the dense gradient is computed.
     """
 
     parts: dict[str, float]
@@ -62,7 +62,7 @@ class UpdateEstimate(_Estimate):
 
     @classmethod
     def of(cls, layer: Layer, pattern: Any) -> UpdateEstimate:
-        """Runs the update's programs of a layer without numbers."""
+        """Run a layer's update programs without computing numbers."""
         layer.set_pattern(pattern)
         profiles = [layer.run("scores"), layer.rewire(pattern, np.zeros(pattern.values_shape))]
         parts: dict[str, float] = {}
@@ -83,7 +83,7 @@ class UpdateEstimate(_Estimate):
 
 
 def _cost(*profiles: Profile) -> tuple[float, float, int, bool]:
-    """Cycles and seconds of runs of one program, the bytes of its fullest tile, and whether they
+    """Cycles and seconds of a program's runs, the bytes of its fullest tile, and whether they
     fit."""
     use = profiles[0].memory
     cycles, seconds = (sum(getattr(p, name) for p in profiles) for name in ("cycles", "seconds"))
@@ -95,15 +95,15 @@ class LayerEstimate:
     """One use of one sparse layer in a forward pass of the model.
 
     Attributes:
-        name: of the module in the model.
-        out, in_, batch, density, block_size: what was multiplied; batch counts all leading
-            dimensions of the layer's input.
+        name: name of the module in the model.
+        out, in_, batch, density, block_size: the product; batch counts all leading dimensions of
+            the layer's input.
         plan: the partition, {"x", "y", "z", "method"}; one plan serves all passes.
-        passes: by name.
-        bucket_fill: mean and largest part of the buckets' values in use.
+        passes: estimates by name of the pass.
+        bucket_fill: mean and largest share of the buckets' values in use.
         propagation_steps: turns of the propagation loop, in each pass.
-        spilled: blocks that are not in the bucket they began in.
-        update: of its pattern; None where none was asked for.
+        spilled: blocks that left the bucket they began in.
+        update: the estimate of a pattern update; None if not requested.
     """
 
     name: str
@@ -121,7 +121,7 @@ class LayerEstimate:
 
     @property
     def cycles(self) -> float:
-        """Of a step."""
+        """Cycles of one training step."""
         return sum(part.cycles for part in self.passes.values())
 
 
@@ -144,12 +144,12 @@ class ModelEstimate:
 
     @property
     def update_cycles(self) -> float:
-        """Of one pattern update of all layers."""
+        """Cycles of one pattern update of all layers."""
         return sum(layer.update.cycles for layer in self.layers if layer.update is not None)
 
     @typed
     def update_share(self, interval: int) -> float:
-        """The part of the machine's time that goes to updates, one after every `interval` steps."""
+        """The share of time spent on updates, with one update every `interval` steps."""
         steps = check_integer("interval", interval, 1) * self.cycles
         return self.update_cycles / (self.update_cycles + steps)
 
@@ -165,7 +165,7 @@ class ModelEstimate:
         }
 
     def summary(self) -> str:
-        """A table a person reads."""
+        """A readable table."""
         lines = [
             f"Sparse layers on {self.target.name}, {self.dtype}: {self.cycles:,.0f} cycles, "
             f"{self.seconds * 1e6:,.1f} us a step"
@@ -239,27 +239,27 @@ def estimate(
     options: Any = None,
     update: Any = None,
 ) -> ModelEstimate:
-    """What the sparse layers of a model would cost on a tile machine.
+    """Estimate what the sparse layers of a model cost on a tile machine.
 
-    The model runs once, in evaluation mode and without gradients, to see the sizes of its layers'
-    inputs; it is left as it was. Then the program of each layer runs on the simulated machine with
+    The model runs once, in evaluation mode and without gradients, to find the sizes of its layers'
+    inputs; it is left unchanged. Then the program of each layer runs on the simulated machine with
     the layer's own pattern, without computing numbers.
 
     Args:
         model: a module with `SparseLinear` layers.
-        example_input: what it is called with; a tuple holds several arguments.
-        target: a `Target`; by default the Mk2.
-        dtype: of the layers on the machine, float16 or float32.
-        passes: those to plan for and run: names or a comma-separated string. Forward is always
-            among them.
+        example_input: the model's input; a tuple holds several arguments.
+        target: a `Target`; defaults to the Mk2.
+        dtype: type of the layers on the machine, float16 or float32.
+        passes: passes to plan and run: names or a comma-separated string. Forward is always
+            included.
         options: further options of the plan, see `popsparse.Options`.
-        update: count a pattern update of each layer, too: a `popsparse.Update` or a mapping of its
-            fields, {} for its defaults.
+        update: also estimate a pattern update of each layer: a `popsparse.Update` or a mapping of
+            its fields, {} for its defaults.
 
     Raises:
         TypeError: not a module, or not a Target.
-        ValueError: no sparse layer ran; a layer's pattern that overflows its buckets, with the
-            layer's name.
+        ValueError: no sparse layer ran; a layer's pattern overflows its buckets (the message names
+            the layer).
     """
     target = Target.mk2() if target is None else target
     if not isinstance(target, Target):
@@ -333,7 +333,7 @@ def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(*arguments)
-    except Exception as error:  # of any kind: it is what a module makes of what it cannot take
+    except Exception as error:  # a module may raise anything for an input it cannot take
         raise ValueError(
             f"the model must take example_input, got {type(error).__name__}: {error}"
         ) from error
@@ -344,6 +344,6 @@ def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
             module.training = mode
     if not uses:
         raise ValueError(
-            "no sparse layer ran: make the model sparse first, as dynsparse.sparsify(model) does"
+            "no sparse layer ran: make the model sparse first with dynsparse.sparsify(model)"
         )
     return uses

@@ -1,7 +1,7 @@
 """Formats of sparse matrices and lists of blocks.
 
-Indices count elements of the dense matrix also for blocks (so they are multiples of the block's
-sides) and offsets count values, as in PopSparse. Values of a block are row-major, in CSC
+As in PopSparse, indices count elements of the dense matrix, also for blocks (so they are multiples
+of the block's sides), and offsets count values. Values of a block are row-major, in CSC
 column-major. SciPy's matrices go through `SparsePattern.from_scipy` and `to_scipy`.
 
     matrix = CSRMatrix.from_pattern(pattern, values)
@@ -23,7 +23,8 @@ from dynsparse.pattern import SparsePattern
 
 
 class Blocks(NamedTuple):
-    """The form between formats: block coordinates int64 [n], values [n, height, width]."""
+    """The intermediate form of conversions: block coordinates int64 [n], values [n, height,
+    width]."""
 
     row: np.ndarray
     col: np.ndarray
@@ -34,7 +35,7 @@ def to_numpy(values: Any, what: str = "values") -> np.ndarray:
     """A tensor or array as an array of real numbers.
 
     Raises:
-        TypeError: a type NumPy does not have (bfloat16), or one that is not a number.
+        TypeError: bfloat16, which NumPy does not have, or a type that is not numeric.
     """
     if isinstance(values, Tensor) and values.dtype == torch.bfloat16:
         raise TypeError(f"{what} must be float16, float32 or float64, got bfloat16: convert it")
@@ -52,7 +53,7 @@ def index_array(values: Any, what: str) -> np.ndarray:
 
 
 def check_positions(indices: np.ndarray, what: str, size: int, edge: int) -> None:
-    """Refuse indices outside [0, size) or off the grid of `edge`."""
+    """Raise ValueError for indices outside [0, size) or not multiples of `edge`."""
     if not indices.size:
         return
     if int(indices.min()) < 0 or int(indices.max()) >= size:
@@ -64,7 +65,7 @@ def check_positions(indices: np.ndarray, what: str, size: int, edge: int) -> Non
 
 
 def check_offsets(offsets: np.ndarray, what: str, lines: int, total: int, step: int) -> None:
-    """Refuse offsets that do not rise from 0 to `total` in steps of `step`."""
+    """Raise ValueError for offsets that do not rise from 0 to `total` in multiples of `step`."""
     if len(offsets) != lines + 1:
         raise ValueError(f"{what} must have {lines + 1} entries, got {len(offsets)}")
     if (offsets % step).any():
@@ -104,7 +105,7 @@ def split_blocks(blocks: Blocks, by: tuple[int, int]) -> Blocks:
 
 
 def merge_blocks(blocks: Blocks, by: tuple[int, int], width: int) -> Blocks:
-    """by[0] x by[1] blocks as one; every part must be there exactly once."""
+    """Merge by[0] x by[1] blocks into one; every part must be present exactly once."""
     parts = by[0] * by[1]
     flat = blocks.row // by[0] * width + blocks.col // by[1]
     part = blocks.row % by[0] * by[1] + blocks.col % by[1]
@@ -136,16 +137,16 @@ def _pair(what: str, values: Sequence[int]) -> tuple[int, int]:
 
 
 class SparseMatrix(ABC):
-    """What the formats share.
+    """The base class of the formats.
 
     Args:
         nz_values: the values, [nnz * block area].
-        column_indices, row_indices: integers; their meaning is the format's.
+        column_indices, row_indices: integers; their meaning depends on the format.
         shape: rows and columns of the matrix in elements.
         block_dimensions: rows and columns of a block.
 
     Raises:
-        ValueError: shapes, offsets or indices that no such matrix has; TypeError: wrong types.
+        ValueError: invalid shapes, offsets or indices. TypeError: wrong types.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class SparseMatrix(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise ValueError for arrays that are no matrix of the format."""
+        """Raise ValueError for arrays that are not a matrix of the format."""
 
     @abstractmethod
     def blocks(self) -> Blocks:
@@ -197,7 +198,7 @@ class SparseMatrix(ABC):
     # Conversions.
 
     def _checked_blocks(self) -> Blocks:
-        self._check()  # The arrays may have been replaced since they were given.
+        self._check()  # The arrays may have been replaced since construction.
         return self.blocks()
 
     def _as(self, kind: type[M]) -> M:
@@ -278,7 +279,7 @@ class SparseMatrix(ABC):
         return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
 
     def to_dense(self) -> np.ndarray:
-        """The matrix with its zeros; positions stored twice are added."""
+        """The dense matrix; duplicate positions are summed."""
         row, col, data = self._checked_blocks()
         height, width = self.block_dimensions
         grid = (self.shape[0] // height, self.shape[1] // width)

@@ -1,7 +1,7 @@
 """A sparse product with its programs built once.
 
-A file has the format of safetensors: of each group the positions of its blocks, int64, and its
-values; the rest is JSON beside them. Nothing in it is code.
+Files use the safetensors format: for each group the positions of its blocks, int64, and its
+values; the rest is JSON metadata. A file contains no code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PARTS = ("rows", "columns", "values")
 
 
 def _plan_request(plan: Plan) -> dict[str, Any]:
-    """What `make_plan` was asked for; it makes the same plan again."""
+    """The arguments from which `make_plan` makes the same plan again."""
     options = {**asdict(plan.options), "partials_type": plan.options.partials_type.name}
     return {
         "target": plan.target.to_dict(),
@@ -70,7 +70,7 @@ _NAMES = {"x": "gradient", "y": "input"}
 class Layer:
     """A sparse layer of one plan on a simulated machine: patterns in, products and profiles out.
 
-    The program is built once; patterns and values change without touching it.
+    The program is built once; patterns and values change without a rebuild.
 
     >>> from popsparse.machine import Target
     >>> from dynsparse.pattern import SparsePattern
@@ -85,21 +85,22 @@ class Layer:
     True
 
     Args:
-        plan: as `popsparse.plan`, `make_plan` or `matmul_plan` gives it; its passes are built.
-        passes: only these of them.
+        plan: a plan of `popsparse.plan`, `make_plan` or `matmul_plan`.
+        passes: the passes of the plan to build; defaults to all of them.
         update: how the pattern is updated on the machine: an `Update` or a mapping of its fields.
-            None: without the programs "scores" and "rewire".
-        numerics: whether numbers are computed. Without, only the profile is made, in less time.
+            None omits the programs "scores" and "rewire".
+        numerics: whether to compute numbers. False makes only the profile, in less time.
         check_memory: whether a tile that overflows is an error.
 
     Attributes:
-        profiles: of the last run of each pass, and of "scores" and "rewire", by name.
-        encoding: what `set_weights` or `set_pattern` made; its `.info` has the figures of buckets.
-            None before, and for dense weights.
+        profiles: profiles of the last run of each pass, and of "scores" and "rewire", by name.
+        encoding: the encoded pattern of `set_weights` or `set_pattern`; its `.info` has the bucket
+            figures. None before the first call, and for dense weights.
 
     Raises:
-        OutOfMemoryError: a tile that does not fit.
-        ValueError: a pass the plan is not for; a dense gradient that fits in no pieces.
+        OutOfMemoryError: a tile overflows.
+        ValueError: a pass the plan does not include; a dense gradient that does not fit in any
+            number of pieces.
     """
 
     @typed
@@ -170,16 +171,16 @@ class Layer:
 
     @typed
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the plan, how the layer was built, and the weights that the machine holds.
+        """Write the plan, the constructor's settings, and the weights that the machine holds.
 
-        A program is not in the file: it follows from the plan, and `load` builds it.
+        The file does not contain programs: they follow from the plan, and `load` builds them.
 
         Args:
-            file: where to; written atomically.
+            file: the path; written atomically.
 
         Raises:
             OSError: the file cannot be written.
-            TypeError: a plan for a target, or of options, of a class of your own.
+            TypeError: a plan whose target or options are of a custom class.
         """
         weights = self._matrices()
         about = {
@@ -201,13 +202,12 @@ class Layer:
     @classmethod
     @typed
     def load(cls, file: str | os.PathLike[str]) -> Layer:
-        """The layer that `save` wrote, on whichever machine: nothing is planned, and no target is
-        asked for, since both stand in the file.
+        """Load a layer that `save` wrote, with its plan and target.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: another file, a damaged one, or a plan of another version of the planner.
-            OutOfMemoryError: as of the constructor (a ValueError).
+            ValueError: not such a file, a damaged one, or a plan of another version of the planner.
+            OutOfMemoryError: as in the constructor (a ValueError).
         """
         try:
             metadata, tensors = read_tensors(Path(file))
@@ -238,7 +238,7 @@ class Layer:
         return layer
 
     def _matrices(self) -> list[COOMatrix]:
-        """The weights of each group; none where no pattern was set."""
+        """The weights of each group; empty if no pattern is set."""
         encoded = self._encoded
         if encoded is None:
             return []
@@ -263,7 +263,7 @@ class Layer:
         self.engine.write("words", encoded.meta_info)
 
     def set_values(self, values: Any) -> None:
-        """Write values [nnz] or [nnz, b, b] of the pattern that was set."""
+        """Write values [nnz] or [nnz, b, b] of the current pattern."""
         self.engine.write("values", self._held().place(to_numpy(values)))
 
     def set_weights(self, pattern: Any, values: Any) -> None:
@@ -276,7 +276,7 @@ class Layer:
 
     @typed
     def run(self, name: str) -> Profile:
-        """Run a pass, "scores" or "rewire" on what the machine holds."""
+        """Run a pass, "scores" or "rewire" on the data the machine holds."""
         self.profiles[name] = self.engine.run(name)
         return self.profiles[name]
 
@@ -303,15 +303,15 @@ class Layer:
     def scores(self, gradient: Any, inputs: Any) -> np.ndarray:
         """Growth scores: magnitudes of the dense dW = dY^T X, pooled per block as the update says.
 
-        The program "scores" runs: its profile lists the dense gradient in its pieces, the pooling,
-        and what goes to the host. `returned_values` is what came with it.
+        Runs the program "scores": its profile lists the dense gradient in its pieces, the pooling,
+        and the transfers to the host. `returned_values` has the values sent with the scores.
 
         Args:
             gradient, inputs: dY [batch, groups * out], X [batch, groups * in].
 
         Returns:
-            float32 [out / rows, in / columns], with a leading axis for several groups. Single
-            elements and "none" give magnitudes, and their sums over blocks, made by the host.
+            float32 [out / rows, in / columns], with a leading axis for several groups. For single
+            elements they are magnitudes; with "none" the host sums magnitudes over blocks.
 
         Raises:
             ValueError: a layer without `update`.
@@ -325,12 +325,12 @@ class Layer:
 
     @property
     def returned_values(self) -> np.ndarray:
-        """The values that came to the host with the last scores: [nnz] or [nnz, b, b]."""
+        """The values sent to the host with the last scores: [nnz] or [nnz, b, b]."""
         return self._held().gather(self._updating().values())
 
     @property
     def returned_slots(self) -> list[np.ndarray]:
-        """The optimizer state that came to the host with the last scores, each like the values."""
+        """The optimizer state sent to the host with the last scores, each like the values."""
         return [self._held().gather(slot) for slot in self._updating().slots()]
 
     def _held(self) -> EncodedPattern:
@@ -339,16 +339,17 @@ class Layer:
         return self._encoded
 
     def rewire(self, pattern: Any, values: Any, optimizer_slots: Sequence_[Any] = ()) -> Profile:
-        """Send a new pattern and its values, and optimizer state like them, over the host link.
+        """Send a new pattern, its values and optimizer state over the host link.
 
-        Unlike `set_weights`, which is free, this runs the program "rewire".
+        Unlike `set_weights`, which costs nothing, this runs the program "rewire".
 
         Args:
-            pattern, values: as of `set_weights`.
-            optimizer_slots: as many as the update has, each like the values; none are all zeros.
+            pattern, values: as for `set_weights`.
+            optimizer_slots: one for each slot of the update, each like the values; empty sends
+                zeros.
 
         Raises:
-            ValueError: a layer without `update`, another number of slots; as `set_weights`.
+            ValueError: a layer without `update`, a wrong number of slots; as `set_weights`.
         """
         update = self._updating()
         check_kind("optimizer_slots", optimizer_slots, (list, tuple), "a list like the values")

@@ -1,4 +1,4 @@
-"""Runs of products for figures."""
+"""Runs of products that measure cycles, memory and errors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ AnyPlan = Plan | StaticPlan | dense.DensePlan
 
 
 class Run(NamedTuple):
-    """One pass on the machine; `error` as of `relative_error`, None without numbers."""
+    """One pass on the machine; `error` is its `relative_error`, None without numbers."""
 
     profile: Profile
     error: float | None
 
 
 def relative_error(values: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest element expected, infinite for NaN."""
+    """The largest difference over the largest expected element; infinite for NaN."""
     if not expected.size:
         return 0.0
     off = float(np.abs(values - expected).max()) / (float(np.abs(expected).max()) or 1.0)
@@ -43,8 +43,8 @@ def relative_error(values: np.ndarray, expected: np.ndarray) -> float:
 def plan_figures(plan: AnyPlan) -> dict[str, Any]:
     """The parts of out (x), in (y) and batch (z) of a plan, and its method.
 
-    Of a static plan x is the tiles that share a band's rows (of the band with most tiles in use),
-    y the column bands.
+    For a static plan, x is the number of tiles that share a band's rows (of the band with the most
+    tiles in use), y the number of column bands.
     """
     if isinstance(plan, StaticPlan):
         bands = [plan.pieces(part).band for part in range(plan.n_split)]
@@ -65,7 +65,7 @@ def plan_figures(plan: AnyPlan) -> dict[str, Any]:
 def _numbers(
     shape: Sequence[int], sums: float, dtype: str, generator: Any, normal: bool
 ) -> torch.Tensor:
-    """+1 and -1 where sums of so many stay nearly exact, else uniform in [-1, 1); or normal."""
+    """+1 and -1 where their sums stay nearly exact, else uniform in [-1, 1); or normal."""
     exact = 2048 if dtype == "float16" else 1 << 24
     if normal:
         values = torch.randn(list(shape), generator=generator)
@@ -88,15 +88,15 @@ def sparse_figures(
     """Run passes of a layer on a pattern, with random values and operands.
 
     Args:
-        layer: built for these passes.
-        pattern: of the layer's shape and block size.
-        seed: of the values.
-        ignore_data: run without numbers; the layer may be one with `numerics=False`.
+        layer: a layer built for these passes.
+        pattern: a pattern with the layer's shape and block size.
+        seed: seed of the values.
+        ignore_data: run without numbers; the layer may have `numerics=False`.
         normal: draw from a normal distribution, not numbers whose sums round little.
 
     Returns:
         "cycles" and "tflops" by pass (2 x non-zeros x batch over the pass's seconds at the target's
-        clock), "max_tile_bytes", "propagation_steps", "spilled" (blocks not in the bucket they
+        clock), "max_tile_bytes", "propagation_steps", "spilled" (blocks that left the bucket they
         began in), "max_relative_error" (largest difference from the float64 product over its
         largest element; None without numbers).
 
@@ -173,7 +173,7 @@ def dense_plans(
     float16 uses float16 partials by default, as published dense figures do.
 
     Raises:
-        ValueError: sizes or operands the machine cannot hold.
+        ValueError: sizes or operands that do not fit the machine.
     """
     shapes = {
         "forward": (rows, cols, batch),
@@ -203,7 +203,7 @@ def static_plans(
     """A plan for each pass of a layer with a fixed pattern [out, in].
 
     forward is sparse [out, in] x dense [in, batch]; grad_input is dense [batch, out] x the sparse
-    matrix. They are planned apart, each with its own copy of the values.
+    matrix. Each is planned separately and has its own copy of the values.
 
     Raises:
         ValueError: grad_weight, which has no static product; as `make_plan`.
@@ -217,7 +217,8 @@ def static_plans(
             params = MatmulParams.create_for_dense_sparse(1, batch, out, in_)
         else:
             raise ValueError(
-                f"static products do forward and grad_input, got {name!r}: use the dynamic method"
+                f"static products support forward and grad_input, got {name!r}: use the dynamic "
+                "method"
             )
         plans[name] = make_plan(target, dtype, params, pattern, options)
     return plans
@@ -267,9 +268,9 @@ def run_plans(
     """Run static or dense products on the simulated machine, with random values and operands.
 
     Args:
-        plans: by pass, as `static_plans` or `dense_plans` makes them.
-        seed: of the values, uniform in [-1, 1).
-        ignore_data: compute no numbers.
+        plans: the result of `static_plans` or `dense_plans`, by pass.
+        seed: seed of the values, uniform in [-1, 1).
+        ignore_data: run without numbers.
         normal: draw from a normal distribution.
 
     Raises:
@@ -292,7 +293,7 @@ def run_plans(
 def run_figures(
     plans: Mapping[str, StaticPlan] | Mapping[str, dense.DensePlan], runs: Mapping[str, Run]
 ) -> dict[str, Any]:
-    """The figures of what `run_plans` ran, in the words of dynamic products.
+    """The figures of the runs of `run_plans`, with the keys of `sparse_figures`.
 
     Returns:
         "cycles", "tflops" by pass (`plan.products` over the pass's seconds at the target's clock),

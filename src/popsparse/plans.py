@@ -1,7 +1,7 @@
-"""Plans of all products for people: time, memory of a tile, terms, runners-up.
+"""Readable reports of plans: time, memory of a tile, terms, runners-up.
 
-The planner bounds temporary data only, and doubles its bound beyond the tile when it finds
-nothing. What also has to fit: the buckets, each tile's share of the dense operands, and code: see
+The planner bounds temporary data only, and doubles its bound beyond the tile when no plan fits.
+The buckets, each tile's share of the dense operands, and code also have to fit: see
 section 5.5 of docs/popsparse-formulas.md.
 """
 
@@ -18,9 +18,9 @@ from popsparse.planning.static_layout import StaticPlan
 from popsparse.timing import PassTime
 
 CODE_BYTES = 80_000
-"""Vertex code, control code and exchange programs of a tile that works on one product. Of this
-order in published profiles; 60 to 100 thousand changes no result here by more than one batch
-size."""
+"""Bytes of vertex code, control code and exchange programs on a tile that works on one product.
+Published profiles show this order of magnitude; 60 to 100 thousand changes no result here by more
+than one batch size."""
 
 
 @overload
@@ -29,10 +29,10 @@ def predict(plan: StaticPlan) -> PassTime: ...
 def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]: ...
 @typed
 def predict(plan: Plan | StaticPlan, pattern: Any = None) -> dict[str, PassTime] | PassTime:
-    """The time of each pass a plan is for, by name; of a static plan, which has one, its time.
+    """Predict the time of each pass of a plan, by name; of a static plan, the time of its one pass.
 
     Args:
-        plan: as `make_plan` or `matmul_plan` give it, or `static.make_plan`.
+        plan: a plan of `make_plan`, `matmul_plan` or `static.make_plan`.
         pattern: a `SparsePattern` of the plan's shape and block size; for several groups a
             sequence of them. A static plan has its own.
 
@@ -48,8 +48,8 @@ def predict(plan: Plan | StaticPlan, pattern: Any = None) -> dict[str, PassTime]
 def tile_memory(plan: Plan | StaticPlan) -> TileMemory:
     """The memory a plan needs on the fullest tile.
 
-    Code of a static plan is counted; that of a dynamic one is `CODE_BYTES`, or an eighth of a tile
-    that is small, as targets of tests are.
+    Code of a static plan is counted; that of a dynamic plan is `CODE_BYTES`, or an eighth of a
+    small tile, as in test targets.
     """
     if isinstance(plan, StaticPlan):
         return static_timing.tile_memory(plan)
@@ -67,8 +67,8 @@ def tile_memory(plan: Plan | StaticPlan) -> TileMemory:
 
 
 def _runner_up(row: dict[str, Any], cycles: float, winner: dict[str, int]) -> dict[str, Any]:
-    """A plan of the search with what it costs more, and the terms in which it loses and gains
-    most against the winner's."""
+    """A plan of the search with its extra cost, and the terms in which it loses and gains most
+    against the winner."""
     terms = row["terms"]
     changes = {term: terms.get(term, 0) - winner.get(term, 0) for term in {**winner, **terms}}
     most, least = (end(changes, key=lambda term: changes[term]) for end in (max, min))
@@ -81,13 +81,13 @@ def _runner_up(row: dict[str, Any], cycles: float, winner: dict[str, int]) -> di
 
 @typed
 def plan_report(plan: Plan | StaticPlan | DensePlan) -> dict[str, Any]:
-    """Everything about a plan as plain numbers and strings, ready for JSON.
+    """A report of a plan as plain numbers and strings, ready for JSON.
 
     Keys: "plan" (partition, method, ...), "cycles", "memory" (physical, and the bounds tried),
-    "search" (how many partitions were priced) and "runners_up" (each with what it costs more);
-    of a dynamic plan "buckets" and "passes" (cycles and temporary bytes by term); of a static one
-    "terms", "temporary_bytes" and "predicted" (the execution model's time). Of a dense plan the
-    figures of `DensePlan.to_dict`.
+    "search" (how many partitions were priced) and "runners_up" (each with its extra cost). A
+    dynamic plan adds "buckets" and "passes" (cycles and temporary bytes by term), a static plan
+    "terms", "temporary_bytes" and "predicted" (the execution model's time). A dense plan has the
+    keys of `DensePlan.to_dict`.
     """
     if isinstance(plan, DensePlan):
         return plan.to_dict()
@@ -166,7 +166,7 @@ def _static_report(plan: StaticPlan) -> dict[str, Any]:
 
 
 def text_table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -> list[str]:
-    """Aligned columns: those of `words` to the left, the others, numbers, to the right."""
+    """Align columns: those in `words` left, the others, numbers, right."""
     rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
@@ -181,7 +181,7 @@ def text_table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -
 
 @typed
 def plan_text(plan: Plan | StaticPlan | DensePlan, runners_up: int = 5) -> str:
-    """The report for a terminal: the cut, cycles by pass and term, memory, runners-up."""
+    """The report as text for a terminal: the cut, cycles by pass and term, memory, runners-up."""
     report = plan_report(plan)
     facts = report.get("plan", report)
     between = " to " if isinstance(plan, StaticPlan) else " x "

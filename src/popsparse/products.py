@@ -1,11 +1,12 @@
 """PopSparse's functions for fully connected layers and matrix products.
 
 Each function adds variables and steps to a machine's `Graph` and `Sequence`; an `Engine` runs them.
-All functions that belong together must get the same parameters and options: the plan follows from
-them. `popsparse.Layer` is the short way.
+All functions of one layer or product must get the same parameters and options, which determine the
+plan. `popsparse.Layer` is the short way.
 
-A wrapper of the fully connected layer: m = output channels, k = input channels, n = batch. The plan
-always serves forward and grad_input jointly, so that the sparse operand can be used transposed.
+`sparse_dense_matmul` wraps the fully connected layer: m = output channels, k = input channels,
+n = batch. Its plan always serves both forward and grad_input, so the sparse operand can be used
+transposed.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def create_fully_connected_weights(
     *,
     name: str = "weights",
 ) -> SparseTensor:
-    """The sparse weights of a layer: `.meta_info` and `.nz_values` take what a `Partitioner` made.
+    """Create a layer's sparse weights: `.meta_info`, `.nz_values` take what a `Partitioner` makes.
 
     Args:
-        graph: of the target to plan for.
+        graph: a graph for the target to plan for.
         dtype: float16 or float32.
         params, options: see `FullyConnectedParams`, `Options`.
-        cache: plans made earlier are taken from it.
+        cache: reuses plans made earlier.
 
     Raises:
         ValueError, TypeError: parameters or options that no plan satisfies.
@@ -65,9 +66,9 @@ def create_fully_connected_input(
     *,
     name: str = "input",
 ) -> Tensor:
-    """The input of a layer, [batch, groups * input channels], laid out by its use.
+    """Create the input of a layer, [batch, groups * input channels], in the layout the plan needs.
 
-    Any other tensor of this shape serves as input too, at the price of a rearrangement.
+    Any other tensor of this shape works too, at the cost of a rearrangement.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
     return operations(plan).create_operand(graph, plan, "y", name)
@@ -88,7 +89,7 @@ def fully_connected_forward(
     Args:
         activations: [batch, groups * input channels].
         program: the steps are appended to it.
-        options: those of the weights' creation.
+        options: the options with which the weights were created.
         cache: keeps the plan of the weights, which all functions share.
 
     Returns:
@@ -137,15 +138,15 @@ def fully_connected_grad_w(
     """Add dW = dY^T X, at the positions of the pattern only, to a program.
 
     Args:
-        weights: the sparse weights, or only their `meta_info`, as in the original.
+        weights: the sparse weights, or only their `meta_info`, as in PopSparse.
         gradients: [batch, groups * output channels].
         activations: [batch, groups * input channels].
-        options: those of the weights' creation.
-        cache: the plan of bare meta-info is taken from it.
+        options: the options with which the weights were created.
+        cache: provides the plan when `weights` is only meta-info.
 
     Returns:
-        [values], laid out like `weights.nz_values`: `EncodedPattern.gather` brings it into the
-        pattern's order. With `use_dense` that is the dense gradient, [groups * in * out].
+        [values], laid out like `weights.nz_values`: `EncodedPattern.gather` puts it in the
+        pattern's order. With `use_dense` it is the dense gradient, [groups * in * out].
 
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`; meta-info of
@@ -170,14 +171,14 @@ def fully_connected_dense_grad_w_serial_splits(
     options: Options | dict[str, Any] | None = None,
     cache: PlanningCache | None = None,
 ) -> tuple[int, int, int]:
-    """Into how many steps in time the dense product of grad_weight would be cut.
+    """The number of steps in time into which the dense product of grad_weight would be split.
 
-    Its operands are of `dtype`, its partial sums of the option `partials_type` as it is carried
-    out: float32 for elements, never narrower than the data.
+    Its operands have the type `dtype`, its partial sums the effective `partials_type`: float32 for
+    elements, never narrower than the data.
 
     Returns:
-        The serial splits of groups, input channels and output channels of [G, in, out]; the dense
-        weight gradient need never exist at once where one of them is above 1.
+        The serial splits of groups, input channels and output channels of [G, in, out]. If one is
+        above 1, the dense weight gradient never has to exist as a whole.
     """
     kind = data_type(dtype)
     requested = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
@@ -208,13 +209,13 @@ def create_sparse_dense_matmul_lhs(
     *,
     name: str = "lhs",
 ) -> SparseTensor:
-    """The sparse operand [groups, m, k].
+    """Create the sparse operand [groups, m, k].
 
     Args:
-        graph: of the target to plan for.
+        graph: a graph for the target to plan for.
         dtype: float16 or float32.
         params, options: see `MatmulParams`, `Options`.
-        cache: plans made earlier are taken from it.
+        cache: reuses plans made earlier.
 
     Raises:
         ValueError, TypeError: parameters or options that no plan satisfies.
@@ -233,7 +234,7 @@ def create_sparse_dense_matmul_rhs(
     *,
     name: str = "rhs",
 ) -> PlannedTensor:
-    """The dense operand [groups, k, n], laid out by its use. Errors as above."""
+    """Create the dense operand [groups, k, n], in the layout the plan needs. Raises as above."""
     plan = matmul_plan(graph.target, dtype, params, options, cache)
     return _by_group(create_operand(graph, plan, "y", name))
 
@@ -268,12 +269,12 @@ def sparse_dense_matmul(
     """Add the product of a sparse and a dense matrix to a program.
 
     Args:
-        lhs: as `create_sparse_dense_matmul_lhs` made it, [groups, m, k].
-        rhs: [groups, k, n]; with `transpose_lhs` [groups, m, n]; with `transpose_rhs` the last two
-            dimensions change places.
+        lhs: the operand of `create_sparse_dense_matmul_lhs`, [groups, m, k].
+        rhs: [groups, k, n]; with `transpose_lhs` [groups, m, n]; `transpose_rhs` swaps the last two
+            dimensions.
         program: the steps are appended to it.
         transpose_lhs: multiply by the transposed sparse matrix.
-        options: those of the sparse operand's creation.
+        options: the options with which the sparse operand was created.
         cache: keeps the plan of the sparse operand.
 
     Returns:
@@ -281,7 +282,7 @@ def sparse_dense_matmul(
 
     Raises:
         TypeError: `lhs` is not a sparse operand, or `rhs` of another element type.
-        ValueError: a shape that does not fit, or options other than at creation.
+        ValueError: shapes that do not match, or options other than those at creation.
     """
     plan = lhs.plan
     if "grad_input" not in plan.costs or plan.use_dense:

@@ -1,4 +1,4 @@
-"""Products with a sparse matrix whose pattern is known when the program is made.
+"""Products with a sparse matrix whose pattern is known when the program is built.
 
 The names follow PopSparse's `static_` API. Each function adds variables and steps to a machine's
 `Graph` and `Sequence`; an `Engine` runs them. The short way, without a machine:
@@ -57,7 +57,7 @@ _Options = Options | dict[str, Any] | None
 
 @dataclass(frozen=True, eq=False)
 class SparseTensor:
-    """A sparse operand on the machine: `nz_values` takes what `Partitioner.encode` made."""
+    """A sparse operand on the machine; write the result of `Partitioner.encode` to `nz_values`."""
 
     plan: StaticPlan
     nz_values: Tensor
@@ -72,7 +72,7 @@ def plan(
         pattern: a `SparsePattern` or a `SparseMatrix`, [m, k].
         n: columns of the dense operand.
         dtype: float16 or float32.
-        target: a `popsparse.machine.Target`; by default the Mk2.
+        target: a `popsparse.machine.Target`; defaults to the Mk2.
         options: `Options` or a mapping.
 
     Raises:
@@ -96,13 +96,13 @@ def create_sparse_dense_matmul_lhs(
     *,
     name: str = "sparse",
 ) -> SparseTensor:
-    """The sparse operand: [m, k] of sparse x dense, or [k, m] of dense x sparse.
+    """Create the sparse operand: [m, k] for sparse x dense, or [k, m] for dense x sparse.
 
     Args:
-        graph: of the target to plan for.
+        graph: a graph for the target to plan for.
         dtype: float16 or float32.
-        params: by `MatmulParams.create_for_sparse_dense` or `create_for_dense_sparse`.
-        matrix: its pattern; values it may have are not written, see `Partitioner.encode`.
+        params: from `MatmulParams.create_for_sparse_dense` or `create_for_dense_sparse`.
+        matrix: provides the pattern; its values are ignored, see `Partitioner.encode`.
 
     Raises:
         ValueError, TypeError: as `make_plan`.
@@ -121,16 +121,16 @@ def create_sparse_dense_matmul_rhs(
     *,
     name: str = "dense",
 ) -> PlannedTensor:
-    """The dense operand, laid out by its use: [1, k, n] of sparse x dense, or [1, n, k] of dense x
-    sparse. Arguments and errors as above.
+    """Create the dense operand, in the layout the plan needs: [1, k, n] for sparse x dense, or
+    [1, n, k] for dense x sparse. Arguments and errors as above.
 
-    Any other tensor of this shape serves too, at the price of a rearrangement.
+    Any other tensor of this shape works too, at the cost of a rearrangement.
     """
     plan = make_plan(graph.target, dtype, params, matrix, options, cache)
     return dense_operand(graph, plan, name, transposed=params.transposed)
 
 
-# The parameters say which product it is.
+# `params` decides which of the two products is meant.
 create_dense_sparse_matmul_rhs = create_sparse_dense_matmul_lhs
 create_dense_sparse_matmul_lhs = create_sparse_dense_matmul_rhs
 
@@ -152,11 +152,11 @@ def sparse_dense_matmul(
     Args:
         dense: [1, k, n], or [1, n, k] with `transpose_rhs`.
         transpose_lhs: must be False: a static sparse operand cannot be transposed.
-        options: if given, must be those of the sparse operand.
+        options: if given, must equal those of the sparse operand.
         cache: keeps the plan of the sparse operand.
 
     Raises:
-        ValueError: an operand of another shape, of the other product or with other options;
+        ValueError: an operand of a wrong shape, for the other product or with other options;
             `transpose_lhs`. TypeError: operands of other types.
     """
     plan, dense = _check_operands(sparse, dense, transpose_lhs, transpose_rhs, options, "right")
@@ -189,7 +189,7 @@ def _check_operands(
     sparse: Any, dense: Any, transpose_sparse: bool, transpose_dense: bool, options: _Options,
     side: str,
 ) -> tuple[StaticPlan, Tensor]:  # fmt: skip
-    """The plan and the dense operand, which is on the "left" or "right" `side`, not transposed."""
+    """The plan, and the dense operand (on the "left" or "right" `side`) without its transpose."""
     if transpose_sparse:
         raise ValueError(
             "a static sparse operand cannot be transposed: create it from the transposed matrix"
@@ -216,11 +216,11 @@ def _check_operands(
 
 
 class Partitioner:
-    """Puts the values of a matrix in the order in which the device has them, and back.
+    """Converts the values of a matrix to device order and back.
 
     Args:
-        params, dtype, target, matrix, options, cache: as of the operand on the device. The
-            pattern of `matrix` is the only one this partitioner takes.
+        params, dtype, target, matrix, options, cache: the same as for the operand on the device.
+            This partitioner accepts only the pattern of `matrix`.
     """
 
     def __init__(
@@ -236,18 +236,18 @@ class Partitioner:
 
     @spanned("encode")
     def encode(self, matrix: SparseMatrix | SparsePattern, values: Any = None) -> np.ndarray:
-        """The values of a matrix in device order, [nnz x block area], their dtype kept.
+        """The values of a matrix in device order, [nnz x block area], of the same dtype.
 
         Args:
             matrix: a COO, CSR or CSC matrix; or a pattern with `values`, [nnz] or
                 [nnz, b, b].
 
         Raises:
-            ValueError: another pattern than the partitioner's, or values of another shape.
+            ValueError: a pattern other than the partitioner's, or values of a wrong shape.
         """
         if isinstance(matrix, SparsePattern):
             if values is None:
-                raise ValueError("a SparsePattern has no values: give them as well")
+                raise ValueError("a SparsePattern has no values: pass them too")
             matrix = CSRMatrix.from_pattern(matrix, values)
         elif values is not None:
             raise ValueError(f"a {type(matrix).__name__} brings its own values: give none")
@@ -261,10 +261,10 @@ class Partitioner:
         return np.ascontiguousarray(blocks[self.plan.order]).reshape(-1)
 
     def decode(self, nz_values: Any) -> CSRMatrix:
-        """The matrix whose values are in device order, sorted.
+        """The matrix, sorted, from values in device order.
 
         Raises:
-            ValueError: another number of values.
+            ValueError: a wrong number of values.
         """
         pattern, block = self.plan.pattern, self.plan.pattern.block_size
         array = np.asarray(nz_values)

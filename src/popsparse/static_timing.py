@@ -1,10 +1,10 @@
 """Time and memory of a static plan.
 
-The planner reckons with a random pattern of the same density; here the blocks, rows and columns of
-every tile are counted. Steps are those of the device program. No constant is fitted.
+The planner assumes a random pattern of the same density; this module counts the blocks, rows and
+columns of every tile. Steps are those of the device program. No constant is fitted.
 
-Code is counted, not allowed for: vertices, stacks, control code and the instructions that send and
-receive, of which sums in many small pieces need most. See docs/popsparse-fidelity.md.
+Code is counted, not a flat allowance: vertices, stacks, control code and the instructions that send
+and receive, most of them for sums in many small pieces. See docs/popsparse-fidelity.md.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from popsparse.timing import PassTime, Step
 def predict(plan: StaticPlan) -> PassTime:
     """The time of the product on the plan's target.
 
-    A superstep is a synchronisation, an exchange and the vertices after it. Of what a tile has
-    already, only the launch of its copy is counted.
+    A superstep is a synchronisation, an exchange and the vertices after it. For data that a tile
+    already has, only the launch of the copy is counted.
     """
     target, sums = plan.target, plan.sums
     rate = target.exchange_bytes_per_cycle
@@ -35,7 +35,7 @@ def predict(plan: StaticPlan) -> PassTime:
     steps = []
     if plan.pattern.nnz:
         moved = max(float(_gather(plan, part).max()) for part in range(plan.n_split))
-        # A tile sends its share of the operand once, however many want it.
+        # A tile sends its share of the operand once, however many tiles receive it.
         moved = max(moved, _share_bytes(plan) / rate)
         steps.append(Step("gather operands", launch, math.ceil(moved), 1))
         compute = max(float(compute_cycles(plan, part).max()) for part in range(plan.n_split))
@@ -53,8 +53,8 @@ def predict(plan: StaticPlan) -> PassTime:
 
 
 def _gather(plan: StaticPlan, part: int) -> np.ndarray:
-    """Exchange cycles of each piece for what it receives: the dense columns it needs, and with n
-    split its values."""
+    """Exchange cycles of each piece to receive the dense columns it needs and, if n is split, its
+    values."""
     pieces, target, size = plan.pieces(part), plan.target, plan.dtype.size
     block = plan.pattern.block_size
     bytes_ = plan.n_parts[part].size * block * size
@@ -69,7 +69,7 @@ def _gather(plan: StaticPlan, part: int) -> np.ndarray:
 
 
 def column_fragments(plan: StaticPlan, pieces: Pieces) -> np.ndarray:
-    """In how many stretches the columns of each piece lie: with n uncut, neighbours are one."""
+    """Number of contiguous stretches of each piece's columns; with n uncut, neighbours join."""
     if plan.n_split > 1:
         return pieces.columns
     column = plan.column_order[pieces.column]
@@ -112,7 +112,7 @@ def compute_cycles(plan: StaticPlan, part: int) -> np.ndarray:
 
 def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray, np.ndarray]:
     """Rows and elements of every worker, [pieces, workers]: rows in order, cut where a worker has
-    its even share; a row each where there are no more rows than workers."""
+    its even share; one row each if there are no more rows than workers."""
     count = len(pieces)
     length = np.bincount(pieces.block_row, minlength=len(pieces.row))
     first = np.cumsum(pieces.rows) - pieces.rows
@@ -121,7 +121,7 @@ def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray,
     at, end = first.copy(), first + pieces.rows
     before = np.append(0, np.cumsum(length))
     total = before[end] - before[first]
-    # A worker goes on until it has its share, so it ends with the row in which it gets it.
+    # A worker takes rows until it has its share, so its last row is the one that completes it.
     goal = -(-total // workers)
     for worker in range(workers):
         stop = np.searchsorted(before, before[at] + goal)
@@ -135,8 +135,7 @@ def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray,
 
 
 def _share_bytes(plan: StaticPlan) -> int:
-    """Bytes of a tile's share of the dense operand, and of the values where parts of n share
-    them."""
+    """Bytes of a tile's share of the dense operand, and of the values if parts of n share them."""
     size = plan.params.k * plan.n_padded
     if plan.n_split > 1:
         size += plan.pattern.nnz * plan.pattern.block_size**2
@@ -153,7 +152,7 @@ def _most_sent(plan: StaticPlan) -> int:
 
 
 def reduce_cycles(plan: StaticPlan) -> np.ndarray:
-    """Cycles of adding up on every tile: [tiles]. An output with one partial sum needs none."""
+    """Reduction cycles of every tile: [tiles]. An output with one partial sum needs none."""
     sums = plan.sums
     return sums.cycles(plan, sums.at_home) + sums.cycles(plan, ~sums.at_home)
 
@@ -189,10 +188,10 @@ def tile_memory(plan: StaticPlan) -> TileMemory:
 
 
 def code_bytes(plan: StaticPlan, which: str = "typical") -> dict[str, int]:
-    """Bytes of code and the like on the fullest tile, by what they are.
+    """Bytes of code on the fullest tile, by kind.
 
     Args:
-        which: "low", "typical" or "high": the end of the facts' ranges that is taken.
+        which: "low", "typical" or "high": which value of the facts' ranges to use.
     """
 
     def fact(name: str) -> float:
@@ -213,8 +212,8 @@ def code_bytes(plan: StaticPlan, which: str = "typical") -> dict[str, int]:
 def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
     """Bytes of the instructions that send and receive, all exchanges together: [tiles].
 
-    At the high end every receive sets its pointer, since exchanges are not scheduled in the order
-    of addresses.
+    With "high" every receive sets its pointer, since exchanges are not scheduled in the order of
+    addresses.
     """
     tiles, size, block = plan.target.tiles, plan.dtype.size, plan.pattern.block_size
     sums, outputs = plan.sums, plan.outputs
@@ -223,7 +222,7 @@ def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
     cut = np.zeros(ops, np.int64)
     np.add.at(cut, (sums.row, sums.part), sums.depth > 0)
     np.add.at(cut, (outputs.row[sums.ones], outputs.part[sums.ones]), 1)
-    # NumPy counts nothing in integers, whatever its weights.
+    # np.bincount of an empty array returns integers, whatever its weights.
     receives = np.bincount(sums.tile, sums.depth, tiles).astype(float)
     receives += np.bincount(outputs.tile[sums.ones], minlength=tiles)
     sends, long = np.zeros(tiles), np.zeros(tiles)
@@ -251,7 +250,7 @@ def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
 
 
 def _moved(plan: StaticPlan) -> np.ndarray:
-    """Fragments in which sums made elsewhere come to the tiles of the result: [tiles]."""
+    """Fragments in which each tile of the result receives sums made on other tiles: [tiles]."""
     outputs, sums = plan.outputs, plan.sums
     begins = np.concatenate([sums.begin[~sums.at_home], outputs.begin[sums.spread]])
     tile = np.searchsorted(outputs.begin, np.unique(begins), "right") - 1

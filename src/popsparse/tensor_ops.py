@@ -1,7 +1,7 @@
 """Operations on tensors of the tile machine, wherever their elements lie.
 
-Each adds its steps to a program and gives a new tensor. What a tile needs and has not is copied to
-it; sums are float32 and round once.
+Each adds its steps to a program and returns a new tensor. Data that a tile needs and does not hold
+is copied to it; sums are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = ["OPERATIONS", "elementwise", "matmul", "reduce", "softmax"]
 
 
 class Spread(NamedTuple):
-    """A tensor's elements, tile by tile: one vertex a tile.
+    """A tensor's elements, tile by tile: one vertex per tile.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the tensor.
         owner: the tile of each element, [numel].
-        order: the elements in the order of their tiles, [numel]; None where that is their own.
-        tiles: of the vertices, [vertices].
-        offsets: where each one's elements begin, [vertices + 1].
+        order: the elements in the order of their tiles, [numel]; None if already in that order.
+        tiles: the tile of each vertex, [vertices].
+        offsets: where the elements of each vertex begin, [vertices + 1].
     """
 
     shape: tuple[int, ...]
@@ -75,12 +75,12 @@ class Spread(NamedTuple):
         return cls(tensor.shape, owner, None if is_sorted else order, placed[first], offsets)
 
     def edge(self, tensor: Tensor) -> Ragged:
-        """A tensor that lies so, as the vertices' edge."""
+        """The edge of the vertices for a tensor with this layout."""
         flat = tensor.flatten()
         return Ragged(flat if self.order is None else flat[self.order], self.offsets)
 
     def like(self, graph: Graph, dtype: Any, name: str, like: Tensor | None = None) -> Tensor:
-        """A new variable that lies so; with the layout of `like`, if that lies so and has one."""
+        """A new variable with this layout; a `PlannedTensor` if `like` is one with this layout."""
         if isinstance(like, PlannedTensor) and like.shape == self.shape:
             return like.renewed(graph, as_dtype(dtype), name)
         variable = graph.add_variable(as_dtype(dtype), list(self.shape), name)
@@ -90,8 +90,8 @@ class Spread(NamedTuple):
     def bring(
         self, graph: Graph, tensor: Tensor, pairs: list[tuple[Tensor, Tensor]], name: str
     ) -> Tensor:
-        """A tensor [of this shape, or broadcast to it] that lies so: itself, or what a copy of the
-        `pairs` brings. Each tile gets an element that it needs several times once."""
+        """A tensor [of this shape, or broadcast to it] in this layout: itself, or the target of a
+        copy added to `pairs`. A tile receives an element once, however often it needs it."""
         full = tensor.broadcast_to(*self.shape)
         if np.array_equal(graph.tiles_of(full).reshape(-1), self.owner):
             return full
@@ -109,9 +109,9 @@ class Spread(NamedTuple):
         return local[place.reshape(self.shape)]
 
 
-# Section 7.3 of docs/popsparse-formulas.md: of adding vectors, 3 cycles each,
-# of them two loads, or a load and a store, and one operation. No source gives cycles for the
-# functions: an instruction for each element.
+# Section 7.3 of docs/popsparse-formulas.md: adding vectors takes 3 cycles each: two loads, or a
+# load and a store, and one operation. No source gives cycles for the functions; they are charged
+# one instruction for each element.
 _START = 58 + 2
 _LOADS = 2
 
@@ -141,8 +141,8 @@ OPERATIONS = {
     "sigmoid": _Operation(1, lambda a: 1 / (1 + np.exp(-a)), False),
     "copy": _Operation(1, lambda a: a, True),
 }
-"""By name: how many operands each has, and what it does. "scaled add" is a + c b of (a, b, c);
-"copy" casts to the type of `out`."""
+"""The operations by name: number of operands and computation. "scaled add" computes a + c b from
+(a, b, c); "copy" casts to the type of `out`."""
 
 
 @typed
@@ -155,23 +155,23 @@ def elementwise(
     out: Tensor | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Add an operation to a program, element by element.
+    """Add an element-wise operation to a program.
 
     Args:
-        graph: of the tensors.
+        graph: the graph of the tensors.
         operation: one of `OPERATIONS`.
         operands: tensors (float16 or float32), broadcast to the shape of the first or of `out`, and
             numbers.
         program: the steps are appended to it.
-        out: what takes the result; it may be an operand. Without it a new tensor, which lies as the
-            first operand does and has its type.
-        name: of the steps.
+        out: the tensor for the result; it may be an operand. Defaults to a new tensor with the
+            first operand's layout and type.
+        name: name of the steps.
 
     Returns:
         The result.
 
     Raises:
-        ValueError: an unknown operation, another number of operands, none that is a tensor, shapes
+        ValueError: an unknown operation, a wrong number of operands, no tensor among them, shapes
             that do not broadcast.
         TypeError: operands that are neither tensors nor numbers, or of another type.
     """
@@ -226,18 +226,17 @@ def map_elements(
     vector_operations: int,
     functions: int,
 ) -> list[Tensor]:
-    """Add a computation to a program that makes each element of its results of those of its
-    operands at the same place.
+    """Add an element-wise computation with any number of operands and results to a program.
 
     Args:
-        name: of the step.
-        operands: broadcast to the shape of `like`; what lies elsewhere is brought to it.
-        results: of each its type, or the tensor that takes it, which lies as `like` does.
+        name: name of the step.
+        operands: broadcast to the shape of `like`; elements on other tiles are copied.
+        results: for each its type, or the tensor that takes it, with the layout of `like`.
         compute: from the elements of each operand, in the order of the tiles, to those of each
             result.
-        like: whose layout the results have.
-        vector_operations, functions: the operations on an element that come as vector instructions,
-            and those, as exp, that take an instruction for each element.
+        like: the tensor whose layout the results have.
+        vector_operations, functions: how many operations on an element run as vector instructions,
+            and how many, such as exp, take an instruction for each element.
 
     Returns:
         The results.
@@ -282,7 +281,7 @@ def map_elements(
     return taken
 
 
-# Of the reduction in section 3.4 of docs/popsparse-formulas.md: a vertex, an output, a vector.
+# Cycles of a vertex, an output and a vector: section 3.4 of docs/popsparse-formulas.md.
 _REDUCE_START, _OUTPUT, _REDUCE_VECTOR = 32, 7, 3
 
 _KINDS = {"add": np.add, "max": np.maximum, "min": np.minimum}
@@ -302,16 +301,16 @@ def reduce(
     """Add a reduction to a program: each tile reduces what it holds, then the parts are reduced.
 
     Args:
-        tensor: of any type; below 2^24 where it is an integer.
-        axis: dimensions that go away.
+        tensor: any type; integers must be below 2^24.
+        axis: dimensions to reduce.
         operation: "add", "max" or "min".
-        dtype: of the result, by default the tensor's.
+        dtype: type of the result; defaults to the tensor's.
 
     Returns:
         The tensor without these dimensions, spread over the tiles that held it.
 
     Raises:
-        ValueError: an unknown operation, a dimension that does not exist or comes twice.
+        ValueError: an unknown operation, a dimension that does not exist or is repeated.
     """
     check_choice("operation", operation, _KINDS)
     check_kind("axis", axis, (int, list, tuple), "a dimension or a list of them")
@@ -371,7 +370,7 @@ def _reduce_rows(
 
 
 def _reduce_codelet(operation: str, begins: np.ndarray, count: int) -> Codelet:
-    """Reduces stretches of the source, of all vertices together, that begin so."""
+    """Reduces stretches of the source; `begins` are their starts, for all vertices together."""
     kind = _KINDS[operation]
     lengths = np.diff(np.append(begins, count))
 
@@ -395,13 +394,13 @@ def softmax(graph: Graph, tensor: Tensor, program: Program, *, name: str = "soft
 
     Args:
         tensor: float16 or float32, [..., n].
-        name: of the steps.
+        name: name of the steps.
 
     Returns:
-        A new tensor that lies as `tensor` does.
+        A new tensor with the layout of `tensor`.
 
     Raises:
-        ValueError: a tensor without dimensions. TypeError: of another type.
+        ValueError: a tensor without dimensions. TypeError: a tensor of another type.
     """
     if not tensor.ndim:
         raise ValueError("softmax takes a tensor [..., n], got a scalar")
@@ -427,20 +426,20 @@ def matmul(
     available_memory_proportion: float = 0.6,
     name: str = "matmul",
 ) -> Tensor:
-    """Add a [m, k] times b [k, n] to a program, cut over the tiles as `dense.plan` finds best.
+    """Add a [m, k] times b [k, n] to a program, split over the tiles by `dense.plan`.
 
     Args:
-        a, b: both float16 or both float32, wherever they lie; brought to where the plan wants them.
-        partials: type of the partial sums, by default that of the operands.
+        a, b: both float16 or both float32, on any tiles; copied to where the plan needs them.
+        partials: type of the partial sums; defaults to that of the operands.
         available_memory_proportion: the part of a tile's memory for temporary data.
-        name: of the steps.
+        name: name of the steps.
 
     Returns:
         [m, n] of the same type.
 
     Raises:
-        ValueError: shapes that do not fit; operands the machine's memory cannot hold.
-        TypeError: operands of different types, or of others than float16 and float32.
+        ValueError: shapes that do not match; operands that do not fit the machine's memory.
+        TypeError: operands of different types, or types other than float16 and float32.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected a [m, k] and b [k, n], got {list(a.shape)} and {list(b.shape)}")

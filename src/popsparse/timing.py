@@ -1,6 +1,6 @@
-"""The execution model: what a planned product takes on a pattern.
+"""The execution model: the time of a planned product on a pattern.
 
-The estimator's formulas (`planning.cycles`) choose the plan, these say what it takes. Each is a
+The estimator's formulas (`planning.cycles`) choose the plan; these predict its time. Each is a
 count of the instructions of the kernel's loops; a worker issues one instruction every `workers`
 cycles, so a tile pays `workers` times the slowest worker. They differ where the estimator is known
 to be off: the general kernels of unstructured sparsity set up and store for every block of the
@@ -8,9 +8,9 @@ batch, not once a row; every matched sub-group launches the workers anew; zeroin
 width of the data path; 16x16 blocks of float16 with float32 partials always load their coefficients
 in two halves.
 
-The planner assumes that every tile gets its even share and that nothing spills. Here the buckets of
-a pattern are made: the fullest tile, the rows of each worker, the steps of the propagation phase.
-The exchange moves what a tile lacks at the target's rate, and every superstep that exchanges
+The planner assumes that every tile gets its even share and that nothing spills. The execution model
+fills the buckets of a pattern: the fullest tile, the rows of each worker, the propagation steps.
+The exchange moves the data a tile lacks at the target's rate, and every superstep that exchanges
 anything costs the target's `sync_cycles`. No constant is fitted and nothing is simulated.
 
 See section 3.6 of docs/popsparse-formulas.md.
@@ -66,8 +66,8 @@ class Kernel(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Instructions of a kernel's general case, by what they are paid for. A non-zero takes 3 of
-    them in a full vector and 2 in a part of one; these are the ones around those loops."""
+    """Instructions of a kernel's general case, by part. A non-zero takes 3 instructions in a full
+    vector and 2 in a partial one; these are the instructions around those loops."""
 
     row: int
     vector: int
@@ -77,7 +77,7 @@ class _Rows(NamedTuple):
     singles: int  # Once a row when there are any.
 
 
-# A row: its entry, pointers, the way round. A vector: pointers, first loads, accumulators in and
+# A row: its entry, pointers, the loop branch. A vector: pointers, first loads, accumulators in and
 # out of memory. grad_input's kernels peel the last non-zero off the loop and so save three.
 _FORWARD = {2: _Rows(13, 17, 4, 11, 10, 1), 4: _Rows(13, 12, 4, 8, 8, 0)}
 _GRAD_INPUT = {2: _Rows(12, 13, 4, 9, 9, 1), 4: _Rows(12, 11, 4, 7, 7, 0)}
@@ -98,7 +98,7 @@ def element_product(z: Ints, dtype: DType, *, grad_input: bool = False) -> Kerne
         + np.where(singles > 0, counts.singles, 0)
     )
     each = 3 * (z // vector) + np.where(half > 0, 2, 0) + 2 * singles
-    # Two batches have a kernel of their own.
+    # Two batch sizes have their own kernels.
     formulas = tile_cycles.GRAD_INPUT_ROWS if grad_input else tile_cycles.FORWARD_ROWS
     wide, narrow, general = formulas[dtype.size]["z"]
     start, row, each = tile_cycles.by_z(
@@ -133,8 +133,8 @@ def block_product(
 ) -> Kernel:
     """forward of blocks, or with `retain` False grad_input; `z` elements of the batch a worker.
 
-    Read off the estimator's formula, which is right here, but for 16x16 blocks with float32
-    partials: their kernel makes two halves of a block whatever units there are.
+    Derived from the estimator's formula, which is exact here except for 16x16 blocks with float32
+    partials: their kernel always computes a block in two halves.
     """
     units = min(conv_units, 8) if partials.size == 4 and dtype.size == 2 else conv_units
 
@@ -160,7 +160,7 @@ def grad_weight(
 
 
 def _read_off(tile: Callable[[int, int, int], int]) -> Kernel:
-    """The kernel of a formula of rows, of non-zeros in each and of workers, linear in each."""
+    """The kernel that matches a formula in rows, non-zeros per row and workers, linear in each."""
     nothing = tile(0, 0, 0)
     by_row = tile(1, 0, 0) - nothing
     by_each = tile(1, 1, 0) - nothing - by_row
@@ -193,7 +193,7 @@ def grad_weight_kernel(plan: Plan, z: int) -> Kernel:
 
 
 MISS_CYCLES = 32
-"""Supervisor cycles to pass over a sub-group of another rectangle."""
+"""Supervisor cycles to skip a sub-group of another rectangle."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class BucketLoad:
 
     @classmethod
     def of(cls, plan: Plan, pattern: Any) -> BucketLoad:
-        """Cut a `SparsePattern` as the partitioner does; its errors too."""
+        """Cut a `SparsePattern` as the partitioner does; raises the partitioner's errors."""
         partitioner = Partitioner(plan)
         groups, layout = partitioner.sub_groups(pattern), partitioner.layout
         overflow = OverflowInfo.of(groups, layout)
@@ -219,14 +219,14 @@ class BucketLoad:
         return self.groups.bucket // self.partition[2]
 
     def at_offset(self, x: int, y: int) -> np.ndarray:
-        """Which sub-groups lie (x, y) partitions away from where they belong, bool."""
+        """Which sub-groups lie (x, y) partitions away from their own rectangle, bool."""
         px, py, _ = self.partition
         goal, home = self.groups.rectangle, self.home
         return ((goal // py - home // py) % px == x) & ((goal % py - home % py) % py == y)
 
     @cached_property
     def scan(self) -> int:
-        """Supervisor cycles to find nothing in the bucket of most sub-groups."""
+        """Supervisor cycles to find no match in the bucket with the most sub-groups."""
         return MISS_CYCLES * int(np.bincount(self.groups.bucket, minlength=1).max())
 
     def batch_shares(self, grains: int) -> list[int]:
@@ -241,7 +241,7 @@ class BucketLoad:
     def work_pieces(
         self, grains: int, *, transposed: bool = False
     ) -> tuple[WorkPieces, np.ndarray]:
-        """What each worker does, and its non-zeros: int64 [pieces]."""
+        """The work of each worker, and its non-zeros: int64 [pieces]."""
         groups = self.groups.transposed() if transposed else self.groups
         work = split_rows(groups.rows, groups.length, grains, self.workers)
         before = np.append(0, np.cumsum(groups.length))
@@ -256,15 +256,15 @@ class BucketLoad:
         return worst
 
     def _own(self, cycles: np.ndarray) -> np.ndarray:
-        """Cycles of sub-groups in place; a look where they belong elsewhere."""
+        """Cycles of sub-groups in their own rectangle; only the skip for the others."""
         return np.where(self.groups.rectangle == self.home, cycles, MISS_CYCLES)
 
     def distribution(self, cycles: np.ndarray) -> float:
-        """The tile with most to do, when each tile sees all buckets of its rectangle."""
+        """Cycles of the busiest tile, when each tile sees all buckets of its rectangle."""
         return float(np.bincount(self.home, self._own(cycles), minlength=1).max())
 
     def slowest_bucket(self, cycles: np.ndarray) -> float:
-        """The bucket with most to do for its own rectangle."""
+        """Cycles of the bucket with the most work for its own rectangle."""
         return float(np.bincount(self.groups.bucket, self._own(cycles), minlength=1).max())
 
 
@@ -287,9 +287,9 @@ class PassTime:
 
     Attributes:
         steps: its parts in order.
-        sync_cycles: what their synchronisations take together.
+        sync_cycles: cycles of all their synchronisations.
         propagation_steps: compute steps of the propagation phase.
-        clock_hz, products: to state seconds and TFLOP/s; products = 2 x non-zeros x batch.
+        clock_hz, products: for seconds and TFLOP/s; products = 2 x non-zeros x batch.
     """
 
     steps: tuple[Step, ...]
@@ -352,13 +352,13 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
 
 
 def sub_group_cycles(plan: Plan, name: str, load: BucketLoad) -> np.ndarray:
-    """Cycles of a tile, in the pass of this name, for each sub-group it finds: [sub-groups]."""
+    """Cycles of a tile in the pass `name`, for each sub-group it finds: [sub-groups]."""
     model = _GradWeight(plan, [load]) if name == "grad_weight" else _Product(plan, [load], name)
     return model.group_cycles(load)
 
 
 class _Pass(ABC):
-    """What the passes have in common."""
+    """The base class of the passes."""
 
     def __init__(self, plan: Plan, loads: list[BucketLoad]) -> None:
         self.plan, self.loads, self.target = plan, loads, plan.target
@@ -367,7 +367,7 @@ class _Pass(ABC):
         self.z = plan.elements_per_tile.z
 
     def exchange(self, received: float, same: int = 1) -> float:
-        """Cycles to receive so many bytes; `same` neighbouring tiles receive equal data."""
+        """Cycles to receive this many bytes; `same` neighbouring tiles receive equal data."""
         bus = self.target.exchange_bus_tiles
         share = bus if bus > 1 and same % bus == 0 else 1
         return float(-(-received // (self.target.exchange_bytes_per_cycle * share)))
@@ -393,7 +393,7 @@ class _Pass(ABC):
         """The parts of the pass in order."""
 
     def propagate(self, bucket_bytes: float) -> Iterable[Step]:
-        """The propagation phase: the slowest tile at each step, and the loop around it."""
+        """The propagation phase: the slowest tile of each step, and the loop's control."""
         z = self.plan.partition.z
         overflow = max((load.overflow for load in self.loads), key=lambda o: o.propagation_steps)
         offsets = overflow.kept_offsets
@@ -405,7 +405,7 @@ class _Pass(ABC):
             for load in self.loads:
                 at_offset = load.at_offset(*offset)
                 if at_offset.any():
-                    # A bucket may hold several sub-groups for the rectangle it passes.
+                    # A bucket may hold several sub-groups for a rectangle that it visits.
                     cycles = self.group_cycles(load)[at_offset]
                     spent = np.bincount(load.groups.bucket[at_offset], cycles)
                     slowest = max(slowest, float(spent.max()))
@@ -418,7 +418,7 @@ class _Pass(ABC):
         yield Step("propagation", compute + control, moved, LOOP_STEPS * turns + 1)
 
     def control(self) -> Step:
-        """The end counts cast, multiplied, and the decision whether to propagate."""
+        """Casts and multiplies the end counts, and decides whether to propagate."""
         cast = float(tile_cycles.cast(3, self.plan.dtype, self.partials, self.workers))
         decide = 2 * CONTROL_INSTRUCTIONS * self.workers
         return Step("control", cast + decide, 0.0, 1)

@@ -24,7 +24,7 @@ from popsparse.planning.search import plan
 
 _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 
-# Programs are kept for so many batch sizes of a layer: an epoch's last batch is often smaller.
+# Number of batch sizes per layer whose programs are kept: an epoch's last batch is often smaller.
 _KEPT = 4
 
 Made = TypeVar("Made", Layer, EmbeddingLayer)
@@ -44,7 +44,7 @@ class _Runner:
         self.update: Update | None = None
 
     def table(self, pattern: SparsePattern, values: Tensor, count: int) -> EmbeddingLayer:
-        """The programs of a table for so many indices, with these weights."""
+        """The programs of a table for `count` indices, with these weights."""
 
         def make(planned: Plan) -> EmbeddingLayer:
             return EmbeddingLayer(planned, count)
@@ -65,7 +65,7 @@ class _Runner:
         batch: int,
         make: Callable[[Plan], Made],
     ) -> tuple[Made, SparsePattern | None]:
-        """The programs for a batch, made where there are none, and the pattern they held before."""
+        """The programs for a batch, built if missing, and the pattern they held before."""
         dtype = _DTYPES[values.dtype]
         key = (dtype, batch, pattern.density)
         if key not in kept:
@@ -93,8 +93,8 @@ class _Runner:
         if name in PASSES and name not in self.options.passes:
             option = {"grad_input": "do_grad_a_pass", "grad_weight": "do_grad_w_pass"}[name]
             raise ValueError(
-                f"backward wants {name}, which target_options leave out by {option}=False: leave "
-                "the option out, or take the gradient away with requires_grad_(False)"
+                f"backward needs {name}, which target_options leave out with {option}=False: "
+                "remove the option, or turn off the gradient with requires_grad_(False)"
             )
 
     def _layer(self, pattern: SparsePattern, values: Tensor, batch: int) -> Layer:
@@ -112,7 +112,7 @@ class _Runner:
         return layer
 
     def updating(self, update: Update) -> None:
-        """From now on the programs hold those of such updates, too."""
+        """From now on, build the programs with those of this update."""
         if self.update != update:
             self.update = update
             for layer in self.layers.values():
@@ -182,14 +182,14 @@ class _MachineLinear(torch.autograd.Function):
 class TileMachine:
     """Computes the products of a layer on a simulated tile machine: see `nn.backends.Executor`.
 
-    Programs are built at the first batch of each size. Copies begin without any.
+    Programs are built at the first batch of each size. Copies start without programs.
 
     Args:
         target: the machine.
-        dtype: of the layer's values.
-        options: by name: those of `popsparse.Options`, and "dense_grad", a mapping of
+        dtype: dtype of the layer's values.
+        options: options by name: those of `popsparse.Options`, and "dense_grad", a mapping with
             "available_memory_proportion" and "partials_type" of the dense gradient that updates
-            look at (see `popsparse.Update`).
+            use (see `popsparse.Update`).
 
     Raises:
         TypeError: values that are neither float16 nor float32.
@@ -208,7 +208,7 @@ class TileMachine:
         return TileMachine, (self.target, self.dtype, self.options.given)
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]; the bias is added by torch."""
+        """x [..., in] -> [..., out]; torch adds the bias."""
         refuse_transforms("a layer on the tile machine", x, layer.values)
         _check_dtype(layer.values.dtype)
         if x.shape[-1:] != (layer.in_features,):
@@ -246,10 +246,10 @@ class TileMachine:
         return rows.reshape(*ids.shape, layer.in_features)
 
     def scores(self, layer: Any, pairs: Sequence[tuple[Tensor, Tensor]], pooling: str) -> Tensor:
-        """Growth scores, made on the tiles: see `nn.backends.Scores`.
+        """Growth scores, computed on the tiles: see `nn.backends.Scores`.
 
-        Micro-batches are one product over the samples of all. The weights that go to the host with
-        the scores are those that the layer has now.
+        Micro-batches are joined into one product over all samples. The weights that go to the host
+        with the scores are the layer's current ones.
         """
         x, dy = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
         for name, operand in (("x", x), ("dY", dy)):
@@ -271,7 +271,7 @@ class TileMachine:
         return "tile machine"
 
     def after(self, pattern: SparsePattern) -> TileMachine:
-        """The same: it takes the pattern of the layer at every run."""
+        """Returns itself: every run uses the layer's current pattern."""
         return self
 
 
@@ -282,10 +282,10 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """The options of a layer on the tile machine, sorted by whom they are for.
+    """The options of a layer on the tile machine, by use.
 
     `planned` are those of the sparse products, `dense_grad` those of the dense gradient, `given`
-    all as they came.
+    all options as passed.
     """
 
     given: dict[str, Any]
@@ -294,7 +294,7 @@ class TargetOptions:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any] | None) -> TargetOptions:
-        """Raises ValueError with the nearest known name for one that is not known."""
+        """Raises ValueError for an unknown name, suggesting the nearest known one."""
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(
                 "target_options must be a mapping such as {'partials_type': 'float16'}, got "
@@ -310,7 +310,7 @@ class TargetOptions:
             )
         dense = {spelled(name): option for name, option in dense.items()}
         Update.parse(dense)
-        # A layer that trains wants all passes, unless it says otherwise.
+        # By default a layer trains, which needs all passes.
         passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}
         return cls(given, Options.parse({**passes, **rest}), dense)
 
@@ -322,7 +322,7 @@ class TargetOptions:
 
 @typed
 def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
-    """The profile of the last run of each pass of a layer with a target, by name; and of "scores"
-    and "rewire", where an update took place."""
+    """The profiles of the last run of each pass of a layer with a target, by name; after a pattern
+    update also those of "scores" and "rewire"."""
     executor = getattr(layer, "executor", None)
     return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}

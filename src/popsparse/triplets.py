@@ -1,8 +1,8 @@
-"""Triplets, and the sparse layer of Graphcore's application, by their names there.
+"""Triplets, and the sparse layer of Graphcore's application, under their original names.
 
-For programs that come from it: each is a call or two of a `SparsePattern` or an `nn.SparseLinear`,
-which new programs use themselves. As there, a weight is [in, out] here: rows are inputs, columns
-are outputs, and blocks are counted, not elements.
+They ease porting: each is a call or two of a `SparsePattern` or an `nn.SparseLinear`, which new
+programs should use directly. As in the application, a weight is [in, out]: rows are inputs, columns
+are outputs, and indices count blocks, not elements.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from popsparse.formats import to_numpy
 
 
 class Triplets(NamedTuple):
-    """Where a matrix [in, out] has blocks, and their values, in any order.
+    """The block positions of a matrix [in, out] and their values, in any order.
 
     Attributes:
-        row_indices, col_indices: of blocks, integers [n].
+        row_indices, col_indices: block coordinates, integers [n].
         values: [n], or [n, b, b].
     """
 
@@ -63,7 +63,7 @@ def _pattern_of(triplets: Any, shape: Sequence[int]) -> tuple[SparsePattern, Ten
 
 
 def _triplets_of(pattern: SparsePattern, values: Tensor) -> Triplets:
-    """Row-major, as the application has them."""
+    """Triplets in row-major order, as in the application."""
     rows, cols = pattern.cols.numpy(), pattern.rows.numpy()
     order = np.lexsort((cols, rows))
     blocks = values.detach().cpu()
@@ -76,7 +76,7 @@ def triplets_from_dense(matrix: Any, block_size: int = 1) -> Triplets:
     """The blocks of a matrix [in, out] that are not all zero, row-major.
 
     Raises:
-        ValueError: no matrix, or a block size that does not divide it.
+        ValueError: not a matrix, or a block size that does not divide it.
     """
     weight = torch.from_numpy(np.ascontiguousarray(to_numpy(matrix, "matrix").T))
     pattern = SparsePattern.from_mask(weight != 0, block_size)
@@ -106,15 +106,15 @@ def mask_from_triplets(
 class SparseFcLayer(SparseLinear):
     """A sparse fully connected layer [batch, in] to [batch, hidden_size], made from triplets.
 
-    An `nn.SparseLinear`, which trainers, optimizers and files take as such. It needs no building
-    and no update operation: `update_triplets` changes it at once. Slot variables are the state of a
-    torch optimizer, which their functions take.
+    It is an `nn.SparseLinear`, and trainers, optimizers and files treat it as one. It needs no
+    build step and no update operation: `update_triplets` takes effect at once. Slot variables are
+    the state of a torch optimizer, passed to the functions for slots.
     """
 
     relu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x W + b, through a relu where the layer has one."""
+        """y = x W + b, followed by a ReLU if the layer has one."""
         y = super().forward(x)
         return y.relu() if self.relu else y
 
@@ -133,20 +133,20 @@ class SparseFcLayer(SparseLinear):
         relu: bool = False,
         target: Any = None,
     ) -> SparseFcLayer:
-        """A layer with these blocks; the bias is 0.
+        """Create a layer with these blocks; the bias is 0.
 
         Args:
-            hidden_size: outputs.
-            input_shape: [batch, in]; the batch is free all the same.
+            hidden_size: number of outputs.
+            input_shape: [batch, in]; inputs may have any other batch size.
             row_indices, col_indices, values: see `Triplets`.
-            matmul_options: of products on the machine, see `Options`; needs a `target`.
+            matmul_options: options of products on the machine, see `Options`; need a `target`.
             dtype: a floating-point type of torch.
-            use_bias, relu: what follows the product.
+            use_bias, relu: whether to add a bias and apply a ReLU.
             target: a `Target` for the products, or None.
 
         Raises:
-            ValueError: an index out of range or twice, values of another number or shape, options
-                without a target.
+            ValueError: an index out of range or repeated, values of a wrong number or shape,
+                options without a target.
         """
         inputs = check_sizes("input_shape", input_shape, ("batch", "in"))[1]
         triplets = Triplets(row_indices, col_indices, values)
@@ -181,11 +181,12 @@ class SparseFcLayer(SparseLinear):
         max_non_zeros: int | None = None,
         **more: Any,
     ) -> SparseFcLayer:
-        """A layer with blocks at random places.
+        """Create a layer with blocks at random positions.
 
         Args:
-            hidden_size, input_shape, matmul_options: as of `from_triplets`; `more` are its others.
-            density: present blocks over all, of which the number is rounded up; or None.
+            hidden_size, input_shape, matmul_options: as for `from_triplets`; `more` are its other
+                arguments.
+            density: present blocks over all blocks, their number rounded up; or None.
             block_size: edge of the blocks.
             values_initialiser_gen: called with `size`, the number of values.
             indices_initialiser_gen: chooses the blocks.
@@ -198,7 +199,7 @@ class SparseFcLayer(SparseLinear):
         inputs = check_sizes("input_shape", input_shape, ("batch", "in"))[1]
         total = SparsePattern([], [], shape=(hidden_size, inputs), block_size=block_size).total
         if (density is None) == (max_non_zeros is None):
-            raise ValueError("expected density or max_non_zeros, the other None")
+            raise ValueError("expected density or max_non_zeros, and None for the other")
         if max_non_zeros is None:
             count = math.ceil(check_within("density", density, "[0, 1]") * total)
         else:
@@ -221,11 +222,11 @@ class SparseFcLayer(SparseLinear):
         )
 
     def get_triplets(self) -> Triplets:
-        """The blocks that the layer has now, row-major."""
+        """The layer's current blocks, row-major."""
         return _triplets_of(self.pattern, self.values)
 
     def extract_dense(self) -> np.ndarray:
-        """The weight [in, out] with its zeros."""
+        """The dense weight [in, out]."""
         return self.to_dense().detach().cpu().numpy().T
 
     def extract_mask(self) -> np.ndarray:
@@ -233,16 +234,16 @@ class SparseFcLayer(SparseLinear):
         return mask_from_triplets((self.in_features, self.out_features), *self.get_triplets())
 
     def update_triplets(self, triplets: Triplets) -> None:
-        """Take other blocks, as many as before. Slots of an optimizer stay: see below.
+        """Replace the blocks by the same number of others. Optimizer slots stay: see below.
 
         Raises:
-            ValueError: another number or size of blocks; as `from_triplets`.
+            ValueError: a different number or size of blocks; as `from_triplets`.
         """
         pattern, values = _pattern_of(triplets, (self.in_features, self.out_features))
         self.set_pattern(pattern, values)
 
     def extract_slot_triplets(self, optimizer: torch.optim.Optimizer) -> dict[str, Triplets]:
-        """The optimizer's state with a value for each of the layer's, by its name there."""
+        """The optimizer's state tensors that are like the layer's values, by their name in it."""
         state = optimizer.state.get(self.values, {})
         return {
             name: _triplets_of(self.pattern, slot)

@@ -1,4 +1,4 @@
-"""The checks of arguments that the whole package shares."""
+"""Argument checks shared by the package."""
 
 import math
 
@@ -18,7 +18,7 @@ from dynsparse._core.checks import (
 from dynsparse.nn import SparseLinear
 
 
-def test_what_is_right_comes_back():
+def test_valid_values_are_returned():
     assert check_integer("n", np.int64(3), 3) == 3
     assert type(check_integer("n", np.int64(-3))) is int
     assert check_fraction("f", 0, zero=True) == 0
@@ -62,13 +62,13 @@ def test_what_is_right_comes_back():
         (lambda: check_choice("k", ["a"], {"a": 1}), ValueError, "k must be one of a, got ['a']"),
     ],
 )
-def test_what_is_wrong_is_told(check, error, message):
+def test_wrong_values_raise(check, error, message):
     with pytest.raises(error) as told:
         check()
     assert message in str(told.value)
 
 
-def test_sparsity_is_answered_with_density():
+def test_sparsity_argument_suggests_density():
     dense = torch.nn.Linear(8, 8)
     for call in (
         lambda: ds.sparsify(dense, sparsity=0.9),

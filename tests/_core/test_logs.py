@@ -1,4 +1,4 @@
-"""What the library logs, and what the environment may say of it."""
+"""Logging of the library, and the environment variables that control it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(tmp_path):
     return path
 
 
-def test_programs_see_updates_checkpoints_and_choices(tmp_path, caplog):
+def test_updates_checkpoints_and_choices_are_logged(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG, "dynsparse"):
         path = train(tmp_path)
     assert "update after step 2 of 1 layers" in caplog.messages
@@ -52,7 +52,7 @@ def test_programs_see_updates_checkpoints_and_choices(tmp_path, caplog):
     assert all(record.name.startswith("dynsparse.") for record in caplog.records)
 
 
-def test_plans_and_those_that_were_found_again(caplog):
+def test_plans_and_cached_plans_are_logged(caplog):
     cache = PlanningCache()
     with caplog.at_level(logging.DEBUG, "dynsparse"):
         for _ in range(2):
@@ -65,7 +65,7 @@ def test_plans_and_those_that_were_found_again(caplog):
 @pytest.mark.parametrize(
     ("level", "shown"), [("info", True), ("DEBUG", True), ("Warn", False), ("TRACE", True)]
 )
-def test_the_environment_shows_them(tmp_path, monkeypatch, capsys, level, shown):
+def test_log_level_from_the_environment(tmp_path, monkeypatch, capsys, level, shown):
     monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", level)
     logs.configure()
     train(tmp_path)
@@ -75,7 +75,7 @@ def test_the_environment_shows_them(tmp_path, monkeypatch, capsys, level, shown)
     assert not out
 
 
-def test_a_file_is_added_to(tmp_path, monkeypatch, capsys):
+def test_log_file_is_appended(tmp_path, monkeypatch, capsys):
     file = tmp_path / "log.txt"
     file.write_text("before\n")
     monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", "INFO")
@@ -107,7 +107,7 @@ def test_standard_output(tmp_path, monkeypatch, capsys):
         ("INFO", "/", "expected stderr, stdout or a file"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(monkeypatch, capsys, level, place, said):
+def test_invalid_settings_raise_one_line(monkeypatch, capsys, level, place, said):
     monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", level)
     monkeypatch.setenv("DYNSPARSE_LOG_DEST", place)
     with pytest.raises(ValueError, match=said):
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch, capsys, level, place
 
 
 @pytest.mark.slow
-def test_a_library_tells_of_it_where_it_is_first_used():
+def test_library_is_logged_at_first_use():
     program = "import dynsparse as ds, torch; ds.nn.SparseLinear(8, 8, density=0.5)(torch.ones(8))"
     ended = subprocess.run(
         [*PYTHON, program],
@@ -131,7 +131,7 @@ def test_a_library_tells_of_it_where_it_is_first_used():
     assert "ValueError: DYNSPARSE_LOG_LEVEL: expected OFF, ERROR" in ended.stderr
 
 
-def test_an_import_shows_which_kernels_are_loaded():
+def test_import_logs_the_kernels():
     program = "import dynsparse as ds, torch; ds.nn.SparseLinear(8, 8, density=0.5)(torch.ones(8))"
     ended = subprocess.run(
         [*PYTHON, program],

@@ -23,7 +23,7 @@ built = pytest.mark.skipif(
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """As in a new process: nothing chosen or loaded yet."""
+    """Reset to the state of a new process: no library selected or loaded."""
     caches = (native.load, native._choose, native.load_isa)
     for cached in caches:
         cached.cache_clear()
@@ -60,7 +60,7 @@ def test_levels_follow_the_flags(flags: str, levels: list[str]) -> None:
 
 
 @built
-def test_the_best_built_library_is_chosen(fresh: pytest.MonkeyPatch) -> None:
+def test_best_library_is_selected(fresh: pytest.MonkeyPatch) -> None:
     description = native.describe()
     assert native.load() is not None
     assert description["backend"] == "native"
@@ -69,7 +69,7 @@ def test_the_best_built_library_is_chosen(fresh: pytest.MonkeyPatch) -> None:
 
 
 @built
-def test_every_available_isa_can_be_asked_for(fresh: pytest.MonkeyPatch) -> None:
+def test_every_available_isa_can_be_selected(fresh: pytest.MonkeyPatch) -> None:
     for isa in native.describe()["available"]:  # type: ignore[attr-defined]
         native._choose.cache_clear()
         fresh.setenv("DYNSPARSE_ISA", isa.upper())
@@ -89,7 +89,7 @@ def test_none_computes_through_torch_without_a_warning(fresh: pytest.MonkeyPatch
     assert _route() == "torch"
 
 
-def test_an_unknown_isa_is_refused(fresh: pytest.MonkeyPatch) -> None:
+def test_unknown_isa_raises(fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("DYNSPARSE_ISA", "avx2")
     with pytest.raises(
         ValueError, match=r"must be one of v2, v3, v4, neon, base or none, got 'avx2'"
@@ -97,16 +97,14 @@ def test_an_unknown_isa_is_refused(fresh: pytest.MonkeyPatch) -> None:
         native.load()
 
 
-def test_an_isa_the_machine_cannot_run_is_refused(fresh: pytest.MonkeyPatch) -> None:
+def test_unsupported_isa_raises(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(native, "supported_isas", lambda: ("v3", "v2"))
     fresh.setenv("DYNSPARSE_ISA", "v4")
     with pytest.raises(ValueError, match="DYNSPARSE_ISA is v4, but this machine runs v3, v2"):
         native.load()
 
 
-def test_a_missing_library_is_an_error_when_asked_for(
-    fresh: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_selected_library_raises(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(native, "_FOLDER", tmp_path)
     isa = native.supported_isas()[0]
     fresh.setenv("DYNSPARSE_ISA", isa)
@@ -126,9 +124,7 @@ def test_without_libraries_it_warns_once_and_falls_back(
         native.warn_if_absent()
 
 
-def test_the_warning_and_the_description_say_why_the_kernels_were_left_out(
-    fresh: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_warning_and_description_give_the_reason(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "left_out.txt").write_text("they need a better compiler than ö\n", encoding="utf-8")
     fresh.setattr(native, "_FOLDER", tmp_path)
     isa = native.supported_isas()[0]
@@ -137,7 +133,7 @@ def test_the_warning_and_the_description_say_why_the_kernels_were_left_out(
     with pytest.raises(OSError, match=f"for {isa} are not in .*they need a better compiler than ö"):
         native.load()
     fresh.delenv("DYNSPARSE_ISA")
-    with pytest.warns(RuntimeWarning, match="slower: they need a better compiler than ö. To mend"):
+    with pytest.warns(RuntimeWarning, match="slower: they need a better compiler than ö. To fix"):
         native.warn_if_absent()
     assert native.describe()["reason"] == "they need a better compiler than ö"
 
@@ -163,9 +159,7 @@ def test_other_machines_have_one_instruction_set(
     assert native.supported_isas.__wrapped__() == isas
 
 
-def test_a_broken_library_is_named_in_the_warning(
-    fresh: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_warning_names_a_broken_library(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for isa in native.supported_isas():
         (tmp_path / f"libdynsparse_{isa}.so").write_bytes(b"not a library")
     fresh.setattr(native, "_FOLDER", tmp_path)
@@ -174,7 +168,7 @@ def test_a_broken_library_is_named_in_the_warning(
 
 
 @needs_kernels
-def test_compiled_kernels_serve_float32_on_the_cpu_only() -> None:
+def test_compiled_kernels_support_float32_on_the_cpu_only() -> None:
     assert _route() != "torch"
     assert _route(dtype=torch.float16) != "torch"
     assert _route(dtype=torch.float64) == "torch"
@@ -210,7 +204,7 @@ print(sorted(file for file in files
 @built
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
 @pytest.mark.parametrize("isa", native.supported_isas())
-def test_one_openmp_runtime_serves_torch_and_the_kernels(isa: str) -> None:
+def test_torch_and_kernels_share_one_openmp_runtime(isa: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ONE_RUNTIME],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The recipes are modules of their own, found by their names."""
+"""Puts the recipe modules of this folder on the import path."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""How every public callable is called rightly: the arguments from which one is made wrong.
+"""Valid arguments of every public callable; the tests replace one of them by a wrong value.
 
-Keys are "module.name" for what `__all__` lists and "module.class.method" for methods. Values are a
-callable that takes keywords and a function that makes right ones anew for every call.
+Keys are "module.name" for names in `__all__` and "module.class.method" for methods. Values are a
+callable with keyword arguments and a function that creates valid ones for every call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Recipe(NamedTuple):
 
 
 def of(thing, method, **arguments):
-    """A recipe of a method: `thing` makes the object, and each argument is made anew."""
+    """Make the recipe of a method: `thing` creates the object, and arguments are created anew."""
     return Recipe(
         lambda **named: getattr(thing(), method)(**named),
         lambda: {name: make() for name, make in arguments.items()},
@@ -61,7 +61,7 @@ def call(function, also=(), **arguments):
 
 
 def used(maker, *inputs):
-    """`maker`, whose result is then called: what it accepts must also work."""
+    """Call `maker` and then its result: arguments that it accepts must also work."""
 
     def run(**named):
         return maker(**named)(*inputs)
@@ -70,7 +70,7 @@ def used(maker, *inputs):
 
 
 def public_callables() -> dict[str, Any]:
-    """Every callable that a public module lists, by its first name; each object once."""
+    """Return every callable that a public module lists, by its first name; each object once."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for module_name in MODULES:

@@ -1,4 +1,4 @@
-"""Right calls of what is sparse in blocks: products, softmax, attention and its patterns."""
+"""Valid calls of block-sparse products, softmax, attention and attention patterns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sizes(sparsity):
 
 
 def on_machine(call, **made):
-    """With a graph, a program and tensors of it, made by functions of the graph."""
+    """Make a recipe with a graph, a program and tensors, created by functions of the graph."""
 
     def make():
         graph = Graph(Target.mk2(tiles=4))

@@ -1,4 +1,4 @@
-"""Right calls of patterns, operators and what turns models sparse."""
+"""Valid calls of patterns, operators and conversions of models."""
 
 from __future__ import annotations
 

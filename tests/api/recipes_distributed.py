@@ -1,4 +1,4 @@
-"""Right calls of layers in rectangles and of stages."""
+"""Valid calls of tensor-parallel layers and of pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def row():
 
 
 def replicated(**arguments):
-    """`replicate` in a group of one."""
+    """Call `replicate` in a process group of one rank."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

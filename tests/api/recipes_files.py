@@ -1,4 +1,4 @@
-"""Right calls of what reads and writes files: records, checkpoints, data, pages and pictures."""
+"""Valid calls that read or write files: records, checkpoints, data, pages and pictures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def traced(**named):
 
 
 def within_a_trace(make):
-    """`make`, and what it made as a context, while a trace is on."""
+    """Call `make` and enter its result as a context while a trace is active."""
 
     def run(**named):
         with ds.trace(folder() / "run.json"), make(**named) or nullcontext():

@@ -1,4 +1,4 @@
-"""Right calls of what is there for Keras, where Keras is."""
+"""Valid calls of the Keras integration, if Keras is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right calls of the tile machine: targets, graphs, tensors, codelets."""
+"""Valid calls of the tile machine: targets, graphs, tensors, codelets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tensor():
 
 
 def of_tensor(method, also=(), **arguments):
-    """A method of a tensor [4, 6]."""
+    """Make a recipe of a method of a tensor [4, 6]."""
     return Recipe(
         lambda **named: getattr(tensor(), method)(**named),
         lambda: {name: make() for name, make in arguments.items()},
@@ -72,7 +72,7 @@ def of_tensor(method, also=(), **arguments):
 
 
 def with_first(method, *rest):
-    """Sizes, or axes, of which the first one is made wrong."""
+    """Make a recipe of a method with sizes or axes, the first of which the tests replace."""
 
     def run(first):
         return getattr(tensor(), method)(first, *rest)
@@ -81,7 +81,7 @@ def with_first(method, *rest):
 
 
 def on_graph(method, **arguments):
-    """A method of a graph whose `tensor` must be of that graph: "own" is one."""
+    """Make a recipe of a graph's method whose `tensor` must belong to it; "own" stands for one."""
 
     def run(**named):
         made = graph()

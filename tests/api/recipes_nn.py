@@ -1,4 +1,4 @@
-"""Right calls of layers."""
+"""Valid calls of layers."""
 
 from __future__ import annotations
 

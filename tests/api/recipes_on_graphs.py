@@ -1,4 +1,4 @@
-"""Right calls of the sparse products' functions that add to a graph of the tile machine."""
+"""Valid calls of functions that add sparse products to a graph of the tile machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from popsparse.machine import Graph, Sequence
 
 
 def on_tiles(function, **arguments):
-    """An operation on tensors: of one [4, 4] graph."""
+    """Make a recipe of an operation on [4, 4] tensors of one graph."""
 
     def make():
         made = graph()
@@ -27,7 +27,7 @@ def graph():
 
 
 def connected():
-    """What a pass takes: a graph with weights, input and gradient, and an empty program."""
+    """Make the arguments of a pass: a graph with weights, input, gradient and an empty program."""
     made = graph()
     weights = popsparse.create_fully_connected_weights(made, "float32", params(), OPTIONS)
     x = made.add_variable("float", [4, 16], "x", tiles=0)

@@ -1,4 +1,4 @@
-"""Right calls of what needs the packages for ONNX; none where they are not installed."""
+"""Valid calls of the ONNX integration, if its packages are installed."""
 
 from __future__ import annotations
 

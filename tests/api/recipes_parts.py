@@ -1,4 +1,4 @@
-"""Small right things that recipes are made of, each made anew."""
+"""Factories of valid objects that recipes use."""
 
 from __future__ import annotations
 

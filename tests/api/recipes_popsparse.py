@@ -1,4 +1,4 @@
-"""Right calls of the sparse products on the tile machine: plans, buckets, layers."""
+"""Valid calls of sparse products on the tile machine: plans, buckets, layers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def table():
 
 
 def updating():
-    """A layer whose pattern is updated on the machine."""
+    """Make a layer whose pattern is updated on the machine."""
     made = popsparse.Layer(plan(), passes=(), update={"optimizer_slots": 1})
     made.set_weights(pattern(), values().numpy())
     return made

@@ -1,4 +1,4 @@
-"""Right calls of programs on the tile machine: control, engines, profiles."""
+"""Valid calls of programs on the tile machine: control, engines, profiles."""
 
 from __future__ import annotations
 

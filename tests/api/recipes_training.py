@@ -1,4 +1,4 @@
-"""Right calls of trainers, schedules, budgets, histories and checkpoints."""
+"""Valid calls of trainers, schedules, budgets, histories and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def optimizer_of(net):
 
 
 def trained(kind, **more):
-    """A trainer's own arguments beside a model and its optimizer; it then takes one step."""
+    """Make a recipe of a trainer's arguments, given model and optimizer; it then takes one step."""
 
     def run(model, optimizer, **named):
         trainer = kind(model, optimizer, **named)
@@ -41,7 +41,7 @@ def trainer():
 
 
 def ready():
-    """A trainer whose model has its gradients."""
+    """Make a trainer whose model has gradients."""
     net = model()
     made = ds.Static(net, optimizer_of(net))
     net(X).square().sum().backward()

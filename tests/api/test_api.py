@@ -1,8 +1,8 @@
-"""A wrong argument of any public callable ends in one short line that names what is wrong.
+"""A wrong argument of any public callable raises a short one-line error that names it.
 
-Each recipe is a right call. One of its arguments is replaced by something wrong, by each value of
-`wrong.FIXED` in turn and by what hypothesis draws; the call may serve it, or refuse it with a
-ValueError, TypeError or RuntimeError. Anything else is a fault.
+Each recipe is a valid call. One of its arguments is replaced by each value of `wrong.FIXED` and by
+values drawn by hypothesis. The call may succeed or raise a ValueError, TypeError or RuntimeError;
+anything else is a failure.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RECIPES |= DISTRIBUTED | FILES | ONNX | KERAS
 
 @pytest.fixture(autouse=True)
 def _bounded(tmp_path, monkeypatch):
-    """One GiB beside what is mapped now, so that a size that is taken at its word fails; and what
-    a wrong path names is written elsewhere."""
+    """Limit memory to 1 GiB above the current mapping, so that huge sizes fail, and run in a
+    temporary folder, where wrong paths are written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     statm = Path("/proc/self/statm")
@@ -90,7 +90,7 @@ def test_every_public_callable_has_a_recipe():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_right_call_is_served(name):
+def test_valid_call_succeeds(name):
     recipe = RECIPES[name]
     recipe.call(**recipe.make())
 
@@ -109,12 +109,12 @@ def _faults(name, wrong):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_wrong_argument_gets_a_line(name):
+def test_wrong_arguments_raise_a_one_line_error(name):
     _faults(name, FIXED.items())
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_drawn_arguments_get_a_line(data):
+def test_drawn_arguments_raise_a_one_line_error(data):
     name = data.draw(st.sampled_from(sorted(RECIPES)))
     _faults(name, [data.draw(anything())])

@@ -1,6 +1,6 @@
-"""A wrong value of any flag of any command ends with status 2 and one line on stderr.
+"""A wrong value of any flag of any command exits with status 2 and one line on stderr.
 
-Nothing may start: what would train, measure or simulate is replaced by an alarm.
+Nothing may start: functions that train, measure or simulate are replaced by one that fails.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BASE = {
 
 
 def flags():
-    """(command, flag, kind of its values) of every flag that takes one."""
+    """Return (command, flag, type of its value) of every flag with a value."""
     for name, command in COMMANDS.items():
         for parameter in command.params:
             if parameter.opts[0].startswith("--") and not parameter.is_flag:
@@ -79,7 +79,7 @@ class Started(Exception):
 
 @pytest.fixture(autouse=True)
 def _commands_made_once(monkeypatch):
-    """typer makes all commands anew for each call, which takes most of its time."""
+    """Cache the commands, which typer creates again for every call; that takes most of the time."""
     monkeypatch.setattr(typer.main, "get_command", lambda app: GROUP)
 
 
@@ -114,7 +114,7 @@ def check_refused(capsys, arguments):
 
 
 @pytest.mark.parametrize(("name", "flag"), sorted({case[:2] for case in CASES}))
-def test_a_wrong_value_gets_one_line(name, flag, nothing_starts, capsys):
+def test_wrong_value_prints_one_line(name, flag, nothing_starts, capsys):
     for command, option, value in CASES:
         if (command, option) != (name, flag):
             continue
@@ -122,7 +122,7 @@ def test_a_wrong_value_gets_one_line(name, flag, nothing_starts, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_flag_that_is_not_there_gets_one_line(name, nothing_starts, capsys):
+def test_unknown_flag_prints_one_line(name, nothing_starts, capsys):
     assert run([name, "--no-such-flag", "1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -161,13 +161,13 @@ NO_FORMS = (
 
 
 @pytest.mark.parametrize(("name", "flag"), CHOICES)
-def test_a_name_that_is_none_gets_one_line(name, flag, nothing_starts, capsys):
+def test_unknown_name_prints_one_line(name, flag, nothing_starts, capsys):
     for value in NO_CHOICES:
         check_refused(capsys, [name, *BASE.get(name, []), f"{flag}={value}"])
 
 
 @pytest.mark.parametrize(("name", "flag"), FORMS)
-def test_json_that_is_none_gets_one_line(name, flag, nothing_starts, capsys):
+def test_invalid_json_prints_one_line(name, flag, nothing_starts, capsys):
     for value in NO_FORMS:
         # What the optimizer makes of an argument it does not know is found when it is made.
         if not (flag == "--optimizer-arg" and value in ("9" * 5000,)):
@@ -205,9 +205,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize(("name", "flag"), PLACES)
-def test_a_place_that_cannot_be_gets_one_line(
-    name, flag, nothing_trains, capsys, tmp_path, monkeypatch
-):
+def test_unusable_path_prints_one_line(name, flag, nothing_trains, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("the cat sat on the mat.\n" * 100)
     small = ["--data", "text", "--sequence-length", "8"] if name == "lm" else []
@@ -221,7 +219,7 @@ def test_a_place_that_cannot_be_gets_one_line(
     assert [file.name for file in tmp_path.iterdir()] == ["text"]
 
 
-def test_an_unknown_colour_map_gets_one_line(tmp_path, capsys):
+def test_unknown_colour_map_prints_one_line(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     recorder = Recorder(tmp_path)
     recorder.start({"w": SparsePattern.full((2, 2))})
@@ -229,5 +227,5 @@ def test_an_unknown_colour_map_gets_one_line(tmp_path, capsys):
         check_refused(capsys, ["visualise", "--records-path", str(tmp_path), f"--cmap={value}"])
 
 
-def test_there_are_many_cases():
+def test_number_of_cases():
     assert len(set(CASES)) >= 300

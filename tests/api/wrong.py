@@ -1,4 +1,4 @@
-"""Values that are wrong somewhere, and what a refusal must look like."""
+"""Wrong values, and checks of the error that they must raise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UNTOLD = (
 
 
 class Nothing:
-    """An object of a foreign class, without a single attribute of use."""
+    """An object of an unrelated class without useful attributes."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ FIXED: dict[str, Callable[[], Any]] = {
 
 
 def anything() -> st.SearchStrategy[tuple[str, Callable[[], Any]]]:
-    """A name and a maker: one of the fixed ones, or a number, text or shape that is drawn."""
+    """Draw (name, factory): one of the fixed values, or a number, text or shape."""
     drawn = st.one_of(
         st.integers(-(2**66), -1),
         st.integers(2**31, 2**66),
@@ -125,7 +125,7 @@ def anything() -> st.SearchStrategy[tuple[str, Callable[[], Any]]]:
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """An AssertionError instead of a call without end, where the system has alarms."""
+    """Raise an AssertionError if a call hangs, where the system has alarms."""
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,7 +143,7 @@ def no_hang() -> Iterator[None]:
 
 
 def fault(error: BaseException, also: tuple[type[BaseException], ...] = ()) -> str | None:
-    """What is wrong with a refusal, or None."""
+    """Return what is wrong with an error, or None."""
     kind = type(error).__name__
     if not isinstance(error, (*REFUSALS, *also)) or isinstance(
         error, (NotImplementedError, RecursionError)
@@ -158,7 +158,7 @@ def fault(error: BaseException, also: tuple[type[BaseException], ...] = ()) -> s
 
 
 def refusal(call: Callable[..., Any], arguments: dict[str, Any]) -> BaseException | None:
-    """What the call raises; None where it is served."""
+    """Return what the call raises, or None if it succeeds."""
     try:
         with no_hang(), torch.random.fork_rng():
             call(**arguments)

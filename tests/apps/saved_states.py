@@ -1,4 +1,4 @@
-"""What checkpoints of the applications hold, and whether two of them hold the same."""
+"""Read checkpoints of the applications and compare their contents."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""No option of a training is accepted and ignored: what does not apply is refused in one line."""
+"""Options that do not apply to a training raise a one-line error instead of being ignored."""
 
 import dataclasses
 import re
@@ -73,15 +73,15 @@ SAMPLES = {
 }
 
 
-def beside(app, name):
-    """What must come with an option, for it to be of use with any method."""
+def required_options(app, name):
+    """Return the options that must accompany an option, so that it applies with any method."""
     if name == "data_dir":
         return ["--dataset=cifar-10" if app == "cifar" else "--dataset=mnist"]
     return WITH.get(name, [])
 
 
-def given(app, name):
-    """The flag with a right value, the default where there is one: it counts as given, too."""
+def flag_with_value(app, name):
+    """Return the flag with a valid value; an explicit default counts as given too."""
     kind = APPS[app].Options
     known = options_of(kind)[name]
     default = default_of(kind.__dataclass_fields__[name])
@@ -103,13 +103,13 @@ def given(app, name):
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    """Commands get as far as their options are right."""
+    """Stop commands once their options are valid."""
     for module in ("dynsparse.apps.pictures.run", "dynsparse.apps.lm.run"):
         monkeypatch.setattr(sys.modules[module], "_run", lambda *a, **k: {})
 
 
-def ended(capsys, arguments):
-    """(status, what stderr says, in one line)."""
+def run_command(capsys, arguments):
+    """Run a command; return (exit status, stderr on one line)."""
     status = command(arguments)
     told = capsys.readouterr().err
     assert told.count("\n") == (status != 0), told
@@ -119,14 +119,14 @@ def ended(capsys, arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("app", APPS)
 def test_every_option_with_every_method(app, nothing_starts, tmp_path, monkeypatch):
-    """As the command line gives it, then with each method in the place of the first."""
+    """First as parsed from the command line, then with each other method."""
     monkeypatch.chdir(tmp_path)
     run, seen = APPS[app].run, []
     monkeypatch.setattr(APPS[app], "run", lambda options, given: seen.append((options, given)))
     for name in options_of(APPS[app].Options):
         if name in ("method", "restore"):
             continue
-        assert command([app, *beside(app, name), *given(app, name)]) == 0
+        assert command([app, *required_options(app, name), *flag_with_value(app, name)]) == 0
         options, asked = seen.pop()
         assert name in asked
         for method in METHODS:
@@ -143,19 +143,19 @@ def test_every_option_with_every_method(app, nothing_starts, tmp_path, monkeypat
 
 @pytest.mark.parametrize("app", APPS)
 @pytest.mark.parametrize(("method", "name"), [("static", "prune_ratio"), ("dense", "block_size")])
-def test_the_command_ends_with_status_2(app, method, name, capsys, nothing_starts):
-    status, told = ended(capsys, [app, f"--method={method}", *given(app, name)])
+def test_exit_status_2(app, method, name, capsys, nothing_starts):
+    status, told = run_command(capsys, [app, f"--method={method}", *flag_with_value(app, name)])
     assert status == 2
     assert re.match(f"dynsparse: --{flag(name)}: applies to --method rigl, .*, got --method "
                     f"{method}: leave it out\n", told)  # fmt: skip
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_what_an_option_needs_beside_the_method(app, capsys, nothing_starts, tmp_path, monkeypatch):
+def test_option_without_the_option_it_needs(app, capsys, nothing_starts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, others in WITHOUT.items():
         if name in options_of(APPS[app].Options):
-            status, told = ended(capsys, [app, *others, *given(app, name)])
+            status, told = run_command(capsys, [app, *others, *flag_with_value(app, name)])
             assert (status, f"--{flag(name)}: " in told) == (2, True), (name, told)
 
 
@@ -164,21 +164,21 @@ DENSE = {"mnist": ["--densities=1", "--densities=1"], "mnist-transformer": ["--s
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_a_network_without_sparse_layers_has_no_use_for_updates(app, capsys, nothing_starts):
+def test_update_options_without_sparse_layers(app, capsys, nothing_starts):
     for name in ("block_size", "pooling_type", "prune_ratio", "update_interval"):
-        status, told = ended(capsys, [app, *DENSE[app], *given(app, name)])
+        status, told = run_command(capsys, [app, *DENSE[app], *flag_with_value(app, name)])
         assert (status, "sparse" in told) == (2, True), told
     assert command([app, *DENSE[app]]) == 0
 
 
-def test_a_dense_first_layer_has_no_blocks(capsys, nothing_starts):
+def test_block_size_with_a_dense_first_layer(capsys, nothing_starts):
     arguments = ["mnist", "--densities=1", "--densities=0.3", "--block-size=16"]
-    status, told = ended(capsys, arguments)
+    status, told = run_command(capsys, arguments)
     assert (status, "a sparse first layer, got density 1" in told) == (2, True)
 
 
 @pytest.mark.parametrize("mode", ["test", "sample"])
-def test_what_does_not_train_takes_nothing_of_a_training(mode):
+def test_training_options_without_training(mode):
     options = lm.Options(mode=mode, sample=5, restore="there")
     for name, known in options_of(lm.Options).items():
         of_training = name in (
@@ -203,8 +203,8 @@ def test_what_does_not_train_takes_nothing_of_a_training(mode):
             check_applies(options, {name})
 
 
-def test_a_network_that_is_tested_is_compared_with_its_checkpoint():
-    """So that the line of its training may be repeated; but nothing is written."""
+def test_testing_accepts_the_options_of_the_training():
+    """The command line of the training may be repeated for testing; nothing is written."""
     options = mnist.Options(test_mode="tests", restore="there")
     check_applies(options, {"learning_rate", "epochs", "prune_ratio", "optimizer"})
     for name in ("checkpoint_path", "records_path", "log", "tensorboard"):
@@ -212,7 +212,7 @@ def test_a_network_that_is_tested_is_compared_with_its_checkpoint():
             check_applies(options, {name})
 
 
-def test_defaults_presets_and_checkpoints_stay_silent(capsys, nothing_starts):
+def test_defaults_presets_and_checkpoints_raise_nothing(capsys, nothing_starts):
     for preset in lm.PRESETS:
         for method in METHODS:
             assert command(["lm", "--preset", preset, "--method", method]) == 0
@@ -232,8 +232,8 @@ _CHECKS = {
 @pytest.mark.parametrize(
     ("app", "method"), [*(("mnist", m) for m in METHODS), ("mnist-transformer", "rigl")]
 )
-def test_what_is_accepted_is_read(app, method, tmp_path):
-    """A short training reads every option that may be given with its method."""
+def test_accepted_options_are_read(app, method, tmp_path):
+    """A short training reads every option that applies to its method."""
     pytest.importorskip("sklearn")
     read = set()
 

@@ -1,4 +1,4 @@
-"""The training on CIFAR-10: its network, its pictures, all methods, resuming, bad options."""
+"""Training on CIFAR-10: network, augmentation, all methods, resuming, bad options."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ MEAN, DEVIATION = torch.full((3,), 120.0), torch.full((3,), 60.0)
 
 @pytest.fixture
 def folder(tmp_path):
-    """CIFAR-10's files with a few pictures: a class is a shade of one colour."""
+    """Write CIFAR-10 files with a few pictures, in which a class is a shade of one colour."""
     rng = np.random.default_rng(0)
     names = [f"data_batch_{number}.bin" for number in range(1, 6)]
     for name in (*names, "test_batch.bin"):
@@ -46,8 +46,8 @@ def sparse(network):
     return {n: m for n, m in network.named_modules() if isinstance(m, SparseLinear)}
 
 
-def test_the_papers_network(generator):
-    """WideResNet-22-2: 22 layers with weights on the way, three of 1x1 beside it."""
+def test_network_of_the_paper(generator):
+    """WideResNet-22-2: 22 layers with weights, and three 1x1 shortcuts."""
     network = Network(22, 2, MEAN, DEVIATION)
     convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
     assert sum(c.kernel_size == (3, 3) for c in convolutions) == 19
@@ -101,7 +101,7 @@ def test_blocks_are_over_channels(block, generator):
     assert type(network.output) is nn.Linear
 
 
-def test_pictures_are_moved_and_mirrored():
+def test_pictures_are_shifted_and_mirrored():
     pictures = torch.randint(0, 256, (40, 3, 9, 9), dtype=torch.uint8)
     by = torch.randint(-4, 5, (40, 2))
     mirror = torch.rand(40) < 0.5
@@ -114,7 +114,7 @@ def test_pictures_are_moved_and_mirrored():
         assert torch.equal(got.float(), expected)
 
 
-def test_digits_come_in_the_same_form():
+def test_digits_have_the_same_format():
     digits = load("digits")
     training = CifarTraining(Options(**{**TINY, "dataset": "digits"}), digits, 0)
     images = training.arrange(digits.test.images)
@@ -126,7 +126,7 @@ def test_digits_come_in_the_same_form():
     assert torch.equal(shown, images[:5])
 
 
-def test_the_network_sees_mean_0_and_deviation_1():
+def test_inputs_are_normalized():
     images = torch.randint(0, 200, (50, 3072), dtype=torch.uint8)
     images[:, :1024] //= 2
     pictures = Pictures(images, torch.randint(0, 10, (50,)))
@@ -137,8 +137,8 @@ def test_the_network_sees_mean_0_and_deviation_1():
     torch.testing.assert_close(x.std((0, 2, 3), correction=0), torch.ones(3), rtol=0, atol=1e-5)
 
 
-def test_the_papers_rates():
-    """0.1, a fifth after every 30,000 of 97,656 steps."""
+def test_learning_rates_of_the_paper():
+    """0.1, divided by five every 30,000 of 97,656 steps."""
     options = Options()
     rates = [learning_rate(options, step, 97_656) for step in (0, 29_999, 30_000, 60_000, 97_655)]
     assert rates == pytest.approx([0.1, 0.1, 0.02, 0.004, 0.0008])
@@ -170,7 +170,7 @@ def test_it_learns_the_shades(folder):
     assert figures["train_accuracy"] > 0.3
 
 
-def test_two_epochs_equal_one_and_one(folder, tmp_path):
+def test_resume_is_exact(folder, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     more = {"checkpoint_freq": 1, "records_path": tmp_path / "record"}
     tiny(folder, checkpoint_path=whole)
@@ -192,7 +192,7 @@ def test_two_epochs_equal_one_and_one(folder, tmp_path):
         ("--data-dir .", "expected cifar-10-binary.tar.gz, or test_batch.bin"),
     ],
 )
-def test_bad_options_get_one_line(line, message, capsys, tmp_path, monkeypatch):
+def test_bad_options_print_one_line(line, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command(["cifar", *line.split()]) == 2
     shown = capsys.readouterr().err

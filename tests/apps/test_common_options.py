@@ -1,4 +1,4 @@
-"""What is made of an option: its check, and what a checkpoint may say about it."""
+"""Declarations of options: their checks, and which of them a checkpoint stores."""
 
 import dataclasses
 from pathlib import Path
@@ -35,7 +35,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_every_option_says_all_there_is_to_know(app):
+def test_options_are_declared_completely(app):
     options = APPS[app].Options
     for name, known in options_of(options).items():
         assert known.help.endswith("."), name
@@ -45,7 +45,7 @@ def test_every_option_says_all_there_is_to_know(app):
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_what_does_not_define_a_training_is_of_the_run(app):
+def test_options_belong_to_the_training_or_the_run(app):
     options = options_of(APPS[app].Options)
     run = {name for name, known in options.items() if known.defines == "run"}
     assert run == OF_THE_RUN | OWN[app]
@@ -54,7 +54,7 @@ def test_what_does_not_define_a_training_is_of_the_run(app):
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_no_value_of_another_type_is_taken(app):
+def test_values_of_another_type_raise(app):
     options = APPS[app].Options
     for field in dataclasses.fields(options):
         for wrong in (object(), {1, 2}, [object()], (3.5, None)):
@@ -63,7 +63,7 @@ def test_no_value_of_another_type_is_taken(app):
             assert "\n" not in str(error.value)
 
 
-def test_methods_are_those_whose_trainers_take_it():
+def test_methods_match_the_trainers_arguments():
     options = options_of(mnist.Options)
     assert options["pooling_type"].methods == ("rigl", "snfs", "granet")
     assert set(options["cosine_prune_schedule"].methods) == {
@@ -73,7 +73,7 @@ def test_methods_are_those_whose_trainers_take_it():
     assert options["epochs"].methods == ()
 
 
-def test_an_option_can_be_changed_without_a_change_of_the_first():
+def test_overridden_option_keeps_the_original():
     @dataclasses.dataclass
     class First:
         a: int = option(1, "One.", mnist_kind("epochs"), "Data")
@@ -96,7 +96,7 @@ def mnist_kind(name):
 
 
 def forge(path: Path, of: str, **entries) -> Path:
-    """A checkpoint of a stranger, who chose its options."""
+    """Write an untrusted checkpoint with the given options."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     defaults = APPS[of].Options()
@@ -107,8 +107,8 @@ def forge(path: Path, of: str, **entries) -> Path:
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_a_checkpoint_says_nothing_about_the_run(app, tmp_path):
-    """It cannot write, log, or choose threads: every such option stays what it was."""
+def test_checkpoint_cannot_set_options_of_the_run(app, tmp_path):
+    """Options of output, logging and threads keep their values."""
     evil = {name: str(tmp_path / f"evil-{name}") for name in OF_THE_RUN | OWN[app]}
     file = forge(tmp_path / "a.ckpt", app, options={**evil, "batch_size": 3, "unheard_of": 1})
     own = APPS[app].Options(restore=file)
@@ -131,7 +131,7 @@ def test_a_checkpoint_says_nothing_about_the_run(app, tmp_path):
     ],
     ids=str,
 )
-def test_forged_options_are_one_line(entries, message, tmp_path):
+def test_forged_options_print_one_line(entries, message, tmp_path):
     file = forge(tmp_path / "a.ckpt", "mnist", **entries)
     with pytest.raises(ValueError, match="expected") as error:
         mnist.run(mnist.Options(restore=file), QUIET)
@@ -169,7 +169,7 @@ def test_density_is_one_minus_sparsity(name, capsys, monkeypatch):
         ("cifar --checkpoint-path c", "checkpoint_path", Path("c")),
     ],
 )
-def test_one_flag_serves_all_commands(line, name, value, monkeypatch):
+def test_flag_has_the_same_meaning_in_all_commands(line, name, value, monkeypatch):
     seen = []
     for module in ("lm", "pictures.mnist", "pictures.cifar"):
         monkeypatch.setattr(
@@ -189,7 +189,7 @@ def test_one_flag_serves_all_commands(line, name, value, monkeypatch):
         ("bench --benchmarks quick", "--benchmark"),
     ],
 )
-def test_an_unknown_spelling_is_answered_by_name(line, instead, capsys):
+def test_unknown_spelling_suggests_the_flag(line, instead, capsys):
     assert command(line.split()) == 2
     told = capsys.readouterr().err
     assert f"No such option: {line.split()[1]}" in told
@@ -216,7 +216,7 @@ def test_short_trainings_of_the_language_model(steps, warm_up, interval):
     assert (given.warm_up, given.interval) == (0, 7)
 
 
-def test_the_length_of_a_training_on_pictures():
+def test_training_length_on_pictures():
     lengths = [transformer.Options(**o).length for o in ({}, {"dataset": "mnist"}, {"epochs": 3})]
     assert lengths == [12, 1, 3]
     assert mnist.Options().length == 10

@@ -1,4 +1,4 @@
-"""--device: refused in one line where it is not there; data and losses follow the model."""
+"""--device: an unavailable device raises a one-line error; data and losses follow the model."""
 
 import pytest
 import torch
@@ -31,20 +31,20 @@ TINY = {
         (2, "cuda:2", r"--device: expected a device .* \(cuda:0, cuda:1\), got 'cuda:2'"),
     ],
 )
-def test_what_is_not_there_is_refused(monkeypatch, devices, device, line):
+def test_unavailable_device_raises(monkeypatch, devices, device, line):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     with pytest.raises(ValueError, match=line) as error:
         mnist.Options(device=device).check()
     assert "\n" not in str(error.value)
 
 
-def test_what_is_there_is_taken(monkeypatch):
+def test_available_device_is_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
         mnist.Options(device=device).check()
 
 
-def test_sums_go_where_the_losses_are():
+def test_sums_are_on_the_device_of_the_losses():
     with FakeTensorMode():
         sums = Sums()
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_sums_go_where_the_losses_are():
         assert (whole.loss.dtype, whole.right.dtype) == (torch.float64, torch.int64)
 
 
-def test_what_was_replaced_is_counted_when_the_device_is_waited_for_anyway():
+def test_replaced_blocks_are_counted_without_extra_waits():
     options = lm.Options(**TINY, data="stdlib")
     training = LmTraining(options, load_corpus(options), 7)
     counts = []
@@ -71,7 +71,7 @@ def test_what_was_replaced_is_counted_when_the_device_is_waited_for_anyway():
     assert counts == [(4, 0), (0, 1)]
 
 
-def test_autocast_is_that_of_the_device():
+def test_autocast_uses_the_device():
     with precision("bfloat16", torch.device("cpu")):
         assert torch.is_autocast_enabled("cpu")
     with precision("float32", torch.device("cuda")):
@@ -79,7 +79,7 @@ def test_autocast_is_that_of_the_device():
 
 
 class Meta(torch.nn.Module):
-    """Answers where no numbers are, and has seen what it was given."""
+    """A model on the meta device that records its inputs."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -92,7 +92,7 @@ class Meta(torch.nn.Module):
         return self.logits.expand(*shape)
 
 
-def test_batches_of_text_go_where_the_model_is():
+def test_text_batches_are_moved_to_the_model():
     options = lm.Options(**TINY, data="stdlib")
     corpus = load_corpus(options)
     training = LmTraining(options, corpus, 7)
@@ -106,7 +106,7 @@ def test_batches_of_text_go_where_the_model_is():
     ("kind", "options"),
     [(MnistTraining, mnist.Options), (TransformerTraining, transformer.Options)],
 )
-def test_pictures_go_where_the_model_is(kind, options):
+def test_pictures_are_moved_to_the_model(kind, options):
     training = kind(options(), data.load("digits"), 7)
     training.device = torch.device("meta")
     training.replica = training.model = Meta(1, 10)

@@ -1,4 +1,4 @@
-"""Every `--method` trains a language model, ends at the density asked for, and resumes exactly."""
+"""Every `--method` trains a language model to the given density and resumes exactly."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +34,7 @@ def text(tmp_path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_trains_and_resumes_to_the_same_bits(method, text, tmp_path):
+def test_method_trains_and_resumes_exactly(method, text, tmp_path):
     options = Options(**TINY, method=method, data=text, checkpoint_path=tmp_path / "whole")
     record = tmp_path / "record" if method != "dense" else None
     whole = run(dataclasses.replace(options, records_path=record), QUIET)
@@ -62,7 +62,7 @@ def test_a_method_trains_and_resumes_to_the_same_bits(method, text, tmp_path):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["snfs", "topkast", "gmp"])
-def test_a_trained_model_is_tested_and_writes_as_it_was_trained(method, text, tmp_path):
+def test_trained_model_is_tested_and_samples(method, text, tmp_path):
     changes = {"method": method, "sample": 30, "prompt": "the", "temperature": 0.0}
     trained = run(Options(**TINY, **changes, data=text, checkpoint_path=tmp_path / "c"), QUIET)
     restored = {"restore": tmp_path / "c", "sample": 30, "prompt": "the", "temperature": 0.0}
@@ -72,7 +72,7 @@ def test_a_trained_model_is_tested_and_writes_as_it_was_trained(method, text, tm
 
 
 @pytest.mark.parametrize("method", ["gmp", "granet"])
-def test_a_denser_beginning_is_scaled_and_counted(method, text):
+def test_higher_initial_density_is_scaled_and_counted(method, text):
     options = Options(
         **TINY, method=method, data=text, initial_scale=0.5, embedding_size=8,
         sparse_embeddings=True,
@@ -93,7 +93,7 @@ def test_a_denser_beginning_is_scaled_and_counted(method, text):
 
 
 def test_replaced_counts_what_updates_dropped(text, tmp_path):
-    """In both applications, and as the churn of a record does: gmp grows nothing."""
+    """In both applications, and equal to the churn of a record; gmp grows nothing."""
     figures = run(Options(**TINY, method="gmp", data=text, records_path=tmp_path / "r"), QUIET)
     records = Records.load(tmp_path / "r")
     changes = [change for name in records.layers for change in records.changes(name)]

@@ -1,4 +1,4 @@
-"""The language model and its sizes: what it sees, what it holds, sparse beside dense."""
+"""The language model: causality, sizes, parameters and memory, sparse and dense."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_no_token_sees_a_later_one(method):
     assert not torch.allclose(before[:, 11], after[:, 11])
 
 
-def test_a_shorter_text_gives_the_same_logits():
+def test_shorter_text_gives_the_same_logits():
     model = build().eval()
     tokens = ids()
     torch.testing.assert_close(model(tokens)[:, :5], model(tokens[:, :5]))
@@ -70,7 +70,7 @@ def test_sparse_with_all_weights_equals_dense(changes):
     torch.testing.assert_close(dense(tokens), sparse(tokens), rtol=1e-12, atol=1e-12)
 
 
-def test_the_table_is_tied_and_factorised():
+def test_embedding_is_tied_and_factorized():
     model = build(embedding_size=8)
     assert model.embedding.table.weight.shape == (V, 8)
     assert (model.embedding.up.out_features, model.embedding.up.in_features) == (16, 8)
@@ -84,7 +84,7 @@ def test_the_table_is_tied_and_factorised():
 
 
 @pytest.mark.parametrize("method", ["static", "dense"])
-def test_first_weights_are_scaled_but_not_the_table_nor_biases(method):
+def test_initial_weights_are_scaled_except_embedding_and_biases(method):
     # dense tables are drawn from the global generator
     torch.manual_seed(0)
     whole = build(method=method, embedding_size=8, sparse_embeddings=True).state_dict()
@@ -98,7 +98,7 @@ def test_first_weights_are_scaled_but_not_the_table_nor_biases(method):
         assert torch.equal(small[name], tensor * 0.25 if scaled else tensor), name
 
 
-def test_dropout_differs_between_steps_and_is_off_in_evaluation():
+def test_dropout_in_training_only():
     model = build(droprate=0.5)
     tokens = ids()
     assert not torch.equal(model(tokens), model(tokens))
@@ -115,7 +115,7 @@ def test_dropout_differs_between_steps_and_is_off_in_evaluation():
     ],
     ids=str,
 )  # fmt: skip
-def test_parameters_are_counted_before_the_model_is_made(changes):
+def test_parameter_count_equals_the_model(changes):
     options = Options(**{**SIZES, **changes})
     model = build(**changes)
     count, blocks = parameters(options, V)
@@ -129,7 +129,7 @@ def test_parameters_are_counted_before_the_model_is_made(changes):
     [{}, {"hidden_size": 128, "ff_size": 512, "layers": 3}, {"qkv_size": 8, "embedding_size": 32}],
     ids=str,
 )
-def test_a_dense_model_can_hold_as_many_parameters(changes):
+def test_dense_model_of_equal_parameter_count(changes):
     options = Options(**changes, method="dense", match_parameters=True)
     options.check()
     narrow = match_parameters_of(options, 65)
@@ -144,7 +144,7 @@ def test_a_dense_model_can_hold_as_many_parameters(changes):
     assert match_parameters_of(Options(), 65) == Options()
 
 
-def test_no_dense_model_is_small_enough():
+def test_missing_dense_equivalent_raises():
     options = Options(
         method="dense", match_parameters=True, hidden_size=64, heads=64, ff_size=1, sparsity=0.99
     )
@@ -152,7 +152,7 @@ def test_no_dense_model_is_small_enough():
         match_parameters_of(options, 65)
 
 
-def test_memory_is_estimated_and_refused_in_one_line():
+def test_too_little_memory_raises():
     small = state_bytes(preset("tiny"), 65)
     count, blocks = parameters(preset("tiny"), 65)
     assert small == 16 * count + 36 * blocks
@@ -164,7 +164,7 @@ def test_memory_is_estimated_and_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_the_presets_are_those_of_their_sources():
+def test_presets_match_their_sources():
     small, _ = parameters(dataclasses.replace(preset("small"), method="dense"), 50257)
     assert small == 124_439_808  # GPT-2 small, positions and biases included
     large = preset("large")

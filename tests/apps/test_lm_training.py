@@ -1,4 +1,4 @@
-"""The training of the language model: it learns, it accumulates, it samples, it resumes exactly."""
+"""Training of the language model: learning, accumulation, sampling, exact resume."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def training(text, **changes) -> Training:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["rigl", "dense"])
-def test_it_learns_a_small_text_by_heart(text, method):
+def test_memorizes_a_small_text(text, method):
     figures = tiny(
         text, method=method, steps=300, valid_interval=100, hidden_size=32, update_interval=20,
         peak_learning_rate=1e-2, sample=60, prompt="the c", temperature=0.0, sequence_length=24,
@@ -61,7 +61,7 @@ def test_it_learns_a_small_text_by_heart(text, method):
     assert len(figures["sample"]) == 65
 
 
-def test_the_parts_of_a_text_are_apart_and_in_order(text):
+def test_text_splits_are_disjoint_and_in_order(text):
     corpus = load_corpus(Options(data=text, valid_share=0.1, test_share=0.2))
     ids = CharTokenizer(TEXT).encode(TEXT)
     assert np.array_equal(np.concatenate([corpus.train, corpus.valid, corpus.test]), ids)
@@ -110,7 +110,7 @@ def test_texts_and_token_files_train_alike(text, tmp_path):
 
 @pytest.mark.parametrize("method", ["rigl", "dense"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_micro_batches_add_up_to_the_batch(text, method, weighted):
+def test_gradient_accumulation_equals_the_batch(text, method, weighted):
     changes = {"method": method, "repetition_weighting": weighted, "data_type": "float64",
                "autoregression_offset": 3}  # fmt: skip
     whole = training(text, batch_size=12, **changes)
@@ -124,7 +124,7 @@ def test_micro_batches_add_up_to_the_batch(text, method, weighted):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_the_offset_leaves_out_the_first_tokens(text):
+def test_offset_skips_the_first_tokens(text):
     whole, offset = training(text), training(text, autoregression_offset=5)
     batch = whole.corpus.sequences_of("valid", 8)
     _, losses, right = whole.losses(batch)
@@ -134,7 +134,7 @@ def test_the_offset_leaves_out_the_first_tokens(text):
     torch.testing.assert_close(loss, losses[:, 5:].mean())
 
 
-def test_evaluation_is_without_dropout_and_draws_nothing(text):
+def test_evaluation_uses_no_dropout_or_random_numbers(text):
     model = training(text, droprate=0.5)
     before = torch.get_rng_state()
     first = model.evaluate("valid")
@@ -143,7 +143,7 @@ def test_evaluation_is_without_dropout_and_draws_nothing(text):
     assert Scores(1000.0, 0.0).perplexity == math.inf
 
 
-def test_the_rate_rises_and_falls():
+def test_learning_rate_warms_up_and_decays():
     options = Options(
         steps=110, warmup_steps=10, peak_learning_rate=1.0, min_learning_rate=0.1, decay_power=2.0
     )
@@ -192,7 +192,7 @@ def test_only_matrices_decay(text):
     ],
     ids=str,
 )
-def test_stopping_and_resuming_changes_nothing(text, tmp_path, changes):
+def test_resume_is_exact(text, tmp_path, changes):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     expected = tiny(text, checkpoint_path=whole, **changes)
     tiny(text, checkpoint_path=halves, stop_after=4, **changes)
@@ -211,7 +211,7 @@ def test_large_blocks_train(text):
     assert figures["history"][-1]["valid_loss"] < figures["history"][0]["valid_loss"]
 
 
-def test_a_restored_model_is_tested_and_writes(text, tmp_path):
+def test_restored_model_is_tested_and_samples(text, tmp_path):
     trained = tiny(text, checkpoint_path=tmp_path / "c", json=tmp_path / "a.json")
     written = json.loads((tmp_path / "a.json").read_text())
     assert written == trained
@@ -228,7 +228,7 @@ def test_a_restored_model_is_tested_and_writes(text, tmp_path):
         run(Options(restore=tmp_path / "c", mode="sample", sample=1, prompt="X"), QUIET)
 
 
-def test_another_training_is_refused(text, tmp_path):
+def test_checkpoint_of_another_training_raises(text, tmp_path):
     folder = tmp_path / "c"
     tiny(text, checkpoint_path=folder, stop_after=4)
     (tmp_path / "other.txt").write_text(TEXT.replace("log", "gol"))
@@ -255,7 +255,7 @@ def test_another_training_is_refused(text, tmp_path):
         run(Options(restore=tmp_path / "empty"), QUIET)
 
 
-def test_a_record_follows_the_patterns(text, tmp_path):
+def test_record_follows_the_patterns(text, tmp_path):
     figures = tiny(text, records_path=tmp_path / "rec", checkpoint_path=tmp_path / "c")
     records = Records.load(tmp_path / "rec")
     assert len(records.layers) == 6
@@ -266,7 +266,7 @@ def test_a_record_follows_the_patterns(text, tmp_path):
         tiny(text, method="dense", records_path=tmp_path / "rec2")
 
 
-def test_samples_are_drawn_from_the_likeliest():
+def test_top_k_sampling():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([1.0, 3.0, 2.0, -5.0], dtype=torch.float64)
     assert int(choose(logits, generator, 0.0, None)) == 1
@@ -278,14 +278,14 @@ def test_samples_are_drawn_from_the_likeliest():
     assert int(choose(logits, generator, 1e-300, None)) == 1
 
 
-def test_a_long_sample_sees_only_what_fits(text):
+def test_long_sample_uses_a_limited_context(text):
     made = training(text)
     prompt = torch.arange(10)
     generator = torch.Generator().manual_seed(0)
     assert len(list(sample(made.model, prompt, 20, generator))) == 20
 
 
-def test_a_diverged_training_says_so(text):
+def test_diverged_training_raises(text):
     with pytest.raises(ValueError, match=r"the training diverged: the loss is .* lower --peak"):
         tiny(
             text, method="static", optimizer="GradientDescent", peak_learning_rate=1e30,

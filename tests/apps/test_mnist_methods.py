@@ -1,4 +1,4 @@
-"""Every `--method` trains, ends at the densities asked for, and resumes exactly."""
+"""Every `--method` trains to the given densities and resumes exactly."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def tiny(**changes):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_trains_and_resumes(method, tmp_path):
+def test_method_trains_and_resumes(method, tmp_path):
     pytest.importorskip("sklearn")
     whole = tiny(method=method, records_path=tmp_path / "record")
     assert whole["accuracy"] > 0.8
@@ -42,7 +42,7 @@ def test_a_method_trains_and_resumes(method, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["topkast", "gmp"])
-def test_a_trained_network_is_tested_as_it_was_trained(method, tmp_path):
+def test_trained_network_gives_the_same_test_results(method, tmp_path):
     pytest.importorskip("sklearn")
     trained = tiny(method=method, checkpoint_path=tmp_path)
     tested = tiny(method=method, restore=tmp_path, test_mode="tests")

@@ -1,4 +1,4 @@
-"""The network, the order of its pixels, and what the summary says about its size."""
+"""The network, the order of its pixels, and the sizes in the summary."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def sparse_layers(net):
     return [name for name, module in net.named_modules() if isinstance(module, SparseLinear)]
 
 
-def test_layers_and_their_kinds(generator):
+def test_layer_types(generator):
     net = network(generator, densities=(0.1, 1.0), block_size=16)
     assert isinstance(net.fc1, SparseLinear)
     assert net.fc1.block_size == 16
@@ -38,7 +38,7 @@ def test_forward_is_relu_between_linear_layers(generator):
     torch.testing.assert_close(net(x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_is_for_training_only(generator):
+def test_dropout_in_training_only(generator):
     net = network(generator, droprate=0.5)
     x = torch.rand(3, 784)
     assert not torch.equal(net(x), net(x))
@@ -46,7 +46,7 @@ def test_dropout_is_for_training_only(generator):
     assert torch.equal(net(x), net(x))
 
 
-def test_the_generator_decides_everything():
+def test_generator_determines_everything():
     both = [build_network(Options(), torch.Generator().manual_seed(3)) for _ in range(2)]
     other = build_network(Options(), torch.Generator().manual_seed(4))
     for name, tensor in both[0].state_dict().items():
@@ -60,7 +60,7 @@ def test_the_generator_decides_everything():
 
 @pytest.mark.parametrize("kind", ["none", "block", "random"])
 @pytest.mark.parametrize("block", [1, 4, 8, 16, 32, 64, 128])
-def test_permutations_hold_every_pixel_once(kind, block, generator):
+def test_permutations_contain_every_pixel_once(kind, block, generator):
     side = 32 if block >= 32 else 28
     permutation = pixel_permutation(kind, block, generator)
     assert permutation.sort().values.tolist() == list(range(side * side))
@@ -91,7 +91,7 @@ def test_arranged_pixels():
     assert wide.sum() == pytest.approx(images.sum().item(), rel=1e-5)
 
 
-def test_density_counts_weights_alone(generator):
+def test_density_counts_weights_only(generator):
     net = network(generator)
     assert density(net) == pytest.approx((25088 + 960) / (784 * 320 + 3200))
     assert density(network(generator, method="dense")) == 1.0

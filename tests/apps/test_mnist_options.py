@@ -1,4 +1,4 @@
-"""Wrong options of the MNIST training: each is refused in one line that names its flag."""
+"""Wrong options of the MNIST training raise a one-line error that names the flag."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda x: str(x)[:40])
-def test_wrong_options_are_refused(changes, message):
+def test_wrong_options_raise(changes, message):
     with pytest.raises(ValueError, match="-") as error:
         Options(**changes).check()
     assert message in str(error.value)
@@ -63,7 +63,7 @@ WRONG_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), WRONG_ARGUMENTS)
-def test_wrong_optimizer_arguments_are_refused(name, arguments, message):
+def test_wrong_optimizer_arguments_raise(name, arguments, message):
     options = Options(optimizer=name, optimizer_arg=arguments)
     options.check()
     with pytest.raises(ValueError, match="--optimizer-arg: ") as error:
@@ -71,7 +71,7 @@ def test_wrong_optimizer_arguments_are_refused(name, arguments, message):
     assert message in str(error.value)
 
 
-def test_the_defaults_are_fine():
+def test_defaults_are_valid():
     Options().check()
     Options(hidden_sizes=(300, 100), densities=(0.01, 0.11, 1)).check()
 
@@ -97,14 +97,14 @@ def test_layer_shapes():
         ("cosine", [0.02, 0.0180902, 0.0130902, 0.0069098, 0.0019098]),
     ],
 )
-def test_learning_rates_over_the_training(decay, rates):
+def test_learning_rate_schedules(decay, rates):
     options = Options(optimizer="Momentum", decay=decay)
     got = [learning_rate(options, step, 100) for step in (0, 20, 40, 60, 80)]
     assert got == pytest.approx(rates, abs=1e-7)
     assert learning_rate(options, 99, 100) <= rates[-1]
 
 
-def test_the_learning_rate_scales_with_the_batch():
+def test_learning_rate_scales_with_the_batch():
     assert learning_rate(Options(optimizer="Momentum", batch_size=64), 0, 9) == pytest.approx(0.08)
     assert learning_rate(Options(batch_size=64), 0, 9) == pytest.approx(0.004)
     assert learning_rate(Options(batch_size=64, learning_rate=0.5), 0, 9) == 0.5

@@ -1,4 +1,4 @@
-"""Resuming is exact, and a checkpoint is whole whenever the training is killed."""
+"""Resuming is exact, also of the loss scale, the record and the log."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def tiny(**changes):
     ],
     ids=str,
 )
-def test_two_epochs_equal_one_and_one(tmp_path, changes):
+def test_resume_is_exact(tmp_path, changes):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     expected = tiny(checkpoint_path=whole, **changes)
     tiny(checkpoint_path=halves, stop_after=1, **changes)
@@ -43,8 +43,8 @@ def test_two_epochs_equal_one_and_one(tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_the_scale_of_float16_goes_on(tmp_path, monkeypatch):
-    """It grows every 3 steps until gradients overflow; the record goes on with the steps."""
+def test_loss_scale_is_resumed(tmp_path, monkeypatch):
+    """The scale grows every 3 steps until gradients overflow; the record continues, too."""
     monkeypatch.setattr(training, "_FIRST_SCALE", 2.0**33)
     settings = torch.amp.GradScaler.__init__.__defaults__
     often = (*settings[:-2], 3, settings[-1])  # growth_interval
@@ -65,7 +65,7 @@ def test_the_scale_of_float16_goes_on(tmp_path, monkeypatch):
     assert again.pattern("fc1", -1) == record.pattern("fc1", -1)
 
 
-def test_the_record_and_the_log_go_on(tmp_path):
+def test_record_and_log_continue(tmp_path):
     outputs = {"records_path": tmp_path / "rec", "log": tmp_path / "log.txt"}
     tiny(checkpoint_path=tmp_path / "a", **outputs)
     expected = Records.load(tmp_path / "rec")
@@ -78,7 +78,7 @@ def test_the_record_and_the_log_go_on(tmp_path):
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 1 + 2 * 5
 
 
-def test_flags_left_out_are_those_of_the_checkpoint(tmp_path):
+def test_default_flags_come_from_the_checkpoint(tmp_path):
     tiny(checkpoint_path=tmp_path, stop_after=1, densities=(0.2, 1.0), droprate=0.3)
     figures = run(Options(restore=tmp_path), QUIET)
     assert figures["epochs"] == 2

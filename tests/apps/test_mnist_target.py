@@ -1,4 +1,4 @@
-"""`--target`: training steps on a simulated tile machine, forward to optimizer one program."""
+"""`--target`: training steps on a simulated tile machine equal those of the host."""
 
 import json
 
@@ -26,7 +26,7 @@ SHORT = [
 
 
 def weights(model):
-    """Dense weights and other parameters by name: slots of a pattern may be in any order."""
+    """Return dense weights and other parameters by name; slots may be in any order."""
     dense = {
         f"{name}.weight": layer.to_dense().detach()
         for name, layer in model.named_modules()
@@ -36,7 +36,7 @@ def weights(model):
 
 
 def check_equal(host, machine, windows):
-    """Train both; losses of every window and weights at the end agree within 1e-5."""
+    """Train both; losses of every window and final weights must agree within 1e-5."""
     for one, other in zip(windows(host), windows(machine), strict=True):
         assert other == pytest.approx(one, rel=1e-5, abs=1e-5)
     machine.collect_weights()
@@ -83,13 +83,13 @@ def check_pictures(kind, module, **changes):
     ],
     ids=str,
 )
-def test_every_step_equals_that_of_the_host(changes):
+def test_mnist_steps_equal_the_host(changes):
     training = check_pictures(mnist.MnistTraining, mnist, hidden_sizes=(16,), **changes)
     assert (training.updates > 0) == (changes["method"] != "dense")
 
 
 @pytest.mark.slow
-def test_every_step_of_the_transformer_equals_that_of_the_host():
+def test_transformer_steps_equal_the_host():
     sizes = {"hidden_length": 16, "ff_length": 12, "attention_heads": 2, "qkv_length": 4}
     rates = {"optimizer": "GradientDescent", "learning_rate": 1e-3, "sparsity": 0.5}
     training = check_pictures(transformer.TransformerTraining, transformer, **sizes, **rates)
@@ -98,7 +98,7 @@ def test_every_step_of_the_transformer_equals_that_of_the_host():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"embedding_size": 8, "autoregression_offset": 2}])
-def test_every_step_of_the_language_model_equals_that_of_the_host(tmp_path, changes):
+def test_language_model_steps_equal_the_host(tmp_path, changes):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     sizes = {"hidden_size": 16, "ff_size": 24, "heads": 2, "layers": 1, "sequence_length": 8}
@@ -123,7 +123,7 @@ def test_every_step_of_the_language_model_equals_that_of_the_host(tmp_path, chan
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_from_its_checkpoint(tmp_path):
+def test_training_resumes_from_its_checkpoint(tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     tiny = {**FEW, **MACHINE, "hidden_sizes": (16,), "epochs": 2, "seed": 7}
     expected = mnist.run(mnist.Options(**tiny, checkpoint_path=whole), QUIET)
@@ -138,7 +138,7 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_says_what_the_machine_took(tmp_path, monkeypatch, capsys):
+def test_reports_cycles_of_the_machine(tmp_path, monkeypatch, capsys):
     folder, file = tmp_path / "profiles", tmp_path / "figures.json"
     options = {"autoReport.all": "true", "autoReport.directory": str(folder)}
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", json.dumps(options))
@@ -171,7 +171,7 @@ def test_it_says_what_the_machine_took(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "page.html").stat().st_size
 
 
-def test_what_does_not_fit_the_tiles_is_one_line(capsys):
+def test_out_of_tile_memory_prints_one_line(capsys):
     assert run(["mnist", "--hold-out", "1300", "--target", "mk2", "--tiles", "1"]) == 2
     message = capsys.readouterr().err.strip()
     assert message.startswith("dynsparse: tile 0 needs")
@@ -201,7 +201,7 @@ LM = ["lm", "--target", "bow"]
     ],
     ids=lambda part: " ".join(part[-2:]) if isinstance(part, list) else "",
 )
-def test_what_the_machine_does_not_do_is_refused_first(line, words, capsys):
+def test_unsupported_options_print_one_line(line, words, capsys):
     assert run(line) == 2
     message = capsys.readouterr().err
     assert words.lower() in message.lower()

@@ -1,4 +1,4 @@
-"""Tiny trainings, whole ones: what they compute and what they write."""
+"""Small complete trainings: results and written files."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def tiny(**changes):
     return run(Options(**{**TINY, **changes}), QUIET)
 
 
-def test_the_json_is_the_returned_figures(tmp_path):
+def test_json_equals_the_returned_figures(tmp_path):
     figures = tiny(json=tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == figures
     assert {"accuracy", "loss", "density", "epochs", "seconds", "updates"} <= figures.keys()
@@ -46,14 +46,14 @@ def test_the_json_is_the_returned_figures(tmp_path):
     assert alone["train_accuracy"] == figures["train_accuracy"]
 
 
-def test_one_seed_one_result():
+def test_equal_seeds_give_equal_results():
     first, second = tiny(), tiny()
     for key in ("accuracy", "loss", "train_loss", "replaced"):
         assert first[key] == second[key]
     assert tiny(seed=8)["loss"] != first["loss"]
 
 
-def test_without_a_seed_one_is_drawn_and_told():
+def test_default_seed_is_drawn_and_reported():
     figures = tiny(seed=None, epochs=1)
     assert tiny(seed=figures["seed"], epochs=1)["loss"] == figures["loss"]
 
@@ -99,7 +99,7 @@ def test_variants_run(changes):
     assert figures["loss"] < 10
 
 
-def test_a_scale_of_the_loss_that_is_too_large():
+def test_too_large_loss_scale():
     with pytest.raises(
         ValueError, match=r"gradients overflow float16 in all .* lower --loss-scale"
     ):
@@ -111,7 +111,7 @@ def test_zero_steps_count_updates():
     assert waiting["updates"] == 3  # the third, fourth and fifth
 
 
-def test_of_two_blocks_none_is_replaced_once_the_number_is_rounded_down():
+def test_number_of_replaced_blocks_is_rounded_down():
     few = {"block_size": 64, "hidden_sizes": (64,), "densities": (0.125, 1)}
     up = tiny(**few)
     assert up["updates"] > 1
@@ -119,13 +119,13 @@ def test_of_two_blocks_none_is_replaced_once_the_number_is_rounded_down():
     assert tiny(**few, prune_rounding="down")["replaced"] == 0
 
 
-def test_the_number_of_threads_is_put_back():
+def test_number_of_threads_is_restored():
     before = torch.get_num_threads()
     tiny(threads=before + 1, epochs=1)
     assert torch.get_num_threads() == before
 
 
-def test_the_record_follows_the_patterns(tmp_path):
+def test_record_follows_the_patterns(tmp_path):
     figures = tiny(records_path=tmp_path / "rec", permute_input="random")
     records = Records.load(tmp_path / "rec")
     assert list(records.layers) == ["fc1", "fc2"]
@@ -137,14 +137,14 @@ def test_the_record_follows_the_patterns(tmp_path):
     assert [t["step"] for t in records.telemetry] == [4, 8, 12, 16, 20, 24]
 
 
-def test_a_record_of_the_second_layer_alone_has_no_pixels(tmp_path):
+def test_record_of_the_second_layer_has_no_pixels(tmp_path):
     tiny(records_path=tmp_path / "rec", densities=(1.0, 0.3), epochs=1)
     records = Records.load(tmp_path / "rec")
     assert list(records.layers) == ["fc2"]
     assert "pixel_permutation" not in records.metadata
 
 
-def test_the_log_has_the_form_of_the_original(tmp_path):
+def test_log_has_the_format_of_the_original(tmp_path):
     tiny(log=tmp_path / "deep" / "log.txt")
     lines = (tmp_path / "deep" / "log.txt").read_text().splitlines()
     assert lines[0] == "Iteration Density_0.1_0.3"
@@ -152,7 +152,7 @@ def test_the_log_has_the_form_of_the_original(tmp_path):
     assert all(0 <= float(line.split()[1]) <= 1 for line in lines[1:])
 
 
-def test_plain_lines_where_there_is_no_terminal(tmp_path):
+def test_plain_lines_without_a_terminal(tmp_path):
     with (tmp_path / "live.txt").open("w") as file:
         run(Options(**TINY), Console(file=file, width=100, force_terminal=True))
     assert "━" in (tmp_path / "live.txt").read_text()
@@ -184,7 +184,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda x: str(x)[:40])
-def test_what_cannot_be_trained_is_refused(changes, message, tmp_path, monkeypatch):
+def test_unsupported_options_raise(changes, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = ("json", "restore", "data_dir", "records_path")
     changes = {k: Path(v) if k in paths else v for k, v in changes.items()}
@@ -203,7 +203,7 @@ def test_missing_loggers_are_named(tmp_path, monkeypatch):
         tiny(tensorboard=tmp_path)
 
 
-def test_wandb_gets_the_figures(monkeypatch):
+def test_wandb_logging(monkeypatch):
     calls = []
     handle = types.SimpleNamespace(
         log=lambda figures, step: calls.append((step, figures)),
@@ -223,7 +223,7 @@ def test_wandb_gets_the_figures(monkeypatch):
     assert handle.summary["test_accuracy"] == figures["accuracy"]
 
 
-def test_tensorboard_gets_the_figures(monkeypatch, tmp_path):
+def test_tensorboard_logging(monkeypatch, tmp_path):
     scalars = []
 
     class Writer:

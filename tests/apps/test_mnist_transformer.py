@@ -1,4 +1,4 @@
-"""The MNIST transformer: its network against dense torch, tiny trainings, resuming, bad options."""
+"""The MNIST transformer: equality with dense torch, small trainings, bad options."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def sparse(network):
     return {n: m for n, m in network.named_modules() if isinstance(m, SparseLinear)}
 
 
-def test_the_original_sizes(generator):
+def test_sizes_of_the_original(generator):
     layers = sparse(build_network(Options(), generator))
     attention = {f"layers.0.attention.{p}_proj": (512, 96) for p in "qkv"}
     assert {name: layer.pattern.shape for name, layer in layers.items()} == {
@@ -101,7 +101,7 @@ def test_forward_equals_dense_torch(generator):
     torch.testing.assert_close(net(pictures), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_positions_tell_tokens_apart():
+def test_positional_encoding_distinguishes_tokens():
     positions = position_encoding(28, 32)
     torch.testing.assert_close(positions.mean(1), torch.zeros(28), rtol=0, atol=1e-6)
     torch.testing.assert_close(positions.std(1, correction=0), torch.ones(28))
@@ -119,7 +119,7 @@ def test_the_dense_network_is_dense(generator):
 
 @pytest.mark.parametrize("block", [1, 8])
 def test_growth_sees_the_dense_gradient_of_every_layer(block):
-    """What growth is given equals the gradient of the dense weights, layer by layer."""
+    """The pairs that growth gets give the gradient of the dense weights, layer by layer."""
     options = Options(**TINY, block_size=block, sparsity=0.5, dropout_keep_prob=1.0)
     training = TransformerTraining(options, load("digits"), 0)
     net = training.model.double()
@@ -196,7 +196,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_bad_options_are_one_line(capsys, arguments, message):
+def test_bad_options_print_one_line(capsys, arguments, message):
     assert command(["mnist-transformer", *arguments.split()]) == 2
     err = capsys.readouterr().err
     assert message in err

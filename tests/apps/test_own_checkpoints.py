@@ -1,4 +1,4 @@
-"""A training knows its own checkpoints and its own record, and never takes or deletes others'."""
+"""A training never resumes from or deletes checkpoints and records of other trainings."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def refused(match: str, **changes) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_new_training_does_not_begin_among_anothers_checkpoints(tmp_path):
+def test_folder_with_checkpoints_of_another_training_raises(tmp_path):
     tiny(checkpoint_path=tmp_path)
     before = contents(tmp_path)
     refused(r"got .*epoch-0003\.ckpt: go on with that one by --restore", checkpoint_path=tmp_path)
@@ -39,7 +39,7 @@ def test_a_new_training_does_not_begin_among_anothers_checkpoints(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_overwriting_leaves_nothing_of_the_earlier_training(tmp_path):
+def test_overwrite_removes_the_earlier_training(tmp_path):
     outputs = {"checkpoint_path": tmp_path / "c", "records_path": tmp_path / "r"}
     tiny(**outputs)
     tiny(**outputs, seed=2, stop_after=1, overwrite=True)
@@ -50,7 +50,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_training(tmp_path):
     assert len(list((tmp_path / "c").iterdir())) == 3
 
 
-def test_what_is_wrong_otherwise_is_said_before_anything_is_deleted(tmp_path):
+def test_errors_are_raised_before_anything_is_deleted(tmp_path):
     tiny(checkpoint_path=tmp_path / "c", records_path=tmp_path / "r")
     before = contents(tmp_path / "c") | contents(tmp_path / "r")
     (tmp_path / "log").mkdir()
@@ -62,7 +62,7 @@ def test_what_is_wrong_otherwise_is_said_before_anything_is_deleted(tmp_path):
     assert contents(tmp_path / "c") | contents(tmp_path / "r") == before
 
 
-def test_a_record_is_not_deleted_without_a_word(tmp_path):
+def test_existing_record_raises(tmp_path):
     tiny(records_path=tmp_path / "r")
     before = contents(tmp_path / "r")
     refused("expected a folder without the record of another", records_path=tmp_path / "r", seed=2)
@@ -71,7 +71,7 @@ def test_a_record_is_not_deleted_without_a_word(tmp_path):
     assert Records.load(tmp_path / "r").metadata["seed"] == 2
 
 
-def test_the_record_of_another_training_is_not_continued(tmp_path):
+def test_record_of_another_training_raises(tmp_path):
     tiny(records_path=tmp_path / "r", checkpoint_path=tmp_path / "a", stop_after=1)
     tiny(checkpoint_path=tmp_path / "b", stop_after=1, seed=2)
     before = contents(tmp_path / "r")
@@ -79,7 +79,7 @@ def test_the_record_of_another_training_is_not_continued(tmp_path):
     assert contents(tmp_path / "r") == before
 
 
-def test_a_record_that_lacks_updates_is_refused_before_a_step_is_made(tmp_path):
+def test_record_without_all_updates_raises_before_the_first_step(tmp_path):
     tiny(records_path=tmp_path / "r", checkpoint_path=tmp_path / "a")
     (tmp_path / "r" / "update-000002.npz").unlink()
     before = contents(tmp_path / "r")
@@ -89,8 +89,8 @@ def test_a_record_that_lacks_updates_is_refused_before_a_step_is_made(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04"], ids=["emptied", "cut"])
-def test_a_damaged_update_after_the_checkpoint_does_no_harm(tmp_path, content):
-    """As a power cut leaves it: the checkpoint does not need the newest update."""
+def test_damaged_update_after_the_checkpoint_is_ignored(tmp_path, content):
+    """As after a power failure: the checkpoint does not need the newest update."""
     expected = tiny(checkpoint_path=tmp_path / "whole", records_path=tmp_path / "r")
     patterns = [pattern for _, pattern in Records.load(tmp_path / "r").patterns("fc1")]
     (tmp_path / "r" / "update-000002.npz").write_bytes(content)
@@ -101,7 +101,7 @@ def test_a_damaged_update_after_the_checkpoint_does_no_harm(tmp_path, content):
     assert [pattern for _, pattern in Records.load(tmp_path / "r").patterns("fc1")] == patterns
 
 
-def test_the_log_forgets_what_comes_after_the_checkpoint(tmp_path):
+def test_log_is_truncated_at_the_checkpoint(tmp_path):
     tiny(log=tmp_path / "log", checkpoint_path=tmp_path / "c")
     expected = (tmp_path / "log").read_text()
     (tmp_path / "log").write_text(expected + "99 0.")

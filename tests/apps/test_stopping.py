@@ -1,4 +1,4 @@
-"""Ctrl-C ends every training with a checkpoint, from which it goes on to the same bits."""
+"""Ctrl-C ends every training with a checkpoint from which it resumes exactly."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def in_a_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def interrupt_at(monkeypatch):
-    """Sends Ctrl-C inside the step of that number."""
+    """Send Ctrl-C inside the step with the given number."""
     steps = set()
     plain = Training.optimise
 
@@ -81,7 +81,7 @@ def train(name, **changes):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", [3, 6, 100])
 @pytest.mark.parametrize("name", APPS)
-def test_resuming_gives_the_same_bits(name, at, interrupt_at, capfd):
+def test_resume_after_interrupt_is_exact(name, at, interrupt_at, capfd):
     expected, _ = train(name, checkpoint_path=Path("whole"))
     last = expected["steps"]
     at = min(at, last)
@@ -119,14 +119,14 @@ def test_interrupted_twice(interrupt_at):
     assert_equal(*(state(Path(f) / "epoch-0002.ckpt") for f in ("whole", "halves")))
 
 
-def test_without_a_folder_it_makes_one(interrupt_at):
+def test_creates_the_default_checkpoint_folder(interrupt_at):
     interrupt_at([2])
     _, shown = train("mnist")
     (file,) = Path().glob("mnist-*/epoch-0000+2.ckpt")
     assert shown.splitlines()[-1] == f"dynsparse mnist --restore {file}"
 
 
-def test_a_second_interrupt_stops_at_once(interrupt_at, monkeypatch):
+def test_second_interrupt_stops_immediately(interrupt_at, monkeypatch):
     plain = Training.finish_window
     monkeypatch.setattr(
         Training, "finish_window", lambda s, w: (signal.raise_signal(signal.SIGINT), plain(s, w))
@@ -138,7 +138,7 @@ def test_a_second_interrupt_stops_at_once(interrupt_at, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_another_handler_stays():
+def test_installed_handler_is_kept():
     def own(number, frame):
         raise AssertionError("not called")
 
@@ -148,7 +148,7 @@ def test_another_handler_stays():
 
 
 @pytest.mark.parametrize("name", ["mnist", "lm"])
-def test_damaged_states_are_refused(name, interrupt_at):
+def test_damaged_states_raise(name, interrupt_at):
     interrupt_at([3])
     train(name)
     (file,) = Path().glob(f"{name}-*/*.ckpt")
@@ -159,7 +159,7 @@ def test_damaged_states_are_refused(name, interrupt_at):
             train(name, restore=file)
 
 
-def test_sums_come_back():
+def test_sums_are_restored():
     sums = Sums()
     sums.add(torch.tensor(3.5), torch.tensor(2), 4)
     assert vars(Sums.from_state(sums.state())) == vars(sums)
@@ -167,7 +167,7 @@ def test_sums_come_back():
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal():
-    """A process of its own gets the signal; the line that it prints goes on."""
+    """Signals a separate process; the resume command that it prints works."""
     flags = ["mnist", "--epochs", "200", "--batch-size", "64", "--seed", "3"]
     program = [sys.executable, "-m", "dynsparse.cli"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""--synthetic-data: the same training on random data, which is made once."""
+"""--synthetic-data: training on random data that is generated once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(app, tmp_path, **more):
 
 
 @pytest.mark.parametrize("app", [mnist, lm])
-def test_display_and_figures_say_that_the_data_is_none(app, tmp_path):
+def test_display_and_figures_report_synthetic_data(app, tmp_path):
     figures, shown = run(app, tmp_path, synthetic_data=True)
     assert figures["synthetic_data"] is True
     assert "synthetic data, made once on cpu" in shown
@@ -44,7 +44,7 @@ def test_display_and_figures_say_that_the_data_is_none(app, tmp_path):
         assert figures[name] == real[name], name
 
 
-def test_pictures_are_neither_read_nor_chosen(tmp_path, monkeypatch):
+def test_pictures_are_not_read_or_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", None)
     seen = set()
     forward = Training._forward
@@ -60,7 +60,7 @@ def test_pictures_are_neither_read_nor_chosen(tmp_path, monkeypatch):
     assert len(seen) == 1
 
 
-def test_coloured_pictures_are_neither_moved_nor_mirrored(tmp_path, monkeypatch):
+def test_colour_pictures_are_not_augmented(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", None)
     monkeypatch.setattr(CifarTraining, "vary", None)
     figures, _ = run(
@@ -77,26 +77,26 @@ def test_coloured_pictures_are_neither_moved_nor_mirrored(tmp_path, monkeypatch)
     assert figures["steps"] == 5
 
 
-def test_no_batch_of_a_text_is_drawn(tmp_path, monkeypatch):
+def test_no_text_batches_are_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(Corpus, "batch", None)
     figures, _ = run(lm, tmp_path, synthetic_data=True)
     # Random ids have nothing to be learned beside the one batch that is always there.
     assert figures["loss"] > 2.0
 
 
-def test_the_sets_are_as_large_as_is_said():
+def test_sizes_of_the_data_sets():
     pytest.importorskip("sklearn")
     digits = data.load("digits")
     assert data.COUNTS["digits"] == (len(digits.train), len(digits.test))
     assert data.COUNTS.keys() == set(data.NAMES)
 
 
-def test_a_folder_of_data_is_refused(tmp_path):
+def test_data_folder_raises(tmp_path):
     with pytest.raises(ValueError, match="synthetic data comes from no folder"):
         mnist.Options(synthetic_data=True, dataset="mnist", data_dir=tmp_path).check()
 
 
-def test_it_is_drawn_alike_in_every_run():
+def test_data_is_equal_in_every_run():
     device = torch.device("cpu")
     assert torch.equal(random_ids(10, (5,), device), random_ids(10, (5,), device))
     assert torch.equal(random_shares((5, 2), device), random_shares((5, 2), device))

@@ -1,4 +1,4 @@
-"""Foreign load, from readings that are made up."""
+"""Load by other processes, from simulated readings."""
 
 import os
 
@@ -13,7 +13,7 @@ def times_result(user, system):
     return os.times_result((user, system, 0.0, 0.0, 0.0))
 
 
-def test_a_reading_adds_up_the_columns_in_which_a_cpu_is_taken(tmp_path):
+def test_reading_sums_the_busy_columns(tmp_path):
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 10 20 1000 40 3 2 5 7 7\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
     found = read_cpu_times(stat, lambda: times_result(0.5, 0.25))
@@ -24,7 +24,7 @@ def test_a_reading_adds_up_the_columns_in_which_a_cpu_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "cpu", "cpu 1 2 3", "intr 1 2 3 4 5 6 7 8 9", "cpu a b c d"])
-def test_what_cannot_be_read_is_not_known(tmp_path, text):
+def test_unreadable_text_gives_none(tmp_path, text):
     stat = tmp_path / "stat"
     stat.write_text(text)
     assert read_cpu_times(stat) is None
@@ -35,19 +35,19 @@ def test_what_cannot_be_read_is_not_known(tmp_path, text):
     ("busy", "own", "share"),
     [(2.0, 2.0, 0.0), (3.0, 2.0, 0.25), (4.0, 0.0, 1.0), (1.98, 2.0, 0.0)],
 )
-def test_the_share_is_what_others_took_of_the_whole_machine(busy, own, share):
+def test_share_of_other_processes(busy, own, share):
     before = CpuTimes(total=100.0, busy=50.0, own=7.0)
     after = CpuTimes(total=104.0, busy=50.0 + busy, own=7.0 + own)
     assert foreign_share(before, after) == pytest.approx(share)
 
 
-def test_without_readings_nobody_knows():
+def test_share_without_readings_is_none():
     now = CpuTimes(1.0, 1.0, 1.0)
     assert foreign_share(None, now) is None
     assert foreign_share(now, None) is None
     assert foreign_share(now, now) is None
 
 
-def test_this_machine_is_read_or_says_that_it_cannot_be():
+def test_reading_of_this_machine():
     found = read_cpu_times()
     assert found is None or found.total >= found.busy >= 0

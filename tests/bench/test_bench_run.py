@@ -1,4 +1,4 @@
-"""Small grids from YAML to JSON; what is there, never how long it took."""
+"""Small benchmark grids from YAML to JSON; checks contents, never durations."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def results(tmp_path_factory):
     return found
 
 
-def test_the_json_has_its_schema(results, tmp_path):
+def test_json_schema(results, tmp_path):
     save_results(results, tmp_path / "a.json")
     data = load_results(tmp_path / "a.json")
     assert (data["format"], data["version"], data["spec"]) == ("dynsparse-bench", 1, "b.yml")
@@ -66,7 +66,7 @@ def test_the_json_has_its_schema(results, tmp_path):
                 assert 0 < spread["low"] <= spread["median"] <= spread["high"]
 
 
-def test_cells_that_do_not_fit_are_refused_and_the_rest_is_measured(results):
+def test_invalid_cells_are_skipped(results):
     steps = results["benchmarks"]["steps"]
     assert steps["refused"] == [
         {
@@ -77,7 +77,7 @@ def test_cells_that_do_not_fit_are_refused_and_the_rest_is_measured(results):
     assert len(steps["cells"]) == 13
 
 
-def test_the_kernels_are_those_the_layers_chose(results):
+def test_kernels_are_those_of_the_layers(results):
     known = {*ROUTES}
     for name in ("steps", "forwards", "network", "updates"):
         for cell in results["benchmarks"][name]["cells"]:
@@ -85,7 +85,7 @@ def test_the_kernels_are_those_the_layers_chose(results):
             assert cell["kernel"]
 
 
-def test_a_command_leaves_what_it_printed_or_its_figures(results, tmp_path):
+def test_command_output_or_figures_are_stored(results, tmp_path):
     assert results["benchmarks"]["command"]["output"] == "done\n"
     write = "import sys; open(sys.argv[1], 'w').write('[1, 2]')"
     benchmark = Benchmark("c", "c", command=("python", "-c", write, "{json}"))
@@ -99,13 +99,13 @@ def test_a_command_leaves_what_it_printed_or_its_figures(results, tmp_path):
         (("no-such-program",), "expected a program, got 'no-such-program'"),
     ],
 )
-def test_a_command_that_fails_is_told_in_one_line(tmp_path, command, message):
+def test_failing_command_raises_a_one_line_error(tmp_path, command, message):
     with pytest.raises(ValueError, match="benchmark 'c', command: expected") as caught:
         run_benchmark(Benchmark("c", "c", command=command), tmp_path, tell=lambda _: None)
     assert message in str(caught.value)
 
 
-def test_threads_take_the_place_of_the_files_and_are_given_back(tmp_path):
+def test_threads_override_the_file_and_are_restored(tmp_path):
     (tmp_path / "b.yml").write_text(
         "benchmarks: {a: {about: x, measure: forward, seconds: 0, rounds: 1, "
         "grid: {layer: 8, batch: 2, density: 0.5, threads: [1, 2]}}}"
@@ -141,7 +141,7 @@ def test_disturbed_cells_are_named(tmp_path, monkeypatch):
         ('{"format": "dynsparse-bench", "version": 1}', "expected the entry 'machine', got none"),
     ],
 )
-def test_a_file_of_another_kind_is_refused(tmp_path, text, message):
+def test_other_file_raises(tmp_path, text, message):
     file = tmp_path / "a.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="expected") as caught:
@@ -149,6 +149,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text, message):
     assert message in str(caught.value)
 
 
-def test_figures_are_rounded_in_the_file(results, tmp_path):
+def test_figures_are_rounded(results, tmp_path):
     save_results({**results, "benchmarks": {"a": {"x": [0.123456789, 3]}}}, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())["benchmarks"]["a"]["x"] == [0.1235, 3]

@@ -1,4 +1,4 @@
-"""Rounds, ratios and attempts; what was measured, never how long it took."""
+"""Rounds, ratios and attempts of measurements, with a simulated clock."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from dynsparse.bench.timing import Effort, measure, spread
 
 
 class Clock:
-    """A clock that only work moves, in place of time.perf_counter."""
+    """A replacement for time.perf_counter that only simulated work advances."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 def readings(*shares):
-    """Pairs of readings, one pair per attempt, between which others took such shares."""
+    """Make a pair of readings per attempt, with the given shares taken by other processes."""
     times = []
     for i, share in enumerate(shares):
         times.append(CpuTimes(10.0 * i, 10.0 * i, 0.0))
@@ -34,7 +34,7 @@ def readings(*shares):
     return lambda: next(remaining)
 
 
-def test_every_contender_runs_once_a_round_behind_changing_others(monkeypatch):
+def test_every_contender_runs_once_per_round_in_varying_order(monkeypatch):
     log = []
     clock = Clock(monkeypatch)
     work = {name: clock.work(1.0, log, name) for name in "abc"}
@@ -47,7 +47,7 @@ def test_every_contender_runs_once_a_round_behind_changing_others(monkeypatch):
     assert len(set(rounds)) > 3
 
 
-def test_ratios_are_over_the_reference_and_times_per_call(monkeypatch):
+def test_ratios_to_the_reference_and_times_per_call(monkeypatch):
     clock = Clock(monkeypatch)
     work = {"own": clock.work(0.002), "other": clock.work(0.006), "small": clock.work(5e-6)}
     timing = measure(work, "own", Effort(0.0, 4, 1.0, 0), read=lambda: None)
@@ -59,20 +59,20 @@ def test_ratios_are_over_the_reference_and_times_per_call(monkeypatch):
     assert "own" not in timing.ratios
 
 
-def test_a_cell_takes_its_seconds_and_at_least_its_rounds(monkeypatch):
+def test_cell_runs_for_its_seconds_and_minimum_rounds(monkeypatch):
     clock = Clock(monkeypatch)
     work = {"a": clock.work(0.5)}
     assert measure(work, "a", Effort(3.0, 2, 1.0, 0), read=lambda: None).rounds == 6
     assert measure(work, "a", Effort(0.1, 2, 1.0, 0), read=lambda: None).rounds == 2
 
 
-def test_a_quiet_cell_is_measured_once(monkeypatch):
+def test_undisturbed_cell_is_measured_once(monkeypatch):
     clock = Clock(monkeypatch)
     timing = measure({"a": clock.work(1.0)}, "a", Effort(0, 1, 0.05, 3), read=readings(0.04))
     assert (timing.foreign, timing.disturbed) == (pytest.approx(0.04), False)
 
 
-def test_a_disturbed_cell_is_measured_again_until_it_is_quiet(monkeypatch):
+def test_disturbed_cell_is_measured_again(monkeypatch):
     clock = Clock(monkeypatch)
     taken = itertools.chain([9.0] * 3, itertools.repeat(1.0))
 
@@ -84,7 +84,7 @@ def test_a_disturbed_cell_is_measured_again_until_it_is_quiet(monkeypatch):
     assert timing.times["a"].median == 1.0
 
 
-def test_a_cell_that_stays_disturbed_keeps_its_best_attempt_and_says_so(monkeypatch):
+def test_cell_that_stays_disturbed_keeps_its_best_attempt(monkeypatch):
     clock = Clock(monkeypatch)
     timing = measure(
         {"a": clock.work(1.0)}, "a", Effort(0, 1, 0.05, 2), read=readings(0.5, 0.2, 0.3)
@@ -92,7 +92,7 @@ def test_a_cell_that_stays_disturbed_keeps_its_best_attempt_and_says_so(monkeypa
     assert (timing.foreign, timing.disturbed) == (pytest.approx(0.2), True)
 
 
-def test_where_load_is_not_known_nothing_is_repeated(monkeypatch):
+def test_unknown_load_repeats_nothing(monkeypatch):
     clock = Clock(monkeypatch)
     timing = measure({"a": clock.work(1.0)}, "a", Effort(0, 1, 0.05, 5), read=lambda: None)
     assert (timing.rounds, timing.foreign, timing.disturbed) == (1, None, False)

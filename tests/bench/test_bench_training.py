@@ -1,4 +1,4 @@
-"""Whole trainings on the synthetic task, small ones."""
+"""Benchmark of small trainings on the synthetic task."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def task():
     return make_task(train=64, test=32, seed=1)
 
 
-def test_the_task_has_the_shape_of_cifar_10():
+def test_task_has_the_shape_of_cifar_10():
     task = make_task(train=3000, test=500, signal=0.5)
     assert task.train.shape == (3000, 3072)
     assert (task.test.shape, task.test_labels.shape) == ((500, 3072), (500,))
@@ -32,14 +32,14 @@ def test_the_task_has_the_shape_of_cifar_10():
     assert float(means.square().mean()) < 0.02
 
 
-def test_the_task_is_that_of_its_seed():
+def test_seed_determines_the_task():
     one, same, other = (make_task(train=8, test=4, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.train, same.train)
     assert torch.equal(one.test_labels, same.test_labels)
     assert not torch.equal(one.train, other.train)
 
 
-def test_both_train_on_the_same_and_stay_the_same(task):
+def test_sparse_and_masked_trainings_are_equal(task):
     options = Settings(accuracy=1.0, steps=6, interval=2, evaluate=2)
     before = torch.random.get_rng_state()
     found = train_side_by_side(CELL, options, 3, task=task, read=lambda: None)
@@ -57,7 +57,7 @@ def test_both_train_on_the_same_and_stay_the_same(task):
     json.dumps(found)
 
 
-def test_a_training_ends_when_both_have_the_accuracy(task):
+def test_training_ends_when_both_reach_the_accuracy(task):
     easy = Task(task.train, torch.zeros_like(task.train_labels), task.test,
                 torch.zeros_like(task.test_labels))  # fmt: skip
     options = Settings(accuracy=0.9, steps=200, interval=10, evaluate=5, learning_rate=0.1)
@@ -69,7 +69,7 @@ def test_a_training_ends_when_both_have_the_accuracy(task):
         assert run["seconds"] == run["curve"][-1][1]
 
 
-def test_blocks_are_taken_where_they_fit(task):
+def test_blocks_are_used_where_they_divide_the_layer(task):
     cell = Cell((PIXELS, 32, 16, CLASSES), 8, 0.2, block=16)
     options = Settings(accuracy=1.0, steps=2, interval=1, evaluate=2)
     found = train_side_by_side(cell, options, task=task, read=lambda: None)

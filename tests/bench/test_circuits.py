@@ -1,4 +1,4 @@
-"""The parts of benchmarks/circuits.py, by hand."""
+"""Parts of benchmarks/circuits.py, compared with hand-computed cases."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def batches():
     return circuits.batches_of(circuits.make_text(400, 0), 2, 0)
 
 
-def test_a_task_is_where_a_reader_of_the_text_puts_it():
+def test_positions_of_a_task_in_the_text():
     text = '"ab"\n\'c\'\n[[d]]\n"e"\n[fg]\n[[h]]\n'
     tokens = torch.tensor([list(text.encode())])
     chosen = {}
@@ -36,7 +36,7 @@ def test_a_task_is_where_a_reader_of_the_text_puts_it():
     assert chosen["brackets"] == list(zip(ends, "]\n]", strict=True))
 
 
-def test_open_gates_change_nothing_and_closed_ones_give_the_mean(model, batches):
+def test_open_gates_keep_values_and_closed_gates_give_the_mean(model, batches):
     means = circuits.mean_activations(model, batches)
     gates = circuits.Gates(means)
     for task in circuits.TASKS:
@@ -51,7 +51,7 @@ def test_open_gates_change_nothing_and_closed_ones_give_the_mean(model, batches)
     assert gates.count() == sum(len(mean) for mean in means.values()) - 31
 
 
-def test_edges_are_the_weights_between_open_gates(model, batches):
+def test_edges_between_open_gates(model, batches):
     gates = circuits.Gates(circuits.mean_activations(model, batches))
     layers = [
         layer for block in model.blocks for layer in (block.qkv, block.out, block.up, block.down)
@@ -71,7 +71,7 @@ def test_edges_are_the_weights_between_open_gates(model, batches):
         assert circuits.edges_of(model, gates) == 1 + int((up != 0).sum())
 
 
-def test_the_fewest_gates_below_the_limit(model, batches, monkeypatch):
+def test_minimum_number_of_gates_below_the_limit(model, batches, monkeypatch):
     gates = circuits.Gates(circuits.mean_activations(model, batches))
     monkeypatch.setattr(circuits, "LIMIT", 10.0)
     circuits.close_smallest(model, gates, batches, "quotes")

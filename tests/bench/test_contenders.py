@@ -1,4 +1,4 @@
-"""All contenders of a cell compute the same thing; otherwise their times mean nothing."""
+"""All contenders of a benchmark cell compute the same, so their times are comparable."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ BLOCKS = Cell((24, 16), 5, 0.5, block=4)
 
 
 @pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
-def test_masked_and_dense_do_the_step_of_the_sparse_layer(cell):
+def test_masked_and_dense_steps_equal_the_sparse_layer(cell):
     layer, work = steps(cell, ["masked", "dense"])
     dx, dw, db = work["dynsparse"]()
     for name in ("masked", "dense"):
@@ -46,7 +46,7 @@ def test_masked_and_dense_do_the_step_of_the_sparse_layer(cell):
 
 
 @NEEDS_MKL
-def test_mkl_does_the_step_of_the_sparse_layer():
+def test_mkl_step_equals_the_sparse_layer():
     layer, work = steps(CELL, ["mkl"])
     _, x, _ = build_layer(CELL)
     assert_close(MklLinear(layer)(x), layer(x))
@@ -64,7 +64,7 @@ def test_all_forwards_agree(cell):
         assert_close(torch.as_tensor(work[name]()), y, msg=name)
 
 
-def test_contenders_stand_aside_where_they_have_nothing_for_a_cell():
+def test_contenders_skip_unsupported_cells():
     names = ["masked", "dense", "mkl", "bsr", "scipy", "one_thread"]
     low = Cell((16, 16), 2, 0.5, dtype="bfloat16")
     assert list(forwards(low, names)[1]) == ["dynsparse", "masked", "dense"]
@@ -80,12 +80,12 @@ NEEDS_ONEDNN = pytest.mark.skipif(
 
 
 def precision():
-    """torch's setting for products on CPUs, where it has one."""
+    """Restore torch's precision setting of CPU products."""
     return getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
 
 
 @NEEDS_ONEDNN
-def test_at_medium_a_step_differs_by_what_bfloat16_rounds_and_the_precision_is_given_back():
+def test_medium_precision_differs_by_bfloat16_rounding():
     before = precision()
     layer, work = steps(Cell((64, 48), 32, 0.3), ["masked_medium", "dense_medium"])
     assert list(work) == ["dynsparse", "masked_medium", "dense_medium"]
@@ -101,7 +101,7 @@ def test_at_medium_a_step_differs_by_what_bfloat16_rounds_and_the_precision_is_g
 
 
 @NEEDS_ONEDNN
-def test_medium_is_what_torchs_own_function_sets(monkeypatch):
+def test_medium_precision_equals_torch_setting(monkeypatch):
     before = precision()
     try:
         torch.set_float32_matmul_precision("medium")
@@ -121,14 +121,14 @@ def test_medium_is_what_torchs_own_function_sets(monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_what_is_multiplied_is_told_by_the_error():
+def test_multiplied_dtype_is_detected_from_the_error():
     x, w = torch.randn(2, 96, 96)
     assert product_dtype(x @ w, x, w) == "float32"
     assert product_dtype(x.bfloat16().float() @ w.bfloat16().float(), x, w) == "bfloat16"
     assert medium_product_dtype() in ("float32", "bfloat16")
 
 
-def test_one_thread_gives_the_threads_back():
+def test_one_thread_restores_the_number():
     _, work = steps(Cell((16, 16), 2, 0.5, threads=2), ["one_thread"])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -139,7 +139,7 @@ def test_one_thread_gives_the_threads_back():
         torch.set_num_threads(before)
 
 
-def test_a_network_has_its_blocks_where_they_fit_and_every_contender_steps():
+def test_network_uses_blocks_and_every_contender_steps():
     model, work = network_steps(Cell((32, 16, 10), 6, 0.5, block=4), ["masked", "dense"])
     assert [m.block_size for m in model if isinstance(m, ds.nn.SparseLinear)] == [4, 1]
     before = [p.clone() for p in model.parameters()]
@@ -148,7 +148,7 @@ def test_a_network_has_its_blocks_where_they_fit_and_every_contender_steps():
     assert not any(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
 
 
-def test_the_twin_of_a_network_computes_the_same():
+def test_dense_twin_equals_the_network():
     model = nn.Sequential(ds.nn.SparseLinear(12, 8, 0.3), nn.ReLU(), nn.Linear(8, 3))
     twin = masked_twin(model)
     x = torch.randn(4, 12)
@@ -157,7 +157,7 @@ def test_the_twin_of_a_network_computes_the_same():
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_masked_rigl_is_rigl(momentum):
+def test_masked_rigl_equals_rigl(momentum):
     model = nn.Sequential(
         ds.nn.SparseLinear(12, 16, 0.3, dtype=torch.float64),
         nn.Tanh(),
@@ -184,7 +184,7 @@ def test_masked_rigl_is_rigl(momentum):
     assert model[0].pattern != start
 
 
-def test_masked_rigl_says_when_no_gradient_came():
+def test_masked_rigl_without_gradient_raises():
     twin = masked_twin(nn.Sequential(ds.nn.SparseLinear(8, 8, 0.3)))
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     trainer = MaskedRigL(twin, optimizer, CosineSchedule(10, update_interval=1))
@@ -194,7 +194,7 @@ def test_masked_rigl_says_when_no_gradient_came():
 
 
 @pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
-def test_the_pieces_of_an_update_do_its_work(cell):
+def test_parts_of_an_update_equal_the_update(cell):
     layer, parts = update_parts(cell)
     pattern = layer.pattern
     count = int(0.3 * pattern.nnz)
@@ -210,7 +210,7 @@ def test_the_pieces_of_an_update_do_its_work(cell):
     assert layer.pattern is pattern
 
 
-def test_the_layer_of_a_cell_is_its_own_and_never_empty():
+def test_layers_of_cells_are_separate_and_not_empty():
     one, x, dy = build_layer(Cell((8, 4), 3, 0.001))
     assert (one.pattern.nnz, x.shape, dy.shape) == (1, (3, 8), (3, 4))
     first, _, _ = build_layer(CELL)
@@ -220,7 +220,7 @@ def test_the_layer_of_a_cell_is_its_own_and_never_empty():
     assert first.values is not second.values
 
 
-def test_cells_that_cannot_be_are_refused_in_one_line():
+def test_invalid_cells_raise():
     assert refusal(CELL, None) is None
     assert refusal(Cell((784, 300), 1, 0.1, block=8), None) == (
         "block 8 does not divide 300 features"
@@ -233,7 +233,7 @@ def test_cells_that_cannot_be_are_refused_in_one_line():
     assert available is None or available > 0
 
 
-def test_cells_say_their_sizes():
+def test_cell_descriptions():
     assert str(Cell((1024, 1024), 128, 0.1)) == "1024, batch 128, density 0.1"
     assert str(Cell((784, 300), 1, 0.1, block=4, dtype="bfloat16")) == (
         "784x300, batch 1, density 0.1, block 4, bfloat16"

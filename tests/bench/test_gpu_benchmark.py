@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py without a GPU: every section runs, in Triton's interpreter, and errors stay
-where they are."""
+"""benchmarks/gpu.py without a GPU: every section runs in Triton's interpreter, and an error in one
+section does not affect others."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def part(monkeypatch):
-    """A module of the benchmark."""
+    """Import a module of the benchmark."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return lambda name: importlib.import_module(f"gpu_parts.{name}")
 
 
 @pytest.mark.slow
-def test_a_dry_run_goes_through_every_section(tmp_path):
+def test_dry_run_executes_every_section(tmp_path):
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     out = tmp_path / "results.json"
     done = run(str(FOLDER / "gpu.py"), "--dry", "--limit", "600", "--out", str(out))
@@ -82,7 +82,7 @@ def test_a_dry_run_goes_through_every_section(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_of_the_run_leaves_its_results(tmp_path):
+def test_step_writes_its_results(tmp_path):
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     env = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
     done = subprocess.run(
@@ -146,7 +146,7 @@ runpy.run_path({path!r}, run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_section_that_fails_or_hangs_loses_nothing_else(tmp_path):
+def test_failing_or_hanging_section_keeps_other_results(tmp_path):
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     script, out = tmp_path / "broken.py", tmp_path / "results.json"
     script.write_text(BROKEN.format(path=str(FOLDER / "gpu.py"), script=str(script)))
@@ -169,14 +169,14 @@ def test_a_section_that_fails_or_hangs_loses_nothing_else(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_sections_that_are_not_known_are_named():
+def test_unknown_sections_raise():
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     done = run(str(FOLDER / "gpu.py"), "--dry", "stpes")
     assert done.returncode == 2
     assert "got stpes" in done.stdout
 
 
-def test_without_a_gpu_it_says_so():
+def test_without_gpu_raises():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
@@ -185,13 +185,13 @@ def test_without_a_gpu_it_says_so():
     assert "expected a CUDA device, found none: --dry runs on a CPU" in done.stdout
 
 
-def test_without_triton_it_says_so():
+def test_without_triton_raises():
     done = run("-c", WITHOUT.format(path=str(FOLDER / "gpu.py")))
     assert (done.returncode, done.stderr) == (2, "")
     assert "expected Triton, found none: pip install triton" in done.stdout
 
 
-def test_a_name_of_a_candidate_is_the_row_of_a_table(part):
+def test_candidate_names_match_table_rows(part):
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
 

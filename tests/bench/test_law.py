@@ -1,4 +1,4 @@
-"""The fitted law and the break-even density, on cells whose answer is known."""
+"""The fitted scaling law and the break-even density, on cells with known results."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ def follow(c, a, b, e, noise=(1.0,)):
 @given(
     st.floats(1e-4, 10), st.floats(-1, 1), st.floats(-1, 1), st.floats(-1, 1)
 )  # fmt: skip
-def test_known_exponents_are_found(c, a, b, e):
+def test_fit_recovers_known_exponents(c, a, b, e):
     law = fit(follow(c, a, b, e))
     assert law.c == pytest.approx(c, rel=1e-6)
     assert (law.a, law.b, law.e) == pytest.approx((a, b, e), abs=1e-8)
@@ -30,18 +30,18 @@ def test_known_exponents_are_found(c, a, b, e):
     assert law(512, 0.2, 8) == pytest.approx(c * 512**a * 0.2**b * 8**e, rel=1e-6)
 
 
-def test_the_published_law_is_found_again():
+def test_fit_recovers_the_published_law():
     law = fit(follow(*POPSPARSE.values()))
     assert (law.c, law.a, law.b, law.e) == pytest.approx((0.0013, 0.59, -0.54, 0.50))
 
 
-def test_the_spread_is_that_of_the_noise():
+def test_spread_reflects_the_noise():
     law = fit(follow(1.0, 0.5, -0.5, 0.5, noise=(1.1, 1 / 1.1)))
     assert 1.05 < law.factor < 1.15
     assert 1.05 < law.worst < 1.25
 
 
-def test_a_size_that_does_not_vary_has_no_exponent():
+def test_constant_size_has_no_exponent():
     points = [p for p in follow(2.0, 0.5, -0.5, 0.5) if p.block == 4]
     law = fit(points)
     assert law.e is None
@@ -53,7 +53,7 @@ def test_a_size_that_does_not_vary_has_no_exponent():
     assert alone(1, 0.1, 1) == pytest.approx(points[0].speedup)
 
 
-def test_too_few_cells_have_no_law():
+def test_too_few_cells_give_no_law():
     assert fit([]) is None
     points = [Point(256, 1, 0.1, 1, 2.0), Point(512, 1, 0.2, 4, 2.0)]
     assert fit(points) is None
@@ -64,7 +64,7 @@ def speedups(*pairs, block=1):
     return [Point(1024, 128, density, block, speedup) for density, speedup in pairs]
 
 
-def test_break_even_lies_between_two_cells_on_logarithmic_axes():
+def test_break_even_is_interpolated_logarithmically():
     (found,) = break_even(speedups((0.8, 0.5), (0.2, 2.0), (0.1, 4.0)))
     assert found.crosses
     assert found.density == pytest.approx(math.sqrt(0.2 * 0.8))
@@ -86,7 +86,7 @@ def test_break_even_is_the_first_crossing_of_each_layer_and_block():
     assert break_even([]) == []
 
 
-def test_small_batches_and_dense_layers_do_not_count_for_the_law():
+def test_law_ignores_small_batches_and_dense_layers():
     def cell(n, batch, density):
         return {"features": [n, n], "batch": batch, "density": density, "block": 1, "threads": 2,
                 "dtype": "float32", "ratios": {"dense": {"median": n * density}}}  # fmt: skip

@@ -1,4 +1,4 @@
-"""LeNets that train as one network are those that train alone."""
+"""LeNets trained together in one network equal those trained alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIANTS = ("decay=1e-2", "decay=0 rate=0.1 initial=0.5", "smoothing=0.2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variants", [("", "", ""), VARIANTS])
-def test_together_is_as_alone(variants):
+def test_joint_training_equals_separate_training(variants):
     usual = lenet.Settings(rate=0.2, dropout=0.0, interval=5, share=0.3)
     settings = [lenet_together.variant_of(words, usual) for words in variants]
     seeds, steps = (0, 1, 2), 24
@@ -63,7 +63,7 @@ def test_together_is_as_alone(variants):
             assert abs(float(together.errors(images[at], labels[at], mine)[at]) - error) < 1e-9
 
 
-def test_the_average_is_of_the_epochs_after_the_last_update():
+def test_average_over_epochs_after_the_last_update():
     settings = lenet.Settings(end=0.5)
     net = lenet.build(0, settings)
     average = lenet.Average(net)
@@ -77,7 +77,7 @@ def test_the_average_is_of_the_epochs_after_the_last_update():
     )
 
 
-def test_each_network_drops_its_own_share():
+def test_each_network_drops_its_own_fraction():
     shares = (0.0, 0.25, 0.5)
     settings = [lenet.Settings(dropout=share) for share in shares]
     runs = zip(range(3), settings, strict=True)
@@ -93,7 +93,7 @@ def test_each_network_drops_its_own_share():
     assert net._dropped(ones) is ones
 
 
-def test_networks_that_differ_in_what_they_share_are_refused():
+def test_different_shared_options_raise():
     settings = [lenet.Settings(), lenet.Settings(interval=5)]
     nets = [lenet.build(0, own) for own in settings]
     with pytest.raises(SystemExit, match="the same interval"):
@@ -103,13 +103,13 @@ def test_networks_that_differ_in_what_they_share_are_refused():
 
 
 def bar():
-    """Upright, three pixels wide."""
+    """Make a picture of a vertical bar, three pixels wide."""
     image = torch.zeros(28, 28)
     image[4:24, 12:15] = 1
     return image.flatten()
 
 
-def test_pictures_bend_by_as_much_as_asked():
+def test_distortion_of_pictures():
     images = bar().repeat(3000, 1)
     chance = torch.Generator().manual_seed(0)
     torch.testing.assert_close(lenet_pictures.distorted(images, 0.0, chance), images)
@@ -123,7 +123,7 @@ def test_pictures_bend_by_as_much_as_asked():
     assert not torch.equal(bent[0], bent[1])
 
 
-def test_networks_see_pictures_as_bent_as_they_ask():
+def test_each_network_gets_its_distortion():
     images = bar().repeat(400, 1)
     asked = "", "distort=1", "distort=2 distorted=0.5", "distort=1 clean=0.25"
     settings = [lenet_together.variant_of(words, lenet.Settings()) for words in asked]

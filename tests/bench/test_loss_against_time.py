@@ -1,4 +1,4 @@
-"""benchmarks/loss_against_time.py: masked and sparse learn the same; the figures are drawn."""
+"""benchmarks/loss_against_time.py: masked and sparse trainings are equal; figures are drawn."""
 
 from __future__ import annotations
 

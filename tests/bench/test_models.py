@@ -1,4 +1,4 @@
-"""Whole models: the contenders compute the same, and every part of a step is accounted for."""
+"""Benchmark of models: contenders agree, and the parts of a step add up."""
 
 import sys
 import time
@@ -42,7 +42,7 @@ NAMES = ("gpt2-small", "bert-base", "vit-b")
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """The models, two thousandths of their sizes."""
+    """Scale the models down to 0.2 % of their sizes."""
     models = dict(MODELS)
     change = {
         "gpt2-small": {"outputs": 40, "table": 40, "tokens": 8, "settings": GPT2 | NO_DROPOUT},
@@ -58,7 +58,7 @@ def cell(name, block=1, dtype="float32"):
     return ModelCell((32, 64), 2, 0.3, block, 1, dtype, name)
 
 
-def test_the_contenders_are_one_model():
+def test_contenders_are_equal():
     models = {who: build_model(cell("gpt2-small"), who, 2) for who in ("dynsparse", "masked")}
     models["dense"] = build_model(cell("gpt2-small"), "dense", 2)
     kinds = {"dynsparse": SparseLinear, "masked": MaskedLinear, "dense": nn.Linear}
@@ -75,7 +75,7 @@ def test_the_contenders_are_one_model():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_part_takes_its_time_and_no_more_than_all_of_it(name):
+def test_times_of_parts_add_up(name):
     model = build_model(cell(name), "dynsparse", 2)
     step = training_step(cell(name), model)
     step()
@@ -88,7 +88,7 @@ def test_every_part_takes_its_time_and_no_more_than_all_of_it(name):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_backward_is_charged_to_the_part_it_is_in():
+def test_backward_time_belongs_to_its_part():
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -120,7 +120,7 @@ def test_backward_is_charged_to_the_part_it_is_in():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_figures_are_of_all_blocks(dtype):
+def test_figures_cover_all_blocks(dtype):
     found = measure_model(cell("gpt2-small", 16, dtype), ["masked", "dense"], Effort(0, 3, 1, 0))
     assert (found["depth"], found["blocks"], found["rounds"]) == (2, 3, 3)
     assert found["kernel"]
@@ -137,7 +137,7 @@ def test_figures_are_of_all_blocks(dtype):
     assert [row[1] for row in rows] == [*PARTS, "all of it"]
 
 
-def test_the_table_of_parts_has_a_column_for_every_block():
+def test_table_of_parts_has_a_column_per_block():
     def figures(layer, block, density, taken):
         parts = {who: {"norms": taken, "head": 1.0} for who in ("dynsparse", "masked", "dense")}
         return {"layer": layer, "block": block, "density": density, "dtype": "float32",
@@ -171,12 +171,12 @@ def test_the_table_of_memory():
     assert names == [["vit-b", "0.1"], ["vit-b", "0.05"], ["bert-base", "0.1"]]
 
 
-def test_a_training_that_fails_is_named():
+def test_failing_training_is_named():
     with pytest.raises(RuntimeError, match="block 7, dynsparse: the training failed: "):
         measure_memory(replace(cell("vit-b"), block=7), [])
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_cells_raise():
     assert why_refused(cell("vit-b", 5), None) == "block 5 does not divide 32 features"
     assert "GB of memory" in why_refused(cell("vit-b"), 1000)
     assert why_refused(cell("vit-b"), 1 << 40) is None

@@ -1,4 +1,4 @@
-"""The check of Nerva's numbers finds right ones right, and wrong ones wrong."""
+"""The check of Nerva's results accepts correct ones and rejects wrong ones."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import nerva
 
 
 class Network:
-    """As Nerva's networks, by torch; its gradients are multiplied by `factor`."""
+    """A torch model with the interface of Nerva; its gradients are multiplied by `factor`."""
 
     def __init__(self, factor=1.0):
         torch.manual_seed(0)
@@ -45,12 +45,12 @@ class Network:
 
 
 @pytest.mark.parametrize(("factor", "least", "most"), [(1.0, 0.0, 1e-5), (1.1, 0.05, 0.2)])
-def test_the_error_of_a_network(factor, least, most):
+def test_error_of_a_network(factor, least, most):
     x = np.random.default_rng(0).standard_normal((7, 20), np.float32)
     assert least <= nerva.error_of(Network(factor), x) <= most
 
 
-def test_the_same_network_in_torch_sparse_and_dense(monkeypatch):
+def test_sparse_and_dense_torch_networks_are_equal(monkeypatch):
     monkeypatch.setattr(nerva, "SIZES", (24, 16, 16, 10))
     for densities in ([0.2, 0.3, 1.0], [1.0, 1.0, 1.0]):
         nerva.torch_step(densities)()

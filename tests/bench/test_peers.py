@@ -1,4 +1,4 @@
-"""Benchmarks beside other libraries: the same weights everywhere, and what is wrong is left out."""
+"""Benchmarks of other libraries use the same weights and skip wrong results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_a_row_has_every_library_or_says_why_not(small, monkeypatch):
+def test_row_has_a_result_or_reason_per_library(small, monkeypatch):
     def missing(layer):
         raise ImportError("No module named 'sparseprop'")
 
@@ -46,7 +46,7 @@ def test_a_row_has_every_library_or_says_why_not(small, monkeypatch):
     assert {"masked, compiled", "dense"} <= row["ratios"].keys() <= peers.PEERS.keys()
 
 
-def test_the_same_steps_of_a_gpt_sparse_and_dense(small):
+def test_gpt_steps_sparse_and_dense(small):
     text = peers.read_text(None)
     sparse, dense = (peers.Training(name, text) for name in ("dynsparse", "dense"))
     assert sum(isinstance(m, ds.nn.SparseLinear) for m in sparse.model.modules()) == 8

@@ -1,4 +1,4 @@
-"""benchmarks/reinforcement.py: masked and sparse learn the same, and averages follow patterns."""
+"""benchmarks/reinforcement.py: masked and sparse are equal, and averages follow patterns."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_training_records_episodes():
     assert all(-2000 < total < 0 for _, total in found["episodes"])
 
 
-def test_training_ends_at_a_return():
+def test_training_ends_at_a_target_return():
     episodes = train(settings(steps=1400, until=-2000.0))["episodes"]
     assert [step for step, _ in episodes] == [200, 400, 600, 800, 1000]  # the mean of five is above
 
 
-def test_a_narrow_network_has_as_many_weights():
+def test_narrow_network_has_equal_weights():
     narrow = reinforcement.narrow_width(3, 2, 2048, 0.1)
     assert narrow * (narrow + 5) == pytest.approx(0.1 * 2048**2 + 2048 * 5, rel=2e-3)
 

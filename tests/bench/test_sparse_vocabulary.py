@@ -1,4 +1,4 @@
-"""The benchmark of a sparse vocabulary: its contenders, at small sizes."""
+"""The sparse vocabulary benchmark, at small sizes."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""The YAML file of benchmarks: what it may say, and one line for whatever is wrong in it."""
+"""The YAML file of benchmarks, and one-line errors for bad entries."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def one(tmp_path, entries):
     return read(tmp_path, f"benchmarks:\n  a:\n    about: it\n    {entries}\n").benchmarks["a"]
 
 
-def test_a_grid_is_every_combination_of_its_lists(tmp_path):
+def test_grid_is_the_product_of_its_lists(tmp_path):
     benchmark = one(
         tmp_path,
         "measure: step\n    grid: {layer: [8, 4x6], batch: 2, density: [0.5, 1], block: 2}",
@@ -33,20 +33,20 @@ def test_a_grid_is_every_combination_of_its_lists(tmp_path):
     assert benchmark.contenders == ("masked", "dense", "mkl")
 
 
-def test_grids_in_a_list_are_joined_without_repeats(tmp_path):
+def test_list_of_grids_is_joined_without_duplicates(tmp_path):
     grids = "[{layer: 8, batch: [1, 2], density: 0.5}, {layer: 8, batch: [2, 3], density: 0.5}]"
     benchmark = one(tmp_path, f"measure: forward\n    grid: {grids}")
     assert [cell.batch for cell in benchmark.cells] == [1, 2, 3]
 
 
-def test_a_network_is_written_with_dashes_even_where_it_looks_like_a_date(tmp_path):
+def test_network_that_looks_like_a_date(tmp_path):
     grid = "grid: {layer: [1024-10-10, 78-32-10-5], batch: 2, density: 0.5}"
     benchmark = one(tmp_path, f"measure: network\n    {grid}")
     assert [cell.features for cell in benchmark.cells] == [(1024, 10, 10), (78, 32, 10, 5)]
     assert [cell.layer for cell in benchmark.cells] == ["1024-10-10", "78-32-10-5"]
 
 
-def test_defaults_hold_unless_a_benchmark_says_otherwise(tmp_path):
+def test_benchmarks_override_defaults(tmp_path):
     spec = read(
         tmp_path,
         f"defaults: {{seconds: 2, repeats: 0}}\nbenchmarks:\n"
@@ -58,7 +58,7 @@ def test_defaults_hold_unless_a_benchmark_says_otherwise(tmp_path):
     assert spec.benchmarks["b"].effort.repeats == 0
 
 
-def test_benchmarks_that_run_others_are_resolved_in_order_and_once(tmp_path):
+def test_groups_of_benchmarks_are_resolved_in_order_and_once(tmp_path):
     spec = read(
         tmp_path,
         f"benchmarks:\n  a: {{about: x, measure: step, {GRID}}}\n"
@@ -70,7 +70,7 @@ def test_benchmarks_that_run_others_are_resolved_in_order_and_once(tmp_path):
         spec.select(["d"])
 
 
-def test_the_benchmarks_of_the_repository_are_in_order():
+def test_benchmarks_of_the_repository_are_valid():
     spec = read_spec(find_spec())
     assert {b.measure for b in spec.benchmarks.values()} == {*MEASURES, None}
     elements, blocks = (spec.benchmarks[f"grid-{name}"].cells for name in ("elements", "blocks"))
@@ -129,14 +129,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_what_is_wrong_is_told_with_file_key_expected_and_got(tmp_path, text, message):
+def test_errors_name_file_key_expected_and_actual(tmp_path, text, message):
     with pytest.raises(ValueError, match="expected") as caught:
         read(tmp_path, text)
     assert message in str(caught.value)
     assert str(caught.value).startswith("b.yml")
 
 
-def test_a_package_without_benchmarks_asks_for_the_option(monkeypatch, tmp_path):
+def test_installed_package_requires_the_option(monkeypatch, tmp_path):
     monkeypatch.setattr("dynsparse.bench.spec._PACKAGE", tmp_path / "a" / "b" / "c")
     with pytest.raises(FileNotFoundError, match="name one with --spec"):
         find_spec()

@@ -1,4 +1,4 @@
-"""The `dynsparse` command: what it prints, and one line with status 2 for what a user can mend."""
+"""The `dynsparse` command: output, and one line with exit status 2 for user errors."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_three_layers_by_one_flag(capsys, tmp_path):
     assert [layer["shape"] for layer in layers] == [[30, 784], [20, 30], [10, 20]]
 
 
-def test_a_flag_that_is_given_must_agree_with_the_checkpoint(capsys, tmp_path):
+def test_flags_must_match_the_checkpoint(capsys, tmp_path):
     folder = str(tmp_path)
     tiny = [*TINY, "--droprate", "0.2", "--checkpoint-path", folder]
     assert call(capsys, *tiny)[0] == 0
@@ -95,14 +95,14 @@ def test_visualise_draws_a_record(capsys, tmp_path):
     assert all((output / name).stat().st_size > 1000 for name in os.listdir(output))
 
 
-def test_info_says_what_computes(capsys):
+def test_info(capsys):
     status, out, _ = call(capsys, "info")
     assert status == 0
     for name in ("dynsparse", "kernels", "instruction set", "available", "threads", "torch"):
         assert name in out
 
 
-def test_info_as_json_says_the_same(capsys):
+def test_info_as_json(capsys):
     status, out, err = call(capsys, "info", "--json")
     assert (status, err) == (0, "")
     facts = json.loads(out)
@@ -120,7 +120,7 @@ def test_info_as_json_says_the_same(capsys):
             assert all(0 < other["from_density"] <= 1 for other in others)
 
 
-def test_info_says_what_a_gpu_chooses(capsys, monkeypatch):
+def test_info_with_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(info.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(info.torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(info, "chip_of", lambda device: INTERPRETED)
@@ -154,7 +154,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG)
-def test_a_wrong_call_gives_one_line_and_status_2(capsys, tmp_path, monkeypatch, line, message):
+def test_wrong_calls_print_one_line_and_exit_with_2(capsys, tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").write_text("dear reader")
     status, out, err = call(capsys, *line.split())
@@ -165,7 +165,7 @@ def test_a_wrong_call_gives_one_line_and_status_2(capsys, tmp_path, monkeypatch,
     assert message in err
 
 
-def test_our_own_errors_keep_their_traceback(monkeypatch):
+def test_internal_errors_keep_their_traceback(monkeypatch):
     def broken(options, given):
         raise KeyError("a bug")
 
@@ -180,7 +180,7 @@ def test_the_traceback_on_request(monkeypatch):
         run(["mnist", "--epochs", "0"])
 
 
-def test_too_little_memory_is_one_line(capsys, monkeypatch):
+def test_out_of_memory_prints_one_line(capsys, monkeypatch):
     def hungry(options, given):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
@@ -192,7 +192,7 @@ def test_too_little_memory_is_one_line(capsys, monkeypatch):
     )
 
 
-def test_an_interrupt_is_one_line(capsys, monkeypatch):
+def test_interrupt_prints_one_line(capsys, monkeypatch):
     def interrupted(options, given):
         raise KeyboardInterrupt
 
@@ -201,7 +201,7 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch):
     assert (status, err) == (130, "dynsparse: interrupted\n")
 
 
-def test_warnings_are_lines_without_places(capsys, monkeypatch):
+def test_warnings_are_printed_without_location(capsys, monkeypatch):
     monkeypatch.setattr(
         "dynsparse.apps.pictures.mnist.run",
         lambda options, given: warnings.warn("slow", stacklevel=1),
@@ -221,7 +221,7 @@ def python(*arguments, **environment):
     )
 
 
-def test_the_process_has_the_status():
+def test_exit_status_of_the_process():
     done = python("-m", "dynsparse.cli", "mnist", "--epochs", "0")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -229,7 +229,7 @@ def test_the_process_has_the_status():
     assert "Traceback" not in done.stderr
 
 
-def test_missing_packages_are_one_line(tmp_path):
+def test_missing_packages_print_one_line(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['typer'] = None\n")
     done = python("-m", "dynsparse.cli", "info", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
@@ -239,8 +239,8 @@ def test_missing_packages_are_one_line(tmp_path):
     )
 
 
-def test_figures_are_written_whole(tmp_path, monkeypatch):
-    """A kill while they are written leaves the figures of before."""
+def test_figures_are_written_atomically(tmp_path, monkeypatch):
+    """A kill during the write keeps the previous figures."""
     (tmp_path / "f.json").write_text("before")
 
     def fail(*_):

@@ -1,4 +1,4 @@
-"""`dynsparse bench`: what it writes, and one line with status 2 for what a user can mend."""
+"""`dynsparse bench`: output, and one line with exit status 2 for user errors."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def call(capsys, line):
     return status, out.out, out.err
 
 
-def test_it_measures_prints_and_writes(capsys, tmp_path):
+def test_measures_prints_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     status, out, err = call(capsys, "--spec b.yml --json a.json --picture a.png --markdown a.md")
     assert (status, err) == (0, "")
@@ -59,7 +59,7 @@ def test_it_measures_prints_and_writes(capsys, tmp_path):
     assert "## two" in (tmp_path / "a.md").read_text()
 
 
-def test_the_documentation_names_every_option(capsys):
+def test_documentation_lists_every_option(capsys):
     _, out, _ = call(capsys, "--help")
     options = set(re.findall(r"(--[a-z]+) ", out)) - {"--help"}
     text = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
@@ -76,7 +76,7 @@ def test_one_benchmark_or_several(capsys, tmp_path):
     assert [c["threads"] for b in data["benchmarks"].values() for c in b["cells"]] == [2, 2, 2]
 
 
-def test_merge_keeps_what_is_not_measured(capsys, tmp_path):
+def test_merge_keeps_other_cells(capsys, tmp_path):
     assert call(capsys, "--spec b.yml --benchmark two --json a.json --merge")[0] == 0
     assert call(capsys, "--spec b.yml --benchmark one --json a.json --merge")[0] == 0
     data = json.loads((tmp_path / "a.json").read_text())
@@ -88,7 +88,7 @@ def test_merge_keeps_what_is_not_measured(capsys, tmp_path):
     assert "measured on another machine" in err
 
 
-def test_cells_are_measured_one_by_one_and_merged_in_the_order_of_the_file(capsys, tmp_path):
+def test_cells_measured_separately_are_merged_in_order(capsys, tmp_path):
     def cells():
         data = json.loads((tmp_path / "a.json").read_text())
         return {name: b["cells"] for name, b in data["benchmarks"].items()}
@@ -107,7 +107,7 @@ def test_cells_are_measured_one_by_one_and_merged_in_the_order_of_the_file(capsy
     )
 
 
-def test_an_interrupted_run_keeps_the_cells_it_has_measured(capsys, tmp_path, monkeypatch):
+def test_interrupted_run_keeps_measured_cells(capsys, tmp_path, monkeypatch):
     measure = run_module._measure_cell
 
     def until(benchmark, cell):
@@ -129,14 +129,14 @@ def test_figures_can_be_drawn_without_measuring(capsys, tmp_path):
     assert "## one" in (tmp_path / "a.md").read_text()
 
 
-def test_a_system_that_does_not_tell_its_load_is_named(capsys, monkeypatch):
+def test_unknown_load_is_reported(capsys, monkeypatch):
     monkeypatch.setattr("dynsparse.bench.host.read_cpu_times", lambda: None)
     status, out, _ = call(capsys, "--spec b.yml --benchmark two")
     assert status == 0
     assert "no /proc/stat: the load by other processes is not known" in out
 
 
-def test_the_list_needs_no_measurement(capsys):
+def test_list_measures_nothing(capsys):
     status, out, _ = call(capsys, "--spec b.yml --list")
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == ["benchmark", "one", "two", "both"]
@@ -162,7 +162,7 @@ def test_the_list_needs_no_measurement(capsys):
         ("--loud", "No such option"),
     ],
 )
-def test_a_wrong_call_gives_one_line_and_status_2(capsys, line, message):
+def test_wrong_calls_print_one_line_and_exit_with_2(capsys, line, message):
     status, out, err = call(capsys, line)
     assert (status, out) == (2, "")
     assert err.startswith("dynsparse: ")
@@ -170,7 +170,7 @@ def test_a_wrong_call_gives_one_line_and_status_2(capsys, line, message):
     assert message in err
 
 
-def test_figures_that_are_none_get_one_line(capsys, tmp_path):
+def test_invalid_figures_print_one_line(capsys, tmp_path):
     head = {"format": "dynsparse-bench", "version": 1, "spec": "x", "machine": {}}
     for content in (
         "[" * 100_000,
@@ -194,6 +194,6 @@ def test_figures_that_are_none_get_one_line(capsys, tmp_path):
         ("--from a.json --json b.json", "--json writes what is measured, and --from"),
     ],
 )
-def test_what_would_be_ignored_is_refused(line, words, capsys):
+def test_options_without_effect_raise(line, words, capsys):
     status, _, err = call(capsys, line)
     assert (status, words in err) == (2, True)

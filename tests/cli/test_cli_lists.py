@@ -19,5 +19,5 @@ from dynsparse.cli.app import spread
         ("", ""),
     ],
 )
-def test_every_value_gets_its_option(given, expected):
+def test_list_values_are_expanded(given, expected):
     assert spread(given.split(), {"--a"}) == expected.split()

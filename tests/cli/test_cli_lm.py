@@ -1,4 +1,4 @@
-"""`dynsparse lm` and `dynsparse encode`: what they print, and one line for mistakes."""
+"""`dynsparse lm` and `dynsparse encode`: output, and one line for user errors."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_help_names_every_option(capsys, monkeypatch):
+def test_help_lists_every_option(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # 80 cut long names
     status, out, _ = call(capsys, "lm", "--help")
     assert status == 0
@@ -48,7 +48,7 @@ def test_help_names_every_option(capsys, monkeypatch):
         assert f"--{field.name.replace('_', '-')}" in plain(out)
 
 
-def test_a_training_shows_what_it_will_take_and_what_it_gave(capsys, text, tmp_path):
+def test_training_prints_its_cost_and_results(capsys, text, tmp_path):
     status, out, err = call(
         capsys, *TINY, "--data", text, "--json", tmp_path / "a.json", "--sample", "30",
         "--prompt", "the", "--optimizer-arg", "beta2=0.99", "weight_decay=0",
@@ -82,7 +82,7 @@ def test_encode_train_and_sample(capsys, text, tmp_path):
     assert out.startswith("cat")
 
 
-def test_the_standard_library_by_bytes(capsys):
+def test_standard_library_as_bytes(capsys):
     status, out, err = call(
         capsys, *TINY, "--tokens", "byte", "--valid-share", "0.0005", "--test-share", "0.0005"
     )
@@ -114,7 +114,7 @@ def test_the_standard_library_by_bytes(capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_get_one_line(capsys, text, arguments, message, tmp_path, monkeypatch):
+def test_mistakes_print_one_line(capsys, text, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, err = call(capsys, *TINY, "--data", text, *arguments)
     assert status == 2
@@ -122,14 +122,14 @@ def test_mistakes_get_one_line(capsys, text, arguments, message, tmp_path, monke
     assert err.count("\n") == 1
 
 
-def test_a_validation_text_with_unknown_characters(capsys, text, tmp_path):
+def test_validation_text_with_unknown_characters(capsys, text, tmp_path):
     (tmp_path / "v.txt").write_text("the cät sat")
     status, _, err = call(capsys, *TINY, "--data", text, "--valid-data", tmp_path / "v.txt")
     assert status == 2
     assert "v.txt: the character 'ä' (U+00E4) at position 5 is not among the 16" in err
 
 
-def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
+def test_mistakes_of_encode_print_one_line(capsys, text, tmp_path):
     output = ["--output", tmp_path / "o.tokens"]
     assert call(capsys, "encode", "--data", text, *output)[0] == 0
     for arguments, message in (
@@ -159,7 +159,7 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
     assert "the token file is truncated" in err
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_made(capsys, text, monkeypatch):
+def test_too_large_model_raises_before_it_is_created(capsys, text, monkeypatch):
     monkeypatch.setattr(sys.modules["dynsparse.apps.lm.run"], "available_memory", lambda: 1 << 20)
     status, out, err = call(capsys, *TINY, "--data", text, "--hidden-size", "512")
     assert status == 2
@@ -167,7 +167,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(capsys, text, mo
     assert "expected a model that fits the 0.0 GiB of memory that are free, got one that" in err
 
 
-def test_a_preset_and_a_checkpoint_do_not_go_together(capsys, text, tmp_path):
+def test_preset_with_checkpoint_raises(capsys, text, tmp_path):
     folder = tmp_path / "c"
     assert call(capsys, *TINY, "--data", text, "--checkpoint-path", folder)[0] == 0
     status, _, err = call(capsys, "lm", "--restore", folder, "--preset", "tiny")

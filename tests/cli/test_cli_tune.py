@@ -29,7 +29,7 @@ def call(capsys, *arguments):
     return status, out.out, out.err
 
 
-def test_measures_keeps_and_forgets(capsys):
+def test_measures_stores_and_deletes(capsys):
     status, out, _ = call(capsys, "tune", "--json")
     assert status == 0
     facts = json.loads(out)
@@ -65,7 +65,7 @@ def test_info_shows_the_active_table(capsys):
         (["--reset", "--quick"], "--reset measures nothing"),
     ],
 )
-def test_flags_that_make_no_sense(capsys, flags, words):
+def test_wrong_flags(capsys, flags, words):
     status, _, err = call(capsys, "tune", *flags)
     assert status == 2
     assert words in err

@@ -1,4 +1,4 @@
-"""Every flag of Graphcore's programs is taken, or answered by name in one line."""
+"""Every flag of Graphcore's programs is accepted, or raises a one-line error that names it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def nothing_runs(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("program", FLAGS)
-def test_the_table_has_every_flag(program):
+def test_table_has_every_flag(program):
     count, flags = FLAGS[program]
     names = [flag.partition("=")[0] for flag in flags.split()]
     table = PROGRAMS[program]
@@ -139,7 +139,7 @@ def test_the_table_has_every_flag(program):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", FLAGS)
-def test_every_flag_is_taken_or_answered(program, nothing_runs, capsys):
+def test_every_flag_is_accepted_or_explained(program, nothing_runs, capsys):
     table = PROGRAMS[program]
     for flag in FLAGS[program][1].split():
         name, equals, value = flag.partition("=")
@@ -182,10 +182,10 @@ def test_every_flag_is_taken_or_answered(program, nothing_runs, capsys):
         ("cifar", "--regrow random", "--regrow random"),
     ],
 )
-def test_old_flags_in_our_words(command, given, expected):
+def test_translated_flags(command, given, expected):
     assert translate(command, given.split()) == expected.split()
 
 
-def test_a_keep_probability_that_is_no_number():
+def test_invalid_keep_probability():
     with pytest.raises(ValueError, match="--dropout-keep-prob: expected a number, got 'x'"):
         translate("lm", ["--dropout-keep-prob", "x"])

@@ -1,4 +1,4 @@
-"""Family O: block-sparse products of PopSparse's experimental part, in all its partitions."""
+"""Family O: block-sparse products of PopSparse's experimental API, with all its partitions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_family_o(case):
     assert 0 < profile.memory.max_tile_bytes < target.bytes_per_tile
 
 
-def test_float_data_with_half_partials_is_the_failure_that_is_expected():
+def test_float32_data_with_float16_partials_fails_as_expected():
     with pytest.raises(ValueError, match="float32 operands need float32 partial sums"):
         block_sparse.MatmulParams.create_dense_sparse(
             (64, 64, 64), (8, 8, 8), mask_of(1), dtype="float32", partials_type="float16"

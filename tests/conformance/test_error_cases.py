@@ -33,12 +33,12 @@ def random_pattern(shape, density, block=1):
 
 
 def encode(pattern, values=None, **changes):
-    """Through the partitioner of a layout."""
+    """Encode through the partitioner of a layout."""
     return ps.Partitioner(layout(**changes)).encode(pattern, values)
 
 
 def edited(kind, **arrays):
-    """A good matrix of two blocks, some of whose arrays were replaced."""
+    """Make a valid matrix of two blocks and replace some of its arrays."""
     pattern = SparsePattern([0, 3], [1, 2], shape=(12, 12))
     matrix = kind.from_pattern(pattern, np.ones(2))
     for name, array in arrays.items():
@@ -50,7 +50,7 @@ def edited(kind, **arrays):
 
 
 def run_pass(name, out, in_, batch, block, dtype, options=None):
-    """A pass of one layer on one tile against the dense product in float64."""
+    """Compare a pass of one layer on one tile with the dense product in float64."""
     found = ps.plan(out, in_, batch, 1.0, block, dtype, Target(tiles=1), passes=name,
                     options=options)  # fmt: skip
     layer = ps.Layer(found, passes=[name])
@@ -74,12 +74,12 @@ def run_pass(name, out, in_, batch, block, dtype, options=None):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3, 5])
-def test_12_grad_weight_off_the_grain_is_padded(batch, block, dtype):
+def test_12_grad_weight_is_padded_to_the_grain(batch, block, dtype):
     run_pass("grad_weight", 8, 4, batch, block, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 4 * 511), ("float32", 2 * 511)])
-def test_13_grad_weight_of_more_than_a_stride_reaches_works(dtype, most):
+def test_13_grad_weight_beyond_the_stride_limit_works(dtype, most):
     layer = run_pass("grad_weight", 16, 16, most + 20, 16 if dtype == "float16" else 8, dtype)
     assert layer.plan.elements_per_tile.z > most
 
@@ -189,7 +189,7 @@ def test_full_buckets_have_their_own_error(case):
 
 
 @pytest.mark.parametrize(("size", "parts"), [(5, 4), (9, 7), (10, 9)])
-def test_49_parts_that_begin_past_the_end_are_empty(size, parts):
+def test_49_parts_past_the_end_are_empty(size, parts):
     found = layout(rows=size, cols=size, partition=(parts, parts, 1), nz_elements=40)
     assert (parts - 1) * found.part[0] >= size
     pattern = random_pattern((size, size), 0.4)
@@ -220,7 +220,7 @@ def product(dense_shape=(1, 16, 8), dtype="float16", sparse=True, params=PARAMS,
 
 
 def other_operand():
-    """The operand of dense x sparse, given to sparse x dense."""
+    """Make the operand of dense x sparse, for use in sparse x dense."""
     graph, program = Graph(TARGET), Sequence()
     params = static.MatmulParams.create_for_dense_sparse(1, 8, 16, 16)
     rhs = static.create_dense_sparse_matmul_rhs(graph, "float16", params, PATTERN)
@@ -309,7 +309,7 @@ def test_static(call, message):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_71_sizes_off_the_vector_width_work(dtype):
+def test_71_sizes_not_multiple_of_the_vector_width_work(dtype):
     pattern = random_pattern((13, 7), 0.4)
     values = torch.randint(-3, 4, (pattern.nnz,)).to(getattr(torch, dtype))
     dense = torch.randint(-3, 4, (7, 5)).to(getattr(torch, dtype))

@@ -99,7 +99,7 @@ assert len(CASES) == 66
 
 
 def draw(case, generator):
-    """A pattern with the expected density; a part of it `weight` times as dense where asked."""
+    """Draw a pattern with the expected density, optionally with an area `weight` times as dense."""
     shape = (case.out, case.in_)
     if case.area is None:
         return SparsePattern.random(shape, case.density, block_size=case.block, generator=generator)
@@ -111,7 +111,7 @@ def draw(case, generator):
 
 
 def numbers(shape, case, sums, generator):
-    """+1 and -1 where sums of so many stay exact, else uniform in [-1, 1)."""
+    """Draw +1 and -1 if sums of `sums` terms are exact, else uniform numbers in [-1, 1)."""
     exact = 2048 if case.dtype == "float16" else 1 << 24
     kind = getattr(torch, case.dtype)
     if 1.3 * sums <= 10 * exact:
@@ -181,7 +181,7 @@ def splits(sizes, block, dtype, share, partials, tiles=None, cache=None):
     ],
 )
 def test_serial_splits_of_the_dense_gradient(sizes, block, dtype, share, partials, expected):
-    """By the type of the partial sums: what a tile holds of them decides."""
+    """The dtype of the partial sums determines the splits, by their memory on a tile."""
     assert splits(sizes, block, dtype, share, partials) == expected
 
 
@@ -192,7 +192,7 @@ def test_case_58_reports_serial_splits():
     assert splits(shape, case.block, case.dtype, 0.6, "float32", case.tiles) == (1, 1, 1)
 
 
-def test_a_cache_keeps_the_serial_splits():
+def test_cache_keeps_serial_splits():
     cache = PlanningCache()
     found = [splits((64, 8, 64), 4, "float16", 0.1, "float32", 8, cache) for _ in range(2)]
     assert found[0] == found[1]

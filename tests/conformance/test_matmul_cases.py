@@ -1,4 +1,4 @@
-"""The dynamic matmul as PopSparse's tool runs it, and the errors of its API by their numbers.
+"""The dynamic matmul as in PopSparse's tool, and the numbered errors of its API.
 
 Sizes are those of the layer's cases; transposes as the tool's flags. The numbers of the errors are
 those of section 8.3 of docs/popsparse-formulas.md.
@@ -78,7 +78,7 @@ def test_product(case):
 
 @pytest.fixture
 def made():
-    """(graph, program, lhs, rhs, layer's weights, layer's parameters)."""
+    """Return (graph, program, lhs, rhs, weights and parameters of the layer)."""
     graph, program = Graph(Target.mk2(tiles=4)), Sequence()
     params = ps.MatmulParams.create_with_nz_ratio(ps.SparsityParams(1), 0.2, 1, 16, 8, 4)
     lhs = ps.create_sparse_dense_matmul_lhs(graph, "float32", params)
@@ -127,7 +127,7 @@ class TestErrors:
             ps.create_fully_connected_weights(graph, "float32", layer, options)
         assert "\n" not in str(error.value)
 
-    def test_09_weights_that_are_no_sparse_tensor(self, made):
+    def test_09_weights_not_a_sparse_tensor(self, made):
         graph, program, _, rhs, _, layer = made
         with pytest.raises(TypeError, match="must be a SparseTensor"):
             ps.fully_connected_forward(graph, rhs, rhs, layer, program)
@@ -142,14 +142,14 @@ class TestErrors:
                 graph, weights, rhs, layer, program, {"shared_buckets": False}
             )
 
-    def test_11_operands_off_the_grain_are_padded_instead(self):
+    def test_11_operands_are_padded_to_the_grain(self):
         for batch in (1, 3, 5):
             layer = ps.Layer(ps.plan(8, 6, batch, 1.0, 1, "float16", Target.mk2(tiles=3)))
             pattern = SparsePattern.full((8, 6))
             layer.set_weights(pattern, torch.ones(48).half())
             np.testing.assert_array_equal(layer.forward(np.ones((batch, 6))), 6)
 
-    def test_17_lhs_that_is_not_sparse(self, made):
+    def test_17_lhs_not_sparse(self, made):
         graph, program, _, rhs, _, _ = made
         with pytest.raises(TypeError, match="lhs must be a SparseTensor"):
             ps.sparse_dense_matmul(graph, rhs, rhs, program)

@@ -1,4 +1,4 @@
-"""Family K of the conformance cases: 12 round trips of plans that keep their weights dense."""
+"""Family K of the conformance cases: 12 round trips of plans with dense weights."""
 
 import itertools
 

@@ -76,7 +76,7 @@ def test_round_trip(case):
 
 
 def test_imbalanced_area_spills_and_propagates():
-    """Family F: 1024 x 1024, the area (384, 128) to (400, 786) eight times as dense."""
+    """Family F: 1024 x 1024, with the area (384, 128) to (400, 786) eight times as dense."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.ones(1024, 1024)
     weight[384:400, 128:786] = 8
@@ -92,8 +92,8 @@ def test_imbalanced_area_spills_and_propagates():
 
 
 @pytest.mark.parametrize("block", [1, 16])
-def test_worst_case_all_non_zeros_in_one_rectangle(block):
-    """As many non-zeros as planned for, all of one (x, y): the buckets before it, in turn."""
+def test_worst_case_all_nonzeros_in_one_partition(block):
+    """As many nonzeros as planned, all of one (x, y), fill the preceding buckets in order."""
     params = FullyConnectedParams.create_with_nz_ratio(
         SparsityParams(block), 0.02, 16, 1, 1024, 1024
     )

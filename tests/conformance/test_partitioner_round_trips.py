@@ -55,7 +55,7 @@ def _round_trip(case, share):
 
 @pytest.mark.parametrize("case", CASES, ids=map(_id, CASES))
 def test_round_trip(case):
-    """The original's sizes: every bucket has room for the whole matrix, so nothing spills."""
+    """Sizes of the original: every bucket has room for the full matrix, so nothing spills."""
     assert _round_trip(case, share=1).spilled == 0
 
 
@@ -64,9 +64,9 @@ TIGHT = [case for case in CASES if case[-1] == 0.1]
 
 @pytest.mark.parametrize("case", TIGHT, ids=map(_id, TIGHT))
 def test_round_trip_of_tight_buckets(case):
-    """The same with a fair share of the matrix for each bucket, so that some buckets spill."""
+    """The same with an equal share of the matrix per bucket, so that some buckets spill."""
     _round_trip(case, share=math.prod(case[2:5]))
 
 
-def test_there_are_128_cases():
+def test_number_of_cases():
     assert len(set(map(_id, CASES))) == 128

@@ -1,4 +1,4 @@
-"""The C interface: csrc/api.h, the libraries and the table of `native` say the same."""
+"""The C interface: csrc/api.h, the libraries and the table in `native` agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALARS = {
 
 
 def ctype_of(declared: str) -> type | None:
-    """What ctypes calls a C type, with or without the name of a parameter behind it."""
+    """Return the ctypes type of a C type, which a parameter name may follow."""
     if "*" in declared:
         return ctypes.c_void_p
     words = declared.split()
@@ -47,7 +47,7 @@ def declarations() -> dict[str, tuple[type | None, list[type | None]]]:
     }
 
 
-def test_the_table_of_native_is_the_header():
+def test_native_table_equals_the_header():
     declared = declarations()
     assert set(native._SIGNATURES) == set(declared)
     for name, signature in native._SIGNATURES.items():
@@ -55,7 +55,7 @@ def test_the_table_of_native_is_the_header():
 
 
 @pytest.mark.parametrize("isa", native._built_isas())
-def test_a_library_exports_what_the_header_declares(isa: str):
+def test_library_exports_the_declared_functions(isa: str):
     if shutil.which("nm") is None:
         pytest.skip("needs nm")
     listing = subprocess.run(
@@ -68,7 +68,7 @@ def test_a_library_exports_what_the_header_declares(isa: str):
     assert names == set(declarations())
 
 
-def test_masks_are_expanded_where_the_instruction_set_can():
+def test_mask_expansion_by_instruction_set():
     for isa in native.describe()["available"]:  # type: ignore[attr-defined]
         assert native.load_isa(isa).dynsparse_masks_expand() == (isa == "v4")
 
@@ -77,7 +77,7 @@ def sources() -> list[Path]:
     return sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cpp")])
 
 
-def test_every_source_is_built_and_short_enough_to_read():
+def test_every_source_is_built_and_below_the_line_limit():
     listed = (CSRC / "CMakeLists.txt").read_text()
     for path in sources():
         text = path.read_text()
@@ -95,7 +95,7 @@ def test_sources_that_define_exported_functions_include_the_header():
         assert '#include "api.h"' in path.read_text(), path
 
 
-def test_the_header_is_plain_c():
+def test_header_is_plain_c():
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -103,7 +103,7 @@ def test_the_header_is_plain_c():
     subprocess.run([compiler, *flags, str(CSRC / "api.h")], check=True)
 
 
-def test_places_in_csrc_that_are_named_elsewhere_exist():
+def test_referenced_paths_in_csrc_exist():
     named = re.compile(r"\bcsrc/[\w./]*\w")
     texts = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     texts += [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
@@ -119,7 +119,7 @@ def cmake() -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_the_kernels_compile_without_a_warning(compiler: str, tmp_path: Path):
+def test_kernels_compile_without_warnings(compiler: str, tmp_path: Path):
     if cmake() is None or shutil.which(compiler) is None:
         pytest.skip(f"needs cmake and {compiler}")
     subprocess.run(

@@ -1,8 +1,8 @@
-"""The kernels for ARM: cross-compiled, and driven with random cases by an emulator.
+"""The ARM kernels, cross-compiled and tested with random cases in an emulator.
 
-The driver (tests/sanitize) compares every function with plain loops, each array lying between pages
-that must not be touched. SVE is not built: processors of servers have two pipes of 256 bits for it
-where they have four of 128 for NEON, which comes to the same.
+The driver (tests/sanitize) compares every function with plain loops, with guard pages around each
+array. SVE is not built: server processors have two 256-bit pipes for it and four 128-bit pipes for
+NEON, which gives the same throughput.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_noticed_by_the_emulator(driver: Path):
+def test_emulator_detects_errors(driver: Path):
     for control in ("read", "write-frozen", "wrong-result"):
         assert drive(driver, "--control", control).returncode != 0, control
 

@@ -1,4 +1,4 @@
-"""The example in C++ computes what the layer does."""
+"""The C++ example equals the layer."""
 
 import shutil
 import subprocess

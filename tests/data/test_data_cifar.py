@@ -1,4 +1,4 @@
-"""CIFAR-10's files: folders, archives, damage, the download through a local server."""
+"""CIFAR-10 files: folders, archives, damaged files, the cache."""
 
 import hashlib
 import io
@@ -56,14 +56,14 @@ def check(got: data.DataSet) -> None:
 
 
 @pytest.mark.parametrize("inside", [".", INSIDE])
-def test_a_folder_of_files(tmp_path, inside):
+def test_folder(tmp_path, inside):
     (tmp_path / inside).mkdir(exist_ok=True)
     for name, content in contents().items():
         (tmp_path / inside / name).write_bytes(content)
     check(data.load("cifar-10", tmp_path))
 
 
-def test_an_archive(tmp_path):
+def test_archive(tmp_path):
     (tmp_path / CIFAR_ARCHIVE).write_bytes(archive(contents()))
     check(data.load("cifar-10", tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == [CIFAR_ARCHIVE]
@@ -84,7 +84,7 @@ WRONG_LABEL[1, 0] = 10
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_wrong_files_are_refused(tmp_path, changes, message, packed):
+def test_wrong_files_raise(tmp_path, changes, message, packed):
     if packed:
         (tmp_path / CIFAR_ARCHIVE).write_bytes(archive(contents(**changes)))
     else:
@@ -96,7 +96,7 @@ def test_wrong_files_are_refused(tmp_path, changes, message, packed):
     assert "\n" not in str(error.value)
 
 
-def test_a_pipe_among_the_files_is_refused(tmp_path):
+def test_pipe_among_the_files_raises(tmp_path):
     for name, content in contents().items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "data_batch_3.bin").unlink()
@@ -105,7 +105,7 @@ def test_a_pipe_among_the_files_is_refused(tmp_path):
         data.load("cifar-10", tmp_path)
 
 
-def test_damaged_archives_are_refused(tmp_path):
+def test_damaged_archives_raise(tmp_path):
     whole = archive(contents())
     for content in (b"", b"nothing of the kind", whole[:100], whole[: len(whole) // 2]):
         (tmp_path / CIFAR_ARCHIVE).write_bytes(content)
@@ -114,7 +114,7 @@ def test_damaged_archives_are_refused(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_link_in_an_archive_is_not_followed(tmp_path):
+def test_link_in_an_archive_is_not_followed(tmp_path):
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w:gz") as tar:
         for name in [*TRAIN, "test_batch.bin"]:
@@ -126,14 +126,14 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path):
         data.load("cifar-10", tmp_path)
 
 
-def test_an_empty_folder_and_none_are_refused(tmp_path):
+def test_empty_and_missing_folders_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match="got neither"):
         data.load("cifar-10", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"expected a folder with cifar-10-binary\.tar\.gz"):
         data.load("cifar-10", tmp_path / "nowhere")
 
 
-def test_it_is_read_from_the_cache(tmp_path, monkeypatch):
+def test_read_from_the_cache(tmp_path, monkeypatch):
     """Downloads are tested in test_data_sets.py."""
     content = archive(contents())
     (tmp_path / "cifar-10").mkdir()

@@ -1,4 +1,4 @@
-"""The IDX reader: what it reads, and the one line each damaged file gives."""
+"""The IDX reader: round trips, and a one-line error for each damaged file."""
 
 import contextlib
 import gzip
@@ -22,7 +22,7 @@ PICTURES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("array", [PICTURES, PICTURES[0, 0], PICTURES[:0]])
-def test_reads_what_was_written(tmp_path, zipped, array):
+def test_round_trip(tmp_path, zipped, array):
     file = tmp_path / "file"
     file.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
     got = read_idx(file, array.ndim)
@@ -50,7 +50,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_damaged_file_gives_one_line(tmp_path, name):
+def test_damaged_file_raises_one_line(tmp_path, name):
     content, message = BAD[name]
     file = tmp_path / "damaged"
     file.write_bytes(content)
@@ -62,13 +62,13 @@ def test_a_damaged_file_gives_one_line(tmp_path, name):
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=40), st.booleans())
-def test_any_bytes_are_read_or_refused(tmp_path_factory, content, zipped):
+def test_any_bytes_are_read_or_raise(tmp_path_factory, content, zipped):
     file = tmp_path_factory.mktemp("idx") / "file"
     file.write_bytes(gzip.compress(content) if zipped else b"\0\0\x08\x01" + content)
     with contextlib.suppress(ValueError):
         assert read_idx(file, 1).ndim == 1
 
 
-def test_a_missing_file_is_an_os_error(tmp_path):
+def test_missing_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_idx(tmp_path / "nowhere", 1)

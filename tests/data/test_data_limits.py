@@ -1,4 +1,4 @@
-"""Small files that would fill the memory or the stack are refused, in one line."""
+"""Small files that would exhaust memory or the stack raise a one-line error."""
 
 import bz2
 import gzip
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def refused(read, match: str, most: int = 48 * MIB) -> str:
-    """The message of the ValueError of `read`, which takes no more than `most` bytes."""
+    """Return the message of the ValueError of `read`, which may take at most `most` bytes."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=match) as error:
@@ -46,7 +46,7 @@ PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PACK)
-def test_a_text_that_unpacks_to_far_more_than_its_size(tmp_path, monkeypatch, kind):
+def test_text_with_extreme_compression(tmp_path, monkeypatch, kind):
     file = tmp_path / "text"
     content = b"a\n" * (6 * MIB)
     file.write_bytes(PACK[kind](content))
@@ -61,7 +61,7 @@ def test_a_text_that_unpacks_to_far_more_than_its_size(tmp_path, monkeypatch, ki
     assert read_text(file) == content.decode()
 
 
-def test_the_usual_limit_is_256_mib(tmp_path):
+def test_default_limit_is_256_mib(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(gzip.compress(bytes(257 * MIB), 1))
     with pytest.raises(ValueError, match="at most 268,435,456 bytes, got more"):
@@ -69,7 +69,7 @@ def test_the_usual_limit_is_256_mib(tmp_path):
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_many_short_streams_do_not_take_the_square_of_their_number(tmp_path, kind):
+def test_many_short_streams_take_linear_time(tmp_path, kind):
     one = PACK[kind](b"hello ")
     file = tmp_path / "text"
     times = []
@@ -81,7 +81,7 @@ def test_many_short_streams_do_not_take_the_square_of_their_number(tmp_path, kin
     assert times[1] < 100 * times[0] + 1  # 16 times the streams; the square would be 256
 
 
-def test_an_idx_file_that_promises_far_more_than_its_size(tmp_path, monkeypatch):
+def test_idx_header_larger_than_the_file(tmp_path, monkeypatch):
     header = struct.pack(">HBB3I", 0, 8, 3, 60_000, 28, 28)
     file = tmp_path / "images.gz"
     file.write_bytes(gzip.compress(header + bytes(60_000 * 28 * 28)))
@@ -99,7 +99,7 @@ VOCABULARY = {"kind": "byte", "size": 256, "identity": "byte"}
 HEAD = {"dtype": "uint16", "count": 1, "vocabulary": VOCABULARY, "source": "s"}
 
 
-def test_a_head_longer_than_the_file_is_not_made_room_for(tmp_path):
+def test_header_longer_than_the_file_allocates_nothing(tmp_path):
     file = tmp_path / "tokens"
     file.write_bytes(b"dynsparse\0token\n" + struct.pack("<II", 1, 0xFFFFFFFF) + b"{}")
     refused(lambda: open_tokens(file), "truncated within its head")
@@ -120,7 +120,7 @@ def test_a_head_longer_than_the_file_is_not_made_room_for(tmp_path):
         {"vocabulary": {**VOCABULARY, "characters": 5}}, {"vocabulary": {"kind": "byte"}},
     ],
 )  # fmt: skip
-def test_a_head_of_the_wrong_types(tmp_path, changes):
+def test_header_with_wrong_types(tmp_path, changes):
     file = tmp_path / "tokens"
     file.write_bytes(tokens_with(HEAD))
     assert open_tokens(file).ids.tolist() == [0]
@@ -128,7 +128,7 @@ def test_a_head_of_the_wrong_types(tmp_path, changes):
     refused(lambda: open_tokens(file), "the head of the token file is damaged")
 
 
-def test_a_vocabulary_larger_than_its_characters(tmp_path):
+def test_vocabulary_larger_than_its_characters(tmp_path):
     tokens = CharTokenizer("abc")
     state = {**tokens.state(), "identity": tokens.identity, "size": 3}
     assert tokenizer_from_state(state).size == 3
@@ -137,12 +137,12 @@ def test_a_vocabulary_larger_than_its_characters(tmp_path):
     refused(lambda: tokenizer_from_state({"kind": "x" * 10**6}), "among char, byte, bpe, got 'xxx")
 
 
-def test_merges_of_long_tokens_are_shown_shortened():
+def test_long_tokens_are_shortened_in_errors():
     pytest.importorskip("tokenizers")
     refused(lambda: GPT2Tokenizer([("x" * 10**6, "y")]), "merge 1: expected two tokens")
 
 
-def test_token_files_reach_the_disk(tmp_path, monkeypatch):
+def test_token_files_are_synced(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("os.fsync", synced.append)
     write_tokens(tmp_path / "a", np.array([1], np.uint16), CharTokenizer("ab"), "a")

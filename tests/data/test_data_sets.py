@@ -1,4 +1,4 @@
-"""The data sets themselves: the digits' form, MNIST folders, downloads through a local server."""
+"""Data sets: digits, MNIST folders, downloads from a local server."""
 
 import gzip
 import hashlib
@@ -40,7 +40,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_digits_have_the_form_of_mnist():
+def test_digits_have_the_format_of_mnist():
     digits = data.load("digits")
     assert (len(digits.train), len(digits.test)) == (1437, 360)
     for part in (digits.train, digits.test):
@@ -57,7 +57,7 @@ def test_digits_have_the_form_of_mnist():
     assert len(torch.unique(both, dim=0)) == 1797
 
 
-def test_hold_out_takes_the_last_training_pictures():
+def test_hold_out_uses_the_last_training_pictures():
     digits = data.load("digits")
     held = digits.hold_out(37)
     assert (len(held.train), len(held.test)) == (1400, 37)
@@ -104,7 +104,7 @@ def wrong(folder: Path, **changes: bytes | None) -> None:
         ),
     ],
 )
-def test_wrong_files_are_refused(tmp_path, changes, message):
+def test_wrong_files_raise(tmp_path, changes, message):
     wrong(tmp_path, **changes)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         data.load("mnist", tmp_path)
@@ -112,19 +112,19 @@ def test_wrong_files_are_refused(tmp_path, changes, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
+def test_missing_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a folder with the fashion-mnist files"):
         data.load("fashion-mnist", tmp_path / "nowhere")
 
 
-def test_an_unknown_name_is_refused():
+def test_unknown_name_raises():
     with pytest.raises(ValueError, match="digits, mnist, fashion-mnist, cifar-10, got 'cifar'"):
         data.load("cifar")
 
 
 @pytest.fixture
 def server(tmp_path):
-    """A folder, and the address under which a server on this machine gives its files."""
+    """Serve a folder over HTTP on this machine; yield (folder, address)."""
     folder = tmp_path / "served"
     folder.mkdir()
     requests = []
@@ -148,7 +148,7 @@ def sha256(content: bytes) -> str:
     return "sha256:" + hashlib.sha256(content).hexdigest()
 
 
-def test_a_download_is_kept_and_not_repeated(tmp_path, server):
+def test_downloads_are_cached(tmp_path, server):
     folder, url, requests = server
     write(folder, {"a.gz": b"content"})
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_md5_checksums_and_the_second_mirror(tmp_path, server):
     assert got.read_bytes() == b"content"
 
 
-def test_a_wrong_checksum_leaves_nothing_behind(tmp_path, server):
+def test_wrong_checksum_leaves_no_file(tmp_path, server):
     folder, url, _ = server
     write(folder, {"a.gz": b"other"})
     with pytest.raises(ValueError, match="expected the checksum sha256:") as error:
@@ -174,7 +174,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(tmp_path, server):
     assert not any((tmp_path / "cache").iterdir())
 
 
-def test_a_damaged_file_in_the_cache_is_downloaded_again(tmp_path, server):
+def test_damaged_file_in_the_cache_is_downloaded_again(tmp_path, server):
     folder, url, _ = server
     write(folder, {"a.gz": b"content"})
     write(tmp_path / "cache", {"a.gz": b"half"})
@@ -182,18 +182,18 @@ def test_a_damaged_file_in_the_cache_is_downloaded_again(tmp_path, server):
     assert got.read_bytes() == b"content"
 
 
-def test_a_pipe_in_the_cache_is_refused(tmp_path):
+def test_pipe_in_the_cache_raises(tmp_path):
     os.mkfifo(tmp_path / "a.gz")
     with pytest.raises(OSError, match=r"a\.gz: expected a file, got a folder, pipe or device"):
         fetch([], "a.gz", sha256(b"content"), tmp_path)
 
 
-def test_no_such_file_on_the_server(tmp_path, server):
+def test_missing_file_on_the_server(tmp_path, server):
     with pytest.raises(OSError, match="the server answered 404"):
         fetch([server[1]], "a.gz", sha256(b""), tmp_path)
 
 
-def test_no_connection_is_one_line(tmp_path):
+def test_no_connection_raises_one_line(tmp_path):
     with pytest.raises(OSError, match="cannot download") as error:
         fetch(["http://127.0.0.1:1/"], "a.gz", sha256(b""), tmp_path)
     assert "no connection" in str(error.value)

@@ -1,4 +1,4 @@
-"""GPT-2's own merges, where the files are."""
+"""GPT-2's real merges, if the files are available."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_checksum_is_that_of_the_real_file():
+def test_checksum_of_the_real_file():
     content = (REAL / "gpt2-bpe" / "vocab.bpe").read_bytes()
     assert f"sha256:{hashlib.sha256(content).hexdigest()}" == GPT2_CHECKSUM
 
@@ -37,7 +37,7 @@ def test_the_real_vocabulary():
     assert real.decode(np.array([50256])) == END_OF_TEXT
 
 
-def test_tinyshakespeare_has_as_many_tokens_as_others_count():
+def test_number_of_tokens_of_tinyshakespeare():
     text = (REAL / "tinyshakespeare" / "input.txt").read_text()
     real = load_gpt2(REAL / "gpt2-bpe")
     ids = real.encode(text)

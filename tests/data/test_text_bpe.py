@@ -1,4 +1,4 @@
-"""GPT-2's byte pair encoding: merges by hand."""
+"""GPT-2's byte pair encoding, with hand-made merges."""
 
 import functools
 import hashlib
@@ -55,7 +55,7 @@ def test_merges_by_hand(small):
     assert small.encode("lower").dtype == np.uint16
 
 
-def test_bytes_that_no_merge_joins_stay_alone_and_come_back(small):
+def test_unmerged_bytes_round_trip(small):
     text = "naïve 日本 \x00\x1c🙂"
     ids = small.encode(text)
     assert small.decode(ids) == text
@@ -65,7 +65,7 @@ def test_bytes_that_no_merge_joins_stay_alone_and_come_back(small):
     assert small.size - 1 not in small.encode(END_OF_TEXT)
 
 
-def test_a_smaller_vocabulary_uses_the_first_merges():
+def test_smaller_vocabulary_uses_the_first_merges():
     cut = GPT2Tokenizer(MERGES, 256 + 2 + 1)
     assert cut.encode("lower").tolist() == [FIRST + 1, byte_id("e"), byte_id("r")]
     assert cut.encode("lower").max() < cut.size
@@ -77,7 +77,7 @@ def test_a_smaller_vocabulary_uses_the_first_merges():
 
 
 @given(st.text())
-def test_every_text_comes_back(small, text):
+def test_round_trip(small, text):
     text = text.encode(errors="ignore").decode()
     assert small.decode(small.encode(text)) == text
 
@@ -106,24 +106,24 @@ def test_files_are_read_and_checked(tmp_path, small):
         (b"\xff\xfe", "in UTF-8, got a binary file"),
     ],
 )
-def test_damaged_files_get_one_line(tmp_path, content, message):
+def test_damaged_files_raise_one_line(tmp_path, content, message):
     (tmp_path / "vocab.bpe").write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         load_gpt2(tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_a_merge_of_unknown_tokens_is_refused():
+def test_merge_of_unknown_tokens_raises():
     with pytest.raises(ValueError, match="merge 2: expected two tokens made before it"):
         GPT2Tokenizer([("a", "b"), ("low", "er")])
 
 
-def test_a_folder_without_the_file_says_so(tmp_path):
+def test_folder_without_the_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--bpe-dir: expected a folder with vocab\.bpe"):
         load_gpt2(tmp_path)
 
 
-def test_a_vocabulary_is_that_of_its_files(tmp_path, small):
+def test_files_identify_the_vocabulary(tmp_path, small):
     (tmp_path / "vocab.bpe").write_text(TEXT)
     made = make_tokenizer("bpe", "", tmp_path)
     again = tokenizer_from_state({**made.state(), "identity": made.identity}, tmp_path)
@@ -137,7 +137,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_server_gives_the_file_once(tmp_path, monkeypatch, small):
+def test_file_is_downloaded_once(tmp_path, monkeypatch, small):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "vocab.bpe").write_text(TEXT)
     handler = functools.partial(_Quiet, directory=str(tmp_path / "served"))
@@ -158,25 +158,25 @@ def test_a_server_gives_the_file_once(tmp_path, monkeypatch, small):
 
 
 @given(st.text("ab \n\t'sl!\x1c\u2003é", max_size=60))
-def test_a_text_in_pieces_has_the_same_tokens(small, text):
+def test_text_in_parts_has_the_same_tokens(small, text):
     whole = small.encode(text).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_module, "_PIECE", 1)
         assert small.encode(text).tolist() == whole
 
 
-def test_a_lone_surrogate_is_refused(small):
+def test_lone_surrogate_raises(small):
     with pytest.raises(UnicodeEncodeError):
         small.encode("ab \ud800")
 
 
-def test_two_merges_may_make_one_token():
+def test_two_merges_may_give_the_same_token():
     made = GPT2Tokenizer([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")])
     assert [made.token(i) for i in made.encode("abc")] == [b"abc"]
     assert made.size == 256 + 4 + 1
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
+def test_missing_package_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ModuleNotFoundError, match="or use --tokens byte"):
         GPT2Tokenizer(MERGES)

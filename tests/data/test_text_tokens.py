@@ -1,4 +1,4 @@
-"""Texts, bytes and characters, and the files that hold their tokens."""
+"""Texts, byte and character tokenizers, and token files."""
 
 import bz2
 import gzip
@@ -28,7 +28,7 @@ TEXT = "Ein Hase, zwei Häsinnen.\r\nDrei?\n"
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress, bz2.compress])
-def test_texts_are_read_as_they_are(tmp_path, pack):
+def test_texts_are_read_unchanged(tmp_path, pack):
     (tmp_path / "text").write_bytes(pack(b"\xef\xbb\xbf" + TEXT.encode()))
     assert read_text(tmp_path / "text") == TEXT
 
@@ -45,7 +45,7 @@ def test_texts_are_read_as_they_are(tmp_path, pack):
         (bz2.compress(b"abcdef")[:-4], "damaged stream"),
     ],
 )
-def test_what_is_no_text_gets_one_line(tmp_path, content, message):
+def test_invalid_texts_raise_one_line(tmp_path, content, message):
     (tmp_path / "text").write_bytes(content)
     with pytest.raises(ValueError, match=r"text: ") as error:
         read_text(tmp_path / "text")
@@ -53,13 +53,13 @@ def test_what_is_no_text_gets_one_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_is_an_os_error(tmp_path):
+def test_missing_file_raises(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         read_text(tmp_path / "text")
 
 
 @pytest.mark.slow
-def test_the_standard_library_is_text_and_always_the_same():
+def test_standard_library_text_is_deterministic():
     text = read_text("stdlib")
     assert text == read_stdlib()
     assert 3 << 20 < len(text.encode()) <= (4 << 20) + 1000
@@ -75,7 +75,7 @@ def test_bytes():
     assert tokens.encode("a").dtype == np.uint16
 
 
-def test_characters_have_ids_in_the_order_of_their_code_points():
+def test_character_ids_follow_code_points():
     tokens = CharTokenizer("banana z")
     assert tokens.characters == " abnz"
     assert tokens.encode("nab z").tolist() == [3, 1, 2, 0, 4]
@@ -85,7 +85,7 @@ def test_characters_have_ids_in_the_order_of_their_code_points():
 @pytest.mark.parametrize(("text", "sign"), [("ban9na", "'9' (U+0039) at position 3"),
                                             ("🙂", "'🙂' (U+1F642) at position 0"),
                                             ("b\ud800", "(U+D800) at position 1")])  # fmt: skip
-def test_an_unknown_character_is_named_with_its_place(text, sign):
+def test_unknown_character_is_named_with_its_position(text, sign):
     with pytest.raises(UnknownToken) as error:
         CharTokenizer("banana").encode(text)
     assert sign in str(error.value)
@@ -93,7 +93,7 @@ def test_an_unknown_character_is_named_with_its_place(text, sign):
 
 
 @given(st.text(min_size=1))
-def test_tokenizers_give_the_text_back(text):
+def test_tokenizers_round_trip(text):
     text = text.encode(errors="ignore").decode() or "a"
     for kind in ("byte", "char"):
         tokens = make_tokenizer(kind, text)
@@ -104,7 +104,7 @@ def test_tokenizers_give_the_text_back(text):
         assert again.decode(ids) == text
 
 
-def test_vocabularies_tell_themselves_apart():
+def test_vocabularies_are_distinguished():
     assert CharTokenizer("ab").identity == CharTokenizer("baab").identity
     assert CharTokenizer("ab").identity != CharTokenizer("abc").identity
     with pytest.raises(ValueError, match="expected tokens among char, byte, bpe, got 'word'"):
@@ -121,7 +121,7 @@ def written(tmp_path):
     return path
 
 
-def test_token_files_come_back_by_memory_map(written):
+def test_token_files_are_memory_mapped(written):
     opened = open_tokens(written)
     assert isinstance(opened.ids, np.memmap)
     assert not opened.ids.flags.writeable
@@ -136,7 +136,7 @@ def test_token_files_come_back_by_memory_map(written):
     assert [file.name for file in written.parent.iterdir()] == ["a.tokens"]
 
 
-def test_tokens_of_another_vocabulary_are_refused(written):
+def test_tokens_of_another_vocabulary_raise(written):
     other = CharTokenizer("abc")
     with pytest.raises(ValueError, match="expected tokens of the vocabulary char") as error:
         open_tokens(written).check_vocabulary(other.identity)
@@ -148,7 +148,7 @@ def head_of(content: bytes) -> tuple[dict, int]:
     return json.loads(content[24 : 24 + length]), 24 + length
 
 
-def test_damaged_token_files_get_one_line(written, tmp_path):
+def test_damaged_token_files_raise_one_line(written, tmp_path):
     content = written.read_bytes()
     head, end = head_of(content)
 
@@ -178,7 +178,7 @@ def test_damaged_token_files_get_one_line(written, tmp_path):
         open_tokens(tmp_path / "wrong")
 
 
-def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path):
+def test_failed_write_leaves_no_file(tmp_path):
     with pytest.raises(ValueError, match="at least one token"):
         write_tokens(tmp_path / "a", np.array([], np.uint16), ByteTokenizer(), "a")
     with pytest.raises(OSError, match="No such file"):

@@ -1,4 +1,4 @@
-"""The applications on several ranks: each function runs in a process of its own."""
+"""Trainings of the applications; each function runs in every process of a group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ APPS = {
 
 
 def run(name, folder, **changes):
-    """The figures of a training, and what it displayed."""
+    """Run a training; return its figures and the text it displayed."""
     app, options = APPS[name]
     if name == "lm":
         options = {**options, "data": Path(folder) / "text.txt"}
@@ -40,8 +40,8 @@ def run(name, folder, **changes):
     return figures, shown.getvalue()
 
 
-def trained(rank, size, names, folder):
-    """Each application in one go, and in two parts with a checkpoint between them."""
+def train_applications(rank, size, names, folder):
+    """Train each application; return {name: (loss, updates, length of the displayed text)}."""
     found = {}
     for name in names:
         own = Path(folder) / name
@@ -57,8 +57,8 @@ def trained(rank, size, names, folder):
     return found
 
 
-def stopped_and_resumed(rank, size, folder):
-    """The language model, stopped half way and resumed on the same ranks: dropout and all."""
+def stop_and_resume(rank, size, folder):
+    """Train the language model with dropout, once in one go and once stopped and resumed."""
     kept = Path(folder) / "kept"
     once, _ = run("lm", folder, droprate=0.2)
     run("lm", folder, droprate=0.2, stop_after=4, checkpoint_path=kept)

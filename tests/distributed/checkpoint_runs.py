@@ -1,4 +1,4 @@
-"""What the tests of checkpoints do on every rank."""
+"""Functions of the checkpoint tests that run on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINERS = {
 
 
 def make(kind, size, seed=0, algorithm="static"):
-    """(what computes, the model, the optimizer, the trainer)."""
+    """Return (wrapped model, model, optimizer, trainer)."""
     model = models.linear_model(seed=seed)
     if kind == "grid":  # x lies over two ranks, the samples over the others
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
@@ -68,8 +68,8 @@ def reference(last, algorithm="static"):
     return made
 
 
-def brought(part, layer, kept):
-    """What rectangles hold by slots, in the order of one process."""
+def gather_slots(part, layer, kept):
+    """Gather a tensor with an entry per slot of each shard, in the slot order of the full layer."""
     slots, total = part.slots(layer.pattern)
     whole = kept.new_zeros(total)
     if part.grid.z.is_lead_rank(part.axes):
@@ -78,7 +78,7 @@ def brought(part, layer, kept):
 
 
 def states_of(made):
-    """Weights, dense, and what the optimizer keeps of the values, whole."""
+    """Return the dense weights and the optimizer state of the values, gathered from all ranks."""
     _, model, optimizer, _ = made
     found = {}
     for key in (None, "exp_avg", "exp_avg_sq"):
@@ -87,7 +87,7 @@ def states_of(made):
             for name, layer in models.layers_of(model).items():
                 kept = models.whole(optimizer.state[layer.values][key])
                 spec = spec_of(layer)
-                state[f"{name}.values"] = kept if spec is None else brought(spec, layer, kept)
+                state[f"{name}.values"] = kept if spec is None else gather_slots(spec, layer, kept)
         state = row_major({key: models.whole(tensor) for key, tensor in state.items()})
         for name, layer in models.layers_of(model).items():
             rows, cols, values = (state[f"{name}.{part}"] for part in ("rows", "cols", "values"))
@@ -99,8 +99,12 @@ def states_of(made):
     return found
 
 
-def leg(rank, size, kind, source, target, first, last, algorithm="static"):
-    """Go on from a checkpoint, into a model of another pattern, and leave one; (off by, steps)."""
+def resume_and_save(rank, size, kind, source, target, first, last, algorithm="static"):
+    """Load `source` into a model of another pattern, train, and save `target`.
+
+    Returns:
+        (largest difference from the training in one process, steps of the trainer).
+    """
     made = make(kind, size, seed=0 if source is None else 9, algorithm=algorithm)
     parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
     own = models.layers_of(made[1])["0"].pattern
@@ -116,9 +120,12 @@ def leg(rank, size, kind, source, target, first, last, algorithm="static"):
     return off, made[3].steps
 
 
-def momenta(rank, size, path):
-    """SNFS's momentum: what a bare `state_dict` has of it on this rank, and whether the sum of that
-    over the ranks is what one process has; the same after a checkpoint."""
+def compare_momenta(rank, size, path):
+    """Compare SNFS's momentum with that of a single process, before and after a checkpoint.
+
+    Returns:
+        ([difference of the mean over ranks before, after], the momentum in this rank's state_dict).
+    """
     made = make("ddp", size, algorithm="snfs-dense")
     train(made, 0, 3)
     expected = reference(3, "snfs-dense")[3].state_dict()["history_state"]["momentum"]
@@ -129,11 +136,11 @@ def momenta(rank, size, path):
     ds.training.load_checkpoint(path, model=fresh[1], optimizer=fresh[2], trainer=fresh[3])
     again = fresh[3].state_dict()["history_state"]["momentum"]
     assert all(torch.equal(again[name], own[name]) for name in own)
-    return [_off(own, expected), _off(again, expected)], own
+    return [_mean_difference(own, expected), _mean_difference(again, expected)], own
 
 
-def _off(own, expected):
-    """How far the mean of momenta over the ranks is from another."""
+def _mean_difference(own, expected):
+    """Return the largest difference between the mean of `own` over the ranks and `expected`."""
     size = torch.distributed.get_world_size()
     worst = 0.0
     for name, matrix in own.items():
@@ -143,8 +150,8 @@ def _off(own, expected):
     return worst
 
 
-def randomness(rank, size, path):
-    """Each rank gets back its own numbers, and dropout draws as it would have."""
+def restore_generators(rank, size, path):
+    """Check that a checkpoint restores this rank's generators and its dropout mask."""
     _, model, optimizer, trainer = make("ddp", size)
     given = torch.Generator().manual_seed(rank)
     parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
@@ -160,8 +167,8 @@ def randomness(rank, size, path):
     return expected
 
 
-def failures(rank, size, folder):
-    """What is wrong on one rank is the same line on all; what was there stays."""
+def collect_errors(rank, size, folder):
+    """Collect the errors of failing saves and loads; files and models stay unchanged."""
     folder = Path(folder)
     _, model, optimizer, _ = make("fsdp", size)
     parts = {"model": model, "optimizer": optimizer}
@@ -215,8 +222,12 @@ def failures(rank, size, folder):
     return said
 
 
-def aside(rank, size, kind, path):
-    """Saved while the training goes on: what was there when it was called."""
+def save_in_background(rank, size, kind, path):
+    """Save with wait=False and train on; the checkpoint holds the state at the call.
+
+    Returns:
+        The largest difference between the loaded model and the expected one.
+    """
     made = make(kind, size)
     parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
     saving = None
@@ -235,8 +246,8 @@ def aside(rank, size, kind, path):
     return models.off_by(fresh[1], reference(2)[1])
 
 
-def meshes(rank, size, path):
-    """Shards that are replicated, and a dense layer that is cut by columns, beside sparse ones."""
+def resume_hybrid_sharded(rank, size, path):
+    """Save and load a hybrid-sharded model with a dense layer that is sharded by columns."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 

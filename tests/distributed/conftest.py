@@ -1,5 +1,4 @@
-"""The tests here import what they share from this folder and from that of the ranks, and so do the
-processes they start."""
+"""Puts this folder and tests/ranks on the import path, also of the processes that tests start."""
 
 import sys
 from pathlib import Path

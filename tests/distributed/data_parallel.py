@@ -1,4 +1,4 @@
-"""What the ranks of the data parallel tests do: each function runs in a process of its own."""
+"""Functions of the data-parallel tests; each runs in every process of a group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dynsparse._core import native
 
 
 def train(name, forward_of, rank, size, steps, *, kind="sgd", passes=1, ranks="auto", **model):
-    """The weights after each step; `forward_of(model)` is what the loss goes through."""
+    """Return the weights after each step; `forward_of(model)` computes the outputs."""
     net = model_of(**model)
     optimizer = optimizer_of(net, kind)
     forward = forward_of(net)
@@ -40,12 +40,16 @@ def train(name, forward_of, rank, size, steps, *, kind="sgd", passes=1, ranks="a
 
 
 def alone(name, steps, **options):
-    """The same training in one process that has all samples."""
+    """Run the same training in one process with all samples."""
     return train(name, lambda model: model, 0, 1, steps, ranks=None, **options)
 
 
-def compared(rank, size, names, steps):
-    """For each algorithm how many updates were as in one process, and how far weights are apart."""
+def compare_algorithms(rank, size, names, steps):
+    """Compare each algorithm with the training in one process.
+
+    Returns:
+        {name: (steps with equal patterns, largest difference of weights, final weights)}.
+    """
     found = {}
     for name in names:
         seen = train(name, DistributedDataParallel, rank, size, steps)
@@ -67,8 +71,12 @@ def _convolutions():
     )  # fmt: skip
 
 
-def convolved(rank, size, steps):
-    """After each update whether both patterns are as in one process, and how far weights are."""
+def compare_convolutions(rank, size, steps):
+    """Train sparse convolutions and compare them with one process.
+
+    Returns:
+        (patterns equal, difference of weights) after each update.
+    """
     nets = [_convolutions(), _convolutions()]
     optimizers = [optimizer_of(net) for net in nets]
     forwards = [DistributedDataParallel(nets[0]), nets[1]]
@@ -99,8 +107,8 @@ def convolved(rank, size, steps):
     return found
 
 
-def accumulated(rank, size, names):
-    """Three micro-batches a step, the first two of them under no_sync."""
+def compare_accumulation(rank, size, names):
+    """Train with three micro-batches per step, the first two of them under no_sync."""
     found = {}
     for name in names:
         reference = alone(name, 6, passes=3)
@@ -120,8 +128,8 @@ def accumulated(rank, size, names):
     return found
 
 
-def wrapped_otherwise(rank, size, name):
-    """Options and hooks of the wrapper; the trainer made before it."""
+def train_with_wrapper_options(rank, size, name):
+    """Train with several options and hooks of the wrapper; the trainer is created before it."""
     wrappers = {
         "views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
         "static": lambda m: DistributedDataParallel(m, static_graph=True),
@@ -159,8 +167,8 @@ def _counted(state, bucket):
 _counted.calls = 0
 
 
-def hooks_stay(rank, size):
-    """Calls of a communication hook before and after updates that change sizes."""
+def count_hook_calls(rank, size):
+    """Return the calls of a communication hook per step; updates change the number of values."""
     net = model_of()
     optimizer = optimizer_of(net)
     ddp = _hooked(net)
@@ -174,7 +182,7 @@ def hooks_stay(rank, size):
     return calls, [layer.pattern.nnz for layer in layers_of(net).values()]
 
 
-def compiled(rank, size, inside):
+def compare_compiled(rank, size, inside):
     reference = alone("rigl", 5)
     net = model_of()
     optimizer = optimizer_of(net)
@@ -191,8 +199,8 @@ def compiled(rank, size, inside):
     return [apart(a, b) for a, b in zip(reference, seen, strict=True)]
 
 
-def layers_begin_apart(rank, size):
-    """Ranks seeded apart: the wrapper and the trainer put all right from the first."""
+def train_from_different_seeds(rank, size):
+    """Train from models of different seeds, which the wrapper and the trainer synchronize."""
     found = []
     for first in ("wrapper", "trainer"):
         net = model_of(seed=rank)
@@ -210,8 +218,8 @@ def layers_begin_apart(rank, size):
     return found
 
 
-def failing(rank, size, kind):
-    """The last rank goes wrong before the update of step 3."""
+def train_until_failure(rank, size, kind):
+    """Train with a fault on the last rank before the update of step 3."""
     net = model_of()
     optimizer = optimizer_of(net)
     ddp = DistributedDataParallel(net)
@@ -220,11 +228,11 @@ def failing(rank, size, kind):
     for step in range(1, 5):
         backward(ddp, optimizer, step, rank, size)
         if step == 3 and last:
-            _go_wrong(kind, net, trainer)
+            _inject_fault(kind, net, trainer)
         trainer.step()
 
 
-def _go_wrong(kind, net, trainer):
+def _inject_fault(kind, net, trainer):
     if kind == "nan":
         trainer._captures["2"][0][1][0, 0] = torch.nan
     elif kind == "budget":
@@ -240,8 +248,8 @@ def _go_wrong(kind, net, trainer):
         trainer.steps = 5  # as after loading the state of another step
 
 
-def one_leaves_a_layer_out(rank, size):
-    """A layer that the last rank's samples do not come through; which counts as zeros there."""
+def skip_a_layer_on_one_rank(rank, size):
+    """Train a layer that the last rank does not use; its gradient is zero there."""
     net = model_of()
     optimizer = optimizer_of(net)
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
@@ -256,8 +264,8 @@ def one_leaves_a_layer_out(rank, size):
     return trainer.updates, weights(net)
 
 
-def trained_alone(rank, size):
-    """Two trainings side by side, which do not know of each other."""
+def train_independently(rank, size):
+    """Run an independent training per rank (ranks=None)."""
     net = model_of(seed=rank)
     optimizer = optimizer_of(net)
     trainer = ds.RigL(net, optimizer, schedule=SCHEDULE, ranks=None)
@@ -267,8 +275,8 @@ def trained_alone(rank, size):
     return trainer.updates
 
 
-def not_one_model(rank, size):
-    """Ranks that a trainer takes for replicas, and nobody adds up their gradients."""
+def train_without_reducing_gradients(rank, size):
+    """Train replicas whose gradients are not reduced."""
     net = model_of()
     optimizer = optimizer_of(net)
     trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
@@ -277,8 +285,8 @@ def not_one_model(rank, size):
         trainer.step()
 
 
-def missing(rank, size):
-    """The last rank leaves out a step of the trainer, and goes on to the next batch."""
+def skip_a_step_on_one_rank(rank, size):
+    """Skip a step of the trainer on the last rank, which goes on to the next batch."""
     net = model_of()
     optimizer = optimizer_of(net)
     ddp = DistributedDataParallel(net)
@@ -292,7 +300,7 @@ def missing(rank, size):
 
 
 def error_of(rank, size, work, *arguments):
-    """What `work` raises here."""
+    """Return the error of `work` on this rank as text, or ""."""
     try:
         work(rank, size, *arguments)
     except Exception as error:
@@ -300,31 +308,35 @@ def error_of(rank, size, work, *arguments):
     return ""
 
 
-def faults(rank, size):
-    """Every fault in turn, each with its own trainer; they leave the group usable."""
-    found = {"alone": str(trained_alone(rank, size))}
+def run_faults(rank, size):
+    """Run each fault with a trainer of its own; the process group stays usable."""
+    found = {"alone": str(train_independently(rank, size))}
     for kind in ("nan", "budget", "weights", "pattern", "steps"):
-        found[kind] = error_of(rank, size, failing, kind)
-    found["gradients"] = error_of(rank, size, not_one_model)
+        found[kind] = error_of(rank, size, train_until_failure, kind)
+    found["gradients"] = error_of(rank, size, train_without_reducing_gradients)
     return found
 
 
-def kinds(rank, size):
-    found = {f"no_sync, {n}": f for n, f in accumulated(rank, size, ("rigl", "gmp")).items()}
+def compare_wrappers(rank, size):
+    found = {
+        f"no_sync, {n}": f for n, f in compare_accumulation(rank, size, ("rigl", "gmp")).items()
+    }
     for name in ("rigl", "granet"):
-        for kind, steps in wrapped_otherwise(rank, size, name).items():
+        for kind, steps in train_with_wrapper_options(rank, size, name).items():
             found[f"{kind}, {name}"] = steps
     return found
 
 
-def traffic(rank, size):
-    """By what is sent: what `_sent` says."""
-    return {name: _sent(rank, samples) for name, samples in (("gradients", 512), ("samples", 32))}
+def measure_trainer_traffic(rank, size):
+    """Return {exchange: bytes sent in each step}."""
+    return {
+        name: _bytes_sent(rank, samples) for name, samples in (("gradients", 512), ("samples", 32))
+    }
 
 
-def _sent(rank, samples):
-    """Bytes that this rank's trainer sends in each of four steps, the last one with an update of
-    1024 x 1024 at density 0.1."""
+def _bytes_sent(rank, samples):
+    """Return the bytes that this rank's trainer sends in each of four steps, the last one with an
+    update of a 1024 x 1024 layer."""
     g = torch.Generator().manual_seed(rank)
     net = ds.nn.SparseLinear(1024, 1024, 0.1, generator=torch.Generator(), bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -342,8 +354,8 @@ def _sent(rank, samples):
     return moved
 
 
-def with_power_sgd(rank, size):
-    """The numbers of blocks after a training whose gradients PowerSGD compresses."""
+def train_with_power_sgd(rank, size):
+    """Train with PowerSGD; return (numbers of blocks per step, whether all values are finite)."""
     torch.manual_seed(0)
     net = ds.nn.SparseLinear(256, 256, 0.5)
     ddp = DistributedDataParallel(net)
@@ -360,9 +372,9 @@ def with_power_sgd(rank, size):
     return seen, bool(net.values.isfinite().all())
 
 
-def step_traffic(rank, size):
-    """Bytes that the wrapper sums up over ranks in each of six steps, an update among them; those
-    of the values, of the dense gradient, and of the buffers that it would broadcast."""
+def measure_wrapper_traffic(rank, size):
+    """Return the bytes that the wrapper reduces in each of six steps, one with an update, and the
+    bytes of the values, of the dense gradient and of the buffers that it would broadcast."""
     net = ds.nn.SparseLinear(1024, 1024, 0.1, generator=torch.Generator(), bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ddp = DistributedDataParallel(net)
@@ -387,9 +399,9 @@ def step_traffic(rank, size):
 def instructions(
     rank: int, size: int, name: str, updates: int, isas: list[str]
 ) -> tuple[str, int, dict[str, torch.Tensor]]:
-    """The instruction set of this rank, its updates, and the positions that it ends with.
+    """Return the instruction set of this rank, its updates, and its final positions.
 
-    In float32, which the kernels rank. Trainers compare patterns at every update, and raise.
+    Trains in float32, where the kernels rank scores. Trainers raise if patterns differ.
     """
     os.environ["DYNSPARSE_ISA"] = isas[rank]
     net = model_of(dtype=torch.float32)

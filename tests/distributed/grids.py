@@ -1,25 +1,25 @@
-"""What the tests of rectangles share: grids of ranks that are threads of one process."""
+"""Grids of ranks for the tests of tensor-parallel layers; each rank is a thread."""
 
 from __future__ import annotations
 
 import threading
 from itertools import product
 
-from fake_ranks import BrokenMoveError, ThreadRanks, _Meeting
+from fake_ranks import BrokenCollectiveError, ThreadRanks, _Rendezvous
 
 from dynsparse.ranks import ALONE, RankGrid
 
 GRIDS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
-"""Those of x, y and z that every case is tried on."""
+"""Mesh sizes (x, y, z) that every case runs on."""
 
 
 def on_grid(sizes, work, seconds=20.0):
-    """(x, y, z) -> what `work(grid)` returns on that rank; the first error is raised."""
+    """Return {(x, y, z): what `work(grid)` returns on that rank}; raise the first error."""
     places = list(product(*map(range, sizes)))
     meetings = {}
 
-    def line(place, axis):
-        """The rank of `place` along an axis, or along all of them."""
+    def ranks_along(place, axis):
+        """Return the ranks along an axis through `place`, or along all axes if it is None."""
         if axis is None:
             size, rank, key = len(places), places.index(place), "all_ranks"
         else:
@@ -27,9 +27,11 @@ def on_grid(sizes, work, seconds=20.0):
             key = axis, *place[:axis], *place[axis + 1 :]
         if size == 1:
             return ALONE
-        return ThreadRanks(rank, meetings.setdefault(key, _Meeting(size, seconds)))
+        return ThreadRanks(rank, meetings.setdefault(key, _Rendezvous(size, seconds)))
 
-    grids = {place: RankGrid(*(line(place, axis) for axis in (0, 1, 2, None))) for place in places}
+    grids = {
+        place: RankGrid(*(ranks_along(place, axis) for axis in (0, 1, 2, None))) for place in places
+    }
     results = {}
 
     def run(place):
@@ -40,7 +42,7 @@ def on_grid(sizes, work, seconds=20.0):
         finally:
             for ranks in vars(grids[place]).values():
                 if isinstance(ranks, ThreadRanks):
-                    ranks._meeting.leave(ranks.rank)
+                    ranks._rendezvous.leave(ranks.rank)
 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in places]
     for thread in threads:
@@ -48,6 +50,6 @@ def on_grid(sizes, work, seconds=20.0):
     for thread in threads:
         thread.join()
     errors = [r for r in results.values() if isinstance(r, BaseException)]
-    for error in sorted(errors, key=lambda e: isinstance(e, BrokenMoveError)):
+    for error in sorted(errors, key=lambda e: isinstance(e, BrokenCollectiveError)):
         raise error
     return results

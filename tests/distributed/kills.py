@@ -2,10 +2,10 @@
 
     python tests/distributed/kills.py --kills 300 --ranks 2 4 --log kills.jsonl
 
-With a log, a campaign that was ended goes on where it was: what the lines in it say counts.
+With a log, an interrupted campaign resumes: trainings in the log are counted and not repeated.
 
-Each training is killed so many times and must come to the same bits as the same training without a
-kill, on every rank. The agent is what torchrun runs; its workers are forked from a server that has
+Each training is killed several times and must end, on every rank, bit for bit as the same training
+without a kill. The agent is the one of torchrun; its workers are forked from a server that has
 imported torch, so that a start takes a fraction of a second.
 """
 
@@ -33,10 +33,10 @@ AGAIN = 100  # starts beyond the kills: gloo does not always find its peers at o
 
 
 def train(folder, kind, kills, longest, wait):
-    """A rank: go on from the last checkpoint, die at some moment, or leave the final digest."""
+    """Run one rank: resume from the last checkpoint, train, write a digest of the final state."""
     folder = Path(folder)
     if kills:
-        _die_later(folder, kills, longest)
+        _kill_later(folder, kills, longest)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch.distributed as dist
     from sharded_models import linear_model, shard, share
@@ -85,8 +85,8 @@ def train(folder, kind, kills, longest, wait):
     dist.destroy_process_group()
 
 
-def _die_later(folder, kills, longest):
-    """One of the ranks, at a moment that nothing knows of; not more often than `kills` times."""
+def _kill_later(folder, kills, longest):
+    """Kill one of the ranks at a random moment, at most `kills` times per training."""
     chance = random.SystemRandom()
     if chance.random() > 1.5 / int(os.environ["WORLD_SIZE"]):
         return
@@ -102,7 +102,7 @@ def _die_later(folder, kills, longest):
 
 
 def run(kind, size, kills, *, longest=1.2, wait=True):
-    """(digests of the ranks, kills)."""
+    """Run a training under the elastic agent; return (digests of the ranks, kills)."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -129,7 +129,7 @@ def run(kind, size, kills, *, longest=1.2, wait=True):
 
 
 def _logged(log):
-    """The lines of trainings before this one; one that was cut off does not count."""
+    """Read the lines of earlier trainings from the log; skip a truncated line."""
     if log is None or not log.exists():
         return []
     lines = log.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Other libraries' training loops on two ranks: each function runs in a process of its own."""
+"""Training loops of other libraries; each function runs in every process of a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def samples():
 
 
 def environ(rank, size):
-    """What torchrun sets."""
+    """Set the environment variables that torchrun sets."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="test",
@@ -35,7 +35,7 @@ def environ(rank, size):
 
 
 def plain(rank, size):
-    """DistributedDataParallel by hand, each rank with every size-th sample."""
+    """Train with DistributedDataParallel in a plain loop, each rank with every size-th sample."""
     net = model_of()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     ddp = DistributedDataParallel(net)
@@ -133,13 +133,13 @@ def huggingface(rank, size):
     return weights(model.net)
 
 
-def all_of_them(rank, size):
+def train_with_every_loop(rank, size):
     environ(rank, size)
     return {work.__name__: work(rank, size) for work in (plain, lightning, accelerate, huggingface)}
 
 
 def keras(rank, size, accumulated=1):
-    """`fit` with the samples of this rank: values, biases and patterns."""
+    """Run `fit` on the samples of this rank; return values, biases and patterns."""
     environ(rank, size)
     os.environ["KERAS_BACKEND"] = "torch"
     import keras

@@ -1,4 +1,4 @@
-"""Ranks of which one is lost in the third step: each function runs in processes of its own."""
+"""Trainings that lose a rank; each function runs in every process of a group."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def rectangles(net, size):
 WAYS = {"replicas": replicas, "shards": shards, "rectangles": rectangles}
 
 
-def lost(rank, size, way, kind):
-    """Steps until the last rank is lost, in the third, which ends in an update."""
+def train_until_rank_is_lost(rank, size, way, kind):
+    """Train and lose the last rank in step 3, which ends in an update."""
     net = model_of()
     forward = WAYS[way](net, size)
     optimizer = optimizer_of(net)
@@ -61,8 +61,8 @@ def lost(rank, size, way, kind):
     torch.distributed.barrier()
 
 
-def left_out_in_stages(rank, size):
-    """Two stages with two replicas, of which the last rank leaves out the step of the first
+def skip_a_step_in_a_pipeline(rank, size):
+    """Train two pipeline stages with two replicas; the last rank skips the step of the first
     update."""
     replicas = 2
     mesh = init_device_mesh(

@@ -1,4 +1,4 @@
-"""Stages of a pipeline that train on several ranks, against the whole model in one process."""
+"""Pipeline stages trained on several ranks, compared with the whole model in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MICRO = 4
 
 
 class Part(nn.Sequential):
-    """Some of the model's modules, under the names that they have in it."""
+    """Some of the model's modules, under their names in the model."""
 
     def __init__(self, modules):
         super().__init__()
@@ -81,9 +81,13 @@ def reference(algorithm, steps):
     return seen
 
 
-def staged(rank, size, schedule, algorithm, steps, replicas=1):
-    """After each step whether this rank's layers are as in one process, how far they are apart; and
-    how many pairs growth saw of a layer."""
+def train_stages(rank, size, schedule, algorithm, steps, replicas=1):
+    """Train pipeline stages and compare this rank's layers with those of one process.
+
+    Returns:
+        ((patterns equal, difference of weights) after each step, numbers of pairs that growth
+        observed per layer, whether any pattern changed).
+    """
     deep = size // replicas
     mesh = init_device_mesh("cpu", (replicas, deep), mesh_dim_names=("replica", "stage"))
     stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
@@ -122,9 +126,8 @@ def staged(rank, size, schedule, algorithm, steps, replicas=1):
     return found, sorted(set(pairs)), changed
 
 
-def passes(rank, size):
-    """By schedule, how often the kernels of a layer made the gradient of its input, and that of its
-    values, in one step that keeps no pairs."""
+def count_backward_products(rank, size):
+    """Return {schedule: [calls computing grad_input, grad_weight]} of one step without capture."""
     stages, found = torch.distributed.group.WORLD, {}
     backward = products.backward
     for schedule, kind in SCHEDULES.items():
@@ -152,8 +155,8 @@ def passes(rank, size):
     return found
 
 
-def in_replicas(rank, size, schedule, steps):
-    """Stages that `DistributedDataParallel` replicates: as `staged`."""
+def train_replicated_stages(rank, size, schedule, steps):
+    """Like `train_stages`, with stages that `DistributedDataParallel` replicates."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "stage"))
     stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
     at, deep = mesh["stage"].get_local_rank(), size // 2
@@ -175,9 +178,9 @@ def in_replicas(rank, size, schedule, steps):
     return found
 
 
-def in_rectangles(rank, size, schedule, algorithm, steps, replicas=1):
-    """What `staged` tells, of two stages whose layers lie over two ranks each, x, and whose samples
-    over so many, z."""
+def train_tensor_parallel_stages(rank, size, schedule, algorithm, steps, replicas=1):
+    """Like `train_stages`, for two stages whose layers are tensor-parallel over x, with `replicas`
+    data-parallel ranks over z."""
     names = ("stage", "z", "x")
     mesh = init_device_mesh("cpu", (2, replicas, size // 2 // replicas), mesh_dim_names=names)
     at, stages, z = mesh["stage"].get_local_rank(), mesh["stage"].get_group(), mesh["z"]
@@ -218,9 +221,9 @@ def gathered_layers(model):
     }
 
 
-def all_in_rectangles(rank, size, ways, steps, replicas=1):
-    return {way: in_rectangles(rank, size, *way, steps, replicas) for way in ways}
+def train_all_tensor_parallel_stages(rank, size, ways, steps, replicas=1):
+    return {way: train_tensor_parallel_stages(rank, size, *way, steps, replicas) for way in ways}
 
 
-def all_staged(rank, size, ways, steps, replicas=1):
-    return {way: staged(rank, size, *way, steps, replicas) for way in ways}
+def train_all_stages(rank, size, ways, steps, replicas=1):
+    return {way: train_stages(rank, size, *way, steps, replicas) for way in ways}

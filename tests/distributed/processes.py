@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form a gloo group, and hands back what each returns."""
+"""Run a function in several processes that form a gloo group."""
 
 from __future__ import annotations
 
@@ -25,38 +25,41 @@ PRELOADED = [
 
 
 def on_ranks(size, work, *arguments, seconds=300):
-    """[work(rank, size, *arguments) for every rank], each in a process of its own.
+    """Return [work(rank, size, *arguments) for every rank], each rank in its own process.
 
     Args:
         work: a function of a module in this folder.
-        seconds: after which what still runs is killed, and the test fails. A rank waits a tenth of
-            that for the others.
+        seconds: time limit; processes still running then are killed and the test fails. The
+            timeout of the group's collectives is a tenth of it.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = (folder, seconds / 10, work, arguments)
-        codes, late = _all_ended(size, _run, given, seconds, daemon=True)
+        codes, late = _start_and_join(size, _run, given, seconds, daemon=True)
         errors = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
         if errors:
             raise AssertionError(f"{errors[0].name}:\n{errors[0].read_text()}")
-        assert not late, f"ranks {late} were still at it after {seconds} s"
+        assert not late, f"ranks {late} were still running after {seconds} s"
         assert codes == [0] * size, f"exit codes {codes}"
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 
-def ends(size, work, *arguments, seconds=300, wait=100):
-    """How every rank ends that runs work(rank, size, *arguments): [exit code, what it raised last,
-    what it said to the log].
+def run_to_failure(size, work, *arguments, seconds=300, wait=100):
+    """Run work(rank, size, *arguments) on every rank and report how each process ends.
 
-    A rank that ends without a word is known by its exit code.
+    Returns:
+        One dict per rank: `code`, the exit code; `line`, the exception it raised, or ""; `log`, its
+        messages to the logger "dynsparse". A killed process has only its exit code.
 
     Args:
-        wait: seconds that a rank waits for the others in torch's moves.
+        wait: timeout of the group's collectives, in seconds.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        codes, late = _all_ended(size, _end, (folder, wait, work, arguments), seconds)
-        assert not late, f"ranks {late} were still at it after {seconds} s"
+        codes, late = _start_and_join(
+            size, _report_outcome, (folder, wait, work, arguments), seconds
+        )
+        assert not late, f"ranks {late} were still running after {seconds} s"
         found = []
         for rank, code in enumerate(codes):
             file = folder / f"end-{rank}"
@@ -65,10 +68,13 @@ def ends(size, work, *arguments, seconds=300, wait=100):
         return found
 
 
-def _all_ended(size, target, arguments, seconds, daemon=False):
-    """(exit codes, ranks that were late) of target(rank, size, *arguments) in a process each.
+def _start_and_join(size, target, arguments, seconds, daemon=False):
+    """Run target(rank, size, *arguments) in a process per rank.
 
-    What still runs after `seconds` is killed.
+    Processes still running after `seconds` are killed.
+
+    Returns:
+        (exit codes, ranks that exceeded the limit).
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -88,7 +94,7 @@ def _all_ended(size, target, arguments, seconds, daemon=False):
     return [process.exitcode for process in processes], late
 
 
-def _end(rank, size, folder, wait, work, arguments):
+def _report_outcome(rank, size, folder, wait, work, arguments):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     log = []

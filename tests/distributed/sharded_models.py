@@ -1,4 +1,4 @@
-"""Small models, sharded and whole, and what a step of theirs sees."""
+"""Small models, sharded or not, and the batches of their steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH, OUT, SAMPLES = 24, 8, 8
 
 
 class Mixed(nn.Module):
-    """A table, attention and linear layers, all sparse."""
+    """An embedding, attention and linear layers, all sparse."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
@@ -32,7 +32,7 @@ class Mixed(nn.Module):
 
 
 def shard(model, mesh, **options):
-    """Each sparse layer by itself, and the rest as one."""
+    """Apply `fully_shard` to each sparse layer, then to the rest."""
     for module in model.modules():
         if isinstance(module, sparse.SparseLinear):
             fully_shard(module, mesh=mesh, **options)
@@ -50,7 +50,7 @@ def linear_model(block_size=1, density=0.2, dtype=torch.float64, seed=0):
 
 
 def share(step, rank, size, dtype=torch.float64, samples=SAMPLES):
-    """This rank's part of the samples of a step, which do not depend on the number of ranks."""
+    """Return this rank's part of a step's samples, which do not depend on the number of ranks."""
     g = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(samples, WIDTH, generator=g, dtype=dtype)
     y = torch.randn(samples, OUT, generator=g, dtype=dtype)
@@ -69,7 +69,7 @@ def layers_of(model):
 
 
 def off_by(model, reference):
-    """The largest difference of dense weights, patterns and all."""
+    """Return the largest difference of dense weights, which includes the patterns."""
     ours, theirs = layers_of(model), layers_of(reference)
     with torch.no_grad():
         return max(

@@ -1,4 +1,4 @@
-"""What the tests of sharded values do on every rank."""
+"""Functions of the tests of sharded values that run on every rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ POLICIES = {
 }
 
 
-def static(rank, size):
-    """A static training in all ways of sharding, against one process: the largest differences."""
+def compare_static_training(rank, size):
+    """Compare static training under each sharding policy with one process.
+
+    Returns:
+        {policy: largest difference of weights and outputs}.
+    """
     mesh = init_device_mesh("cpu", (size,))
     found = {}
     for name, policy in POLICIES.items():
@@ -44,8 +48,8 @@ def static(rank, size):
     return found
 
 
-def lower_precision(rank, size):
-    """bfloat16 in the passes, float32 elsewhere: the gradients against those of one process."""
+def compare_mixed_precision(rank, size):
+    """Return {layer: relative error of the gradient} with bfloat16 passes and float32 values."""
     mesh = init_device_mesh("cpu", (size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = models.shard(models.Mixed(torch.float32), mesh, mp_policy=policy)
@@ -62,8 +66,8 @@ def lower_precision(rank, size):
     return found
 
 
-def captured(rank, size):
-    """The pairs of every pass are found, whatever gathers the values and adds up the gradients."""
+def check_captured_pairs(rank, size):
+    """Check that growth captures the pairs of every pass under each sharding policy."""
     mesh = init_device_mesh("cpu", (size,))
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for policy in ({}, POLICIES["keep"], {"mp_policy": bfloat16}):
@@ -88,8 +92,8 @@ def captured(rank, size):
     return True
 
 
-def doors(rank, size):
-    """States of sharded layers, and what cannot be had from a part of the values."""
+def check_states_and_errors(rank, size):
+    """Check state dicts of sharded layers, and the errors where one shard is not enough."""
     mesh = init_device_mesh("cpu", (size,))
     model = models.shard(models.linear_model(), mesh)
     other = models.shard(models.linear_model(seed=1), mesh)

@@ -1,4 +1,4 @@
-"""Trainings whose values `fully_shard` shares out, against one process."""
+"""Trainings whose values are sharded by `fully_shard`, compared with one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shard(model, mesh=None, size=None, **options):
 
 
 def train(name, model, optimizer, steps, rank, size, ranks="auto", passes=1):
-    """Weights and optimizer state after each step."""
+    """Return weights and optimizer state after each step."""
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     trainer = ALGORITHMS[name](model, optimizer, ranks=ranks)
     seen = []
@@ -69,9 +69,13 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compared(rank, size, names, steps, optimizer="sgd", block_size=1, **options):
-    """For each: steps after which patterns were those of one process, how far weights, optimizer
-    state and gradients are apart, and whether a pattern changed."""
+def compare_algorithms(rank, size, names, steps, optimizer="sgd", block_size=1, **options):
+    """Compare each algorithm with one process.
+
+    Returns:
+        {name: (steps with equal patterns, difference of weights, difference of optimizer state and
+        gradients, whether a pattern changed)}.
+    """
     found = {}
     for name in names:
         shape = {"block_size": block_size, "density": 0.2 if block_size == 1 else 0.5}
@@ -95,8 +99,8 @@ def compared(rank, size, names, steps, optimizer="sgd", block_size=1, **options)
     return found
 
 
-def replicated_shards(rank, size, names, steps):
-    """Two replicas of a model that is sharded over the others."""
+def compare_hybrid_sharding(rank, size, names, steps):
+    """Train two replicas of a model, each sharded over half of the ranks."""
     found = {}
     for name in names:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
@@ -106,8 +110,8 @@ def replicated_shards(rank, size, names, steps):
     return found
 
 
-def micro_batches(rank, size):
-    """Gradients that are reduced with the last of three micro-batches, or with each."""
+def compare_micro_batches(rank, size):
+    """Train with three micro-batches; reduce gradients after each, or after the last one."""
     found = []
     reference = train("rigl", model_of(), "sgd", 5, 0, 1, ranks=None, passes=3)
     for each in (True, False):
@@ -125,8 +129,8 @@ def micro_batches(rank, size):
     return found
 
 
-def lower_precision(rank, size):
-    """The patterns of a training with bfloat16 in the passes, and float32 elsewhere."""
+def train_in_mixed_precision(rank, size):
+    """Train with bfloat16 passes and float32 values; return the patterns."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(model_of(dtype=torch.float32), size=size, mp_policy=policy)
     optimizer = optimizer_of(model)
@@ -140,7 +144,7 @@ def lower_precision(rank, size):
 
 
 def first_error(model, optimizer, trainer, rank, size):
-    """The line in which an update ends that leaves everything as it was."""
+    """Return the error of the first failing update, which must change no weight."""
     for step in range(1, 12):
         backward(model, optimizer, step, rank, size)
         trainer.before_optimizer_step()
@@ -154,8 +158,8 @@ def first_error(model, optimizer, trainer, rank, size):
     return "none"
 
 
-def refused(rank, size):
-    """What sharded values cannot follow leaves everything as it was; one line, the same on all."""
+def check_unsupported(rank, size):
+    """Return the errors of operations that sharded values do not support."""
     said = []
     gradual = {"total_steps": 12, "final_density": 0.05, "update_interval": 2}
     makers = [ALGORITHMS[name] for name in ("snfs", "mest-soft")]
@@ -183,12 +187,12 @@ def refused(rank, size):
         if hasattr(module, "reshard"):
             module.reshard()
     assert trainer.step() is not None
-    said.append(no_memory_on_one(rank, size))
+    said.append(run_out_of_memory_on_one_rank(rank, size))
     return said
 
 
-def no_memory_on_one(rank, size):
-    """The line where the last rank has no room for what comes; the next update is made."""
+def run_out_of_memory_on_one_rank(rank, size):
+    """Return the error when the last rank runs out of memory; the next update succeeds."""
     model = shard(model_of(), size=size)
     optimizer = optimizer_of(model)
     trainer = ds.SET(model, optimizer, total_steps=9, update_interval=1)
@@ -210,5 +214,5 @@ def _no_room(*_):
     raise MemoryError("no room")
 
 
-def compared_with(rank, size, names, steps, optimizer, block_size, options):
-    return compared(rank, size, names, steps, optimizer, block_size, **options)
+def compare_with_options(rank, size, names, steps, optimizer, block_size, options):
+    return compare_algorithms(rank, size, names, steps, optimizer, block_size, **options)

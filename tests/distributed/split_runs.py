@@ -1,4 +1,4 @@
-"""What the tests of rectangles run on several processes."""
+"""Functions of the tensor-parallel tests that run in every process of a group."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def styles():
     }
 
 
-def made():
+def make_model_and_input():
     torch.manual_seed(0)
     return Block(), torch.randn(4, 5, 24).double()
 
 
-def parallelized(rank, size):
+def check_parallelize_module(rank, size):
     from torch.distributed.tensor.parallel import parallelize_module
 
-    model, x = made()
+    model, x = make_model_and_input()
     y = model(x)
     y.square().sum().backward()
     own = copy.deepcopy(model)
@@ -71,7 +71,7 @@ def parallelized(rank, size):
     return held
 
 
-def meshed(rank, size):
+def check_two_dimensional_mesh(rank, size):
     torch.manual_seed(0)
     model = nn.Sequential(
         ds.nn.SparseLinear(32, 64, 0.3, dtype=torch.float64),
@@ -110,13 +110,19 @@ KINDS = {
 }
 
 
-def trained(rank, size, algorithms, shards=False):
-    """Layers over x and samples over z, as replicas or in shards, against one process with all
-    samples: how many updates each algorithm made."""
-    return [trained_by(size, one, shards) for one in algorithms]
+def train_and_compare(rank, size, algorithms, shards=False):
+    """Compare trainings with layers sharded over x and samples over z with one process.
+
+    Args:
+        shards: shard the values over z instead of replicating them.
+
+    Returns:
+        Number of updates of each algorithm.
+    """
+    return [train_one_algorithm(size, one, shards) for one in algorithms]
 
 
-def trained_by(size, algorithm, shards):
+def train_one_algorithm(size, algorithm, shards):
     torch.manual_seed(0)
     options = {"density": 0.3, "dtype": torch.float64}
     whole = nn.Sequential(
@@ -146,7 +152,7 @@ def trained_by(size, algorithm, shards):
 
 
 def step(models, trainers, batch, replicas, z):
-    """One step of the whole model with the batch, and of this rank's with its part of it."""
+    """Step the whole model with the batch, and this rank's shard with its part of the batch."""
     mine = [t.chunk(replicas)[z] for t in batch]
     for forward, trainer, (x, y) in zip(models, trainers, (batch, mine), strict=True):
         trainer.optimizer.zero_grad()

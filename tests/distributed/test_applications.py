@@ -1,4 +1,4 @@
-"""`dynsparse mnist`, `mnist-transformer` and `lm` in several processes."""
+"""`dynsparse mnist`, `mnist-transformer` and `lm` on several ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_each_trains_as_in_one_process_and_the_first_rank_speaks(folder):
+def test_trains_as_in_one_process_and_only_the_first_rank_prints(folder):
     alone = {name: applications.run(name, folder)[0] for name in applications.APPS}
-    first, second = on_ranks(2, applications.trained, list(alone), str(folder))
+    first, second = on_ranks(2, applications.train_applications, list(alone), str(folder))
     for name, figures in alone.items():
         loss, updates, shown = first[name]
         # lm computes in float32.
@@ -36,14 +36,14 @@ def test_each_trains_as_in_one_process_and_the_first_rank_speaks(folder):
         assert list((own / "kept").glob("*.ckpt"))
 
 
-def test_a_training_resumes_on_the_same_ranks(folder):
-    for once, again in on_ranks(2, applications.stopped_and_resumed, str(folder)):
+def test_stopped_training_resumes_exactly(folder):
+    for once, again in on_ranks(2, applications.stop_and_resume, str(folder)):
         assert once == again
 
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
-    """The command as it is written, with one display."""
+    """The command runs under torchrun and prints once."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                "2", "-m", "dynsparse.cli", "mnist", "--dataset", "digits", "--epochs", "1",
                "--update-interval", "20", "--seed", "3", "--json", "figures.json"]  # fmt: skip

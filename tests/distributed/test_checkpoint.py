@@ -1,4 +1,4 @@
-"""Checkpoints over ranks: any number to any other, shards to replicas, whole or not at all."""
+"""Checkpoints of several ranks load on any other number of ranks, sharded or replicated."""
 
 import os
 
@@ -11,82 +11,86 @@ from processes import on_ranks
 import dynsparse as ds
 
 
-def alone(kind, *rest):
-    """`runs.leg` in this process, which has no group."""
-    return runs.leg(0, 1, kind, *rest)
+def run_in_one_process(kind, *rest):
+    """Call `runs.resume_and_save` in this process, without a process group."""
+    return runs.resume_and_save(0, 1, kind, *rest)
 
 
-def follow(legs, tmp_path, *algorithm):
+def check_legs(legs, tmp_path, *algorithm):
     source, first = None, 0
     for number, (kind, size) in enumerate(legs):
         target = str(tmp_path / str(number))
         rest = (kind, source, target, first, first + 3, *algorithm)
-        found = [alone(*rest)] if size == 1 else on_ranks(size, runs.leg, *rest)
+        found = (
+            [run_in_one_process(*rest)]
+            if size == 1
+            else on_ranks(size, runs.resume_and_save, *rest)
+        )
         for off, steps in found:
             assert off < 1e-12, (number, kind, off)
             assert steps == first + 3
         source, first = target, first + 3
 
 
-def test_from_any_kind_and_number_to_any_other(tmp_path):
-    follow([("fsdp", 2), ("alone", 1), ("ddp", 2), ("fsdp", 2)], tmp_path)
+def test_resume_across_wrappers_and_numbers_of_ranks(tmp_path):
+    check_legs([("fsdp", 2), ("alone", 1), ("ddp", 2), ("fsdp", 2)], tmp_path)
 
 
 @pytest.mark.parametrize("algorithm", ["rigl", "set"])
-def test_patterns_go_on_changing_on_any_kind_and_number(algorithm, tmp_path):
-    follow([("fsdp", 2), ("grid", 2), ("alone", 1), ("ddp", 2)], tmp_path, algorithm)
+def test_pattern_updates_continue_after_resume(algorithm, tmp_path):
+    check_legs([("fsdp", 2), ("grid", 2), ("alone", 1), ("ddp", 2)], tmp_path, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["snfs", "snfs-dense"])
-def test_a_momentum_of_all_ranks_goes_on_in_one_process_and_back(algorithm, tmp_path):
-    follow([("ddp", 2), ("alone", 1), ("ddp", 2)], tmp_path, algorithm)
+def test_momentum_resumes_between_ddp_and_one_process(algorithm, tmp_path):
+    check_legs([("ddp", 2), ("alone", 1), ("ddp", 2)], tmp_path, algorithm)
 
 
 @pytest.mark.slow
-def test_a_momentum_of_shards_goes_on_on_other_numbers_of_ranks(tmp_path):
+def test_momentum_resumes_across_layouts_and_numbers_of_ranks(tmp_path):
     legs = [("fsdp", 2), ("ddp", 4), ("alone", 1), ("grid", 2), ("fsdp", 2)]
-    follow(legs, tmp_path, "snfs-dense-fixed")
+    check_legs(legs, tmp_path, "snfs-dense-fixed")
 
 
-def test_a_bare_state_has_the_momentum_of_one_rank_and_checkpoints_those_of_all(tmp_path):
-    (first, one), (second, other) = on_ranks(2, runs.momenta, str(tmp_path / "c"))
+def test_state_dict_has_momentum_of_own_rank_and_checkpoint_of_all(tmp_path):
+    (first, one), (second, other) = on_ranks(2, runs.compare_momenta, str(tmp_path / "c"))
     assert max(first + second) < 1e-12
     assert all((one[name] - other[name]).abs().max() > 1e-3 for name in one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["static", "rigl"])
-def test_shards_of_rectangles(algorithm, tmp_path):
+def test_resume_fully_sharded_tensor_parallel_layers(algorithm, tmp_path):
     legs = [("shards of a grid", 4), ("grid", 2), ("shards of a grid", 4), ("alone", 1)]
-    follow(legs, tmp_path, algorithm)
+    check_legs(legs, tmp_path, algorithm)
 
 
 @pytest.mark.slow
-def test_two_four_one_two(tmp_path):
+def test_resume_on_two_four_and_one_ranks(tmp_path):
     legs = [("ddp", 2), ("fsdp", 4), ("alone", 1), ("grid", 2), ("grid", 4), ("fsdp", 2)]
     legs += [("grid", 4), ("ddp", 4)]
-    follow(legs, tmp_path, "rigl")
+    check_legs(legs, tmp_path, "rigl")
 
 
-def test_every_rank_keeps_its_own_random_numbers(tmp_path):
-    first, second = on_ranks(2, runs.randomness, str(tmp_path / "c"))
+def test_each_rank_restores_its_own_generators(tmp_path):
+    first, second = on_ranks(2, runs.restore_generators, str(tmp_path / "c"))
     assert first != second
 
 
-def test_failures_are_the_same_on_all_ranks(tmp_path):
-    first, second = on_ranks(2, runs.failures, str(tmp_path))
+def test_all_ranks_raise_the_same_errors(tmp_path):
+    first, second = on_ranks(2, runs.collect_errors, str(tmp_path))
     assert first == second
     assert all("\n" not in line for line in first)
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
-def test_written_while_the_training_goes_on(kind, tmp_path):
-    assert max(on_ranks(2, runs.aside, kind, str(tmp_path / "c"))) < 1e-12
+def test_save_without_waiting_during_training(kind, tmp_path):
+    assert max(on_ranks(2, runs.save_in_background, kind, str(tmp_path / "c"))) < 1e-12
 
 
 @pytest.mark.slow
-def test_shards_that_are_replicated_and_other_cuts(tmp_path):
-    assert all(on_ranks(4, runs.meshes, str(tmp_path / "c")))
+def test_resume_hybrid_sharded_model(tmp_path):
+    assert all(on_ranks(4, runs.resume_hybrid_sharded, str(tmp_path / "c")))
 
 
 def training(seed=0):
@@ -104,7 +108,7 @@ def saved(tmp_path, **options):
     return parts
 
 
-def test_a_save_that_was_interrupted_leaves_the_one_before(tmp_path, monkeypatch):
+def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
     from dynsparse.training.checkpoint import format as module
 
     parts = saved(tmp_path, extra={"number": 1})
@@ -123,7 +127,7 @@ def test_a_save_that_was_interrupted_leaves_the_one_before(tmp_path, monkeypatch
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c", "c.other"]
 
 
-def test_what_plain_types_there_are_comes_back(tmp_path):
+def test_extra_round_trips_plain_types(tmp_path):
     extra = {
         "numbers": [1, 2.5, -0.0, float("inf"), 2**70, True, None],
         3: ("a", [torch.arange(6).view(2, 3)], {"$": "sign"}),
@@ -141,7 +145,7 @@ def test_what_plain_types_there_are_comes_back(tmp_path):
         saved(tmp_path, extra={"x": object()})
 
 
-def test_a_history_is_shared_out_among_other_numbers_of_ranks():
+def test_gradient_history_is_redistributed_over_ranks():
     _, _, trainer = training()
     history = trainer.history
     g = torch.Generator().manual_seed(0)
@@ -181,7 +185,7 @@ def test_a_history_is_shared_out_among_other_numbers_of_ranks():
         (lambda h: h["state"]["model"].popitem(), "only one of file and model"),
     ],
 )
-def test_damaged_headers_change_nothing(change, message, tmp_path):
+def test_damaged_headers_raise_and_change_nothing(change, message, tmp_path):
     parts = saved(tmp_path)
     edit_header(tmp_path / "c", change)
     before = {name: t.clone() for name, t in parts["model"].state_dict().items()}

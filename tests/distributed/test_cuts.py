@@ -1,4 +1,4 @@
-"""Shards of equal non-zeros: against all ways to cut, and against slices of dense matrices."""
+"""Balanced shards, compared with all possible cuts and with slices of dense matrices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def largest(loads, borders):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
-def test_no_cut_has_a_smaller_largest_part(loads, data):
+def test_balance_minimizes_the_largest_part(loads, data):
     parts = data.draw(st.integers(1, len(loads)))
     borders = balance(loads, parts)
     assert borders[0] == 0
@@ -40,18 +40,18 @@ def test_no_cut_has_a_smaller_largest_part(loads, data):
         ([7], 1, (0, 1)),
     ],
 )
-def test_borders_are_near_an_even_share(loads, parts, borders):
+def test_balance_examples(loads, parts, borders):
     assert balance(loads, parts) == borders
 
 
 @pytest.mark.parametrize("wrong", [([1], 2), ([], 1), ([1, 2], 0), ([1, -1], 1)])
-def test_what_cannot_be_cut_is_refused(wrong):
+def test_balance_rejects_bad_arguments(wrong):
     with pytest.raises(ValueError, match=r"cannot cut|parts must|loads must"):
         balance(*wrong)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 2**16))
-def test_rectangles_are_the_slices_of_the_dense_matrix(x, y, b, seed):
+def test_slice_pattern_equals_dense_slices(x, y, b, seed):
     generator = torch.Generator().manual_seed(seed)
     pattern = SparsePattern.random((8 * b, 6 * b), 0.4, block_size=b, generator=generator)
     values = torch.rand(pattern.values_shape, generator=generator) + 1
@@ -66,7 +66,7 @@ def test_rectangles_are_the_slices_of_the_dense_matrix(x, y, b, seed):
     assert torch.equal(torch.cat(slots).sort().values, torch.arange(pattern.nnz))
 
 
-def test_a_pair_has_one_set_of_borders():
+def test_borders_balance_both_layers_of_a_pair():
     # The first layer writes feature 0 with 6 elements, the second reads feature 3 with 6.
     up = SparsePattern([0] * 6 + [1, 2, 3], [*range(6), 0, 0, 0], shape=(4, 6))
     down = SparsePattern([*range(6), 0, 0, 0], [3] * 6 + [0, 1, 2], shape=(6, 4))

@@ -1,4 +1,4 @@
-"""Ranks that are killed at random moments: the training goes on to the same bits."""
+"""Trainings whose ranks are killed at random moments resume exactly."""
 
 import kills
 import pytest

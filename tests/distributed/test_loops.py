@@ -1,4 +1,4 @@
-"""Loops of other libraries in two processes: as DistributedDataParallel, or as one process."""
+"""Training loops of other libraries on two ranks equal DistributedDataParallel or one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ for name in ("lightning", "accelerate", "transformers", "keras"):
 
 
 @pytest.mark.slow
-def test_every_loop_trains_as_the_plain_wrapper_does():
-    first, second = on_ranks(2, loops.all_of_them)
+def test_every_loop_equals_plain_ddp():
+    first, second = on_ranks(2, loops.train_with_every_loop)
     assert not apart(first["plain"], weights(model_of()))[0]
     for name, found in first.items():
         assert apart(found, second[name]) == (True, 0.0), name

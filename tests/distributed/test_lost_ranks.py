@@ -1,4 +1,4 @@
-"""A rank that is lost: the others raise, whatever became of it."""
+"""If a rank exits, is killed or misses an update, the others raise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import lost_ranks as work
 import pytest
-from processes import ends
+from processes import run_to_failure
 
 ENDED = r"Connection closed by peer|Connection reset by peer|one of them has ended"
 MISSING = (
@@ -16,8 +16,8 @@ MISSING = (
 )
 
 
-def check(found, who, pattern):
-    """One rank raises such a line."""
+def check_error(found, who, pattern):
+    """Check that rank `who` exits with code 1 and an error that matches `pattern`."""
     assert found[who]["code"] == 1
     assert re.search(pattern, found[who]["line"]), found[who]
 
@@ -32,33 +32,33 @@ def check(found, who, pattern):
         *((way, "is killed", -signal.SIGKILL) for way in work.WAYS),
     ],
 )
-def test_who_has_ended_is_known_at_once(way, kind, code):
-    found = ends(2, work.lost, way, kind)
-    check(found, 0, ENDED)
+def test_other_ranks_detect_an_ended_rank(way, kind, code):
+    found = run_to_failure(2, work.train_until_rank_is_lost, way, kind)
+    check_error(found, 0, ENDED)
     assert found[1]["code"] == code
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", work.WAYS)
-def test_who_does_not_come_to_an_update_is_named(way):
-    """The first rank waits before the update, and raises; the other waits in a pass, and ends as
-    the first has."""
-    found = ends(2, work.lost, way, "no step")
-    check(found, 0, MISSING.format(3, 1))
-    check(found, 1, ENDED)
+def test_rank_missing_from_an_update_is_named(way):
+    """Rank 0 times out before the update and raises; rank 1 waits in its next pass and fails once
+    rank 0 has ended."""
+    found = run_to_failure(2, work.train_until_rank_is_lost, way, "no step")
+    check_error(found, 0, MISSING.format(3, 1))
+    check_error(found, 1, ENDED)
 
 
 @pytest.mark.slow
-def test_where_the_first_rank_does_not_come_the_limit_of_the_group_holds():
-    """It waits in a pass for the other, which waits for it before the update."""
-    found = ends(2, work.lost, "replicas", "no backward", wait=10)
-    check(found, 0, rf"{ENDED}|[Tt]imed? ?out")
-    check(found, 1, rf"{MISSING.format(3, 0)}|{ENDED}")
+def test_first_rank_missing_from_a_backward_pass_times_out():
+    """Which rank times out first is open: each waits for the other in a different collective."""
+    found = run_to_failure(2, work.train_until_rank_is_lost, "replicas", "no backward", wait=10)
+    check_error(found, 0, rf"{ENDED}|[Tt]imed? ?out")
+    check_error(found, 1, rf"{MISSING.format(3, 0)}|{ENDED}")
 
 
 @pytest.mark.slow
-def test_a_step_left_out_ends_all_stages():
-    found = ends(4, work.left_out_in_stages)
+def test_skipped_step_ends_all_pipeline_stages():
+    found = run_to_failure(4, work.skip_a_step_in_a_pipeline)
     assert any(
         re.search("not all ranks came in time: step 2 of this", one["line"]) for one in found
     )
@@ -67,6 +67,6 @@ def test_a_step_left_out_ends_all_stages():
 
 
 @pytest.mark.slow
-def test_who_sleeps_is_waited_for_and_named():
-    found = ends(2, work.lost, "replicas", "sleeps")
-    check(found, 0, MISSING.format(3, 1))
+def test_sleeping_rank_is_named_after_the_timeout():
+    found = run_to_failure(2, work.train_until_rank_is_lost, "replicas", "sleeps")
+    check_error(found, 0, MISSING.format(3, 1))

@@ -1,4 +1,4 @@
-"""The page "Many processes": its program runs on two ranks."""
+"""The program of the page "Many processes" runs on two ranks."""
 
 from __future__ import annotations
 

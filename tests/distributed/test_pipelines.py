@@ -1,4 +1,4 @@
-"""Pipelines of torch: patterns as in one process, also random ones."""
+"""Training under torch's pipeline schedules equals training in one process."""
 
 import pipelines as work
 import pytest
@@ -15,20 +15,22 @@ def check(results, micro):
 
 
 @pytest.mark.parametrize("algorithm", ["rigl", "set"])
-def test_every_schedule(algorithm):
-    check(on_ranks(2, work.all_staged, [(s, algorithm) for s in work.SCHEDULES], 4), work.MICRO)
+def test_every_schedule_equals_one_process(algorithm):
+    check(
+        on_ranks(2, work.train_all_stages, [(s, algorithm) for s in work.SCHEDULES], 4), work.MICRO
+    )
 
 
 @pytest.mark.slow
-def test_stages_that_are_sharded():
-    """Two stages, each shared out between two ranks that see samples of their own."""
+def test_fully_sharded_stages():
+    """Two stages, each sharded over two ranks with different samples."""
     ways = [("GPipe", "rigl"), ("1F1B", "set")]
-    check(on_ranks(4, work.all_staged, ways, 4, 2, seconds=300), work.MICRO)
+    check(on_ranks(4, work.train_all_stages, ways, 4, 2, seconds=300), work.MICRO)
 
 
-def test_each_gradient_is_made_once():
-    """Also by schedules that go through a layer twice, once for each gradient."""
-    for found in on_ranks(2, work.passes):
+def test_each_gradient_is_computed_once():
+    """Also by schedules that run a layer's backward pass twice, once per gradient."""
+    for found in on_ranks(2, work.count_backward_products):
         assert {of_values for _, of_values in found.values()} == {2 * work.MICRO}
         whole = found["interleaved"]
         assert found["zero bubble"] == found["zero bubble V"] == whole
@@ -37,27 +39,27 @@ def test_each_gradient_is_made_once():
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_stages_in_one_replica_each_rank(schedule):
-    """torch's reducer takes micro-batches only with find_unused_parameters=True."""
-    for found in on_ranks(2, work.in_replicas, schedule, 4):
+def test_ddp_stages_with_one_stage_per_rank(schedule):
+    """DistributedDataParallel accepts micro-batches only with find_unused_parameters=True."""
+    for found in on_ranks(2, work.train_replicated_stages, schedule, 4):
         assert all(same and off <= 1e-10 for same, off in found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_stages_in_replicas(schedule):
-    for found in on_ranks(4, work.in_replicas, schedule, 4):
+def test_ddp_stages_on_four_ranks(schedule):
+    for found in on_ranks(4, work.train_replicated_stages, schedule, 4):
         assert all(same and off <= 1e-10 for same, off in found)
 
 
-def test_stages_whose_layers_are_in_rectangles():
-    """Two stages of two ranks."""
+def test_stages_with_tensor_parallel_layers():
+    """Two stages with two ranks each."""
     ways = [("GPipe", "rigl"), ("1F1B", "set")]
-    check(on_ranks(4, work.all_in_rectangles, ways, 4), work.MICRO)
+    check(on_ranks(4, work.train_all_tensor_parallel_stages, ways, 4), work.MICRO)
 
 
 @pytest.mark.slow
-def test_three_dimensions_on_eight_ranks():
-    """Stages of a pipeline, samples and slabs of layers, two of each."""
+def test_pipeline_data_and_tensor_parallel_on_eight_ranks():
+    """Two pipeline stages, two replicas, two tensor-parallel ranks."""
     ways = [("GPipe", "rigl"), ("1F1B", "set")]
-    check(on_ranks(8, work.all_in_rectangles, ways, 4, 2, seconds=300), work.MICRO)
+    check(on_ranks(8, work.train_all_tensor_parallel_stages, ways, 4, 2, seconds=300), work.MICRO)

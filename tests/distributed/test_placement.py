@@ -13,7 +13,7 @@ from dynsparse.distributed.placement import Borders, find_chains, place_layers
 from dynsparse.ranks import Placement
 
 
-def test_rows_of_layers_are_found():
+def test_find_chains():
     model = nn.Sequential(
         ds.nn.SparseLinear(8, 8),
         nn.GELU(),
@@ -47,7 +47,7 @@ def mlp(*sizes, block_size=1):
     return nn.Sequential(*rows)
 
 
-def test_rows_and_columns_take_turns():
+def test_chain_alternates_row_and_column_shards():
     model = mlp(16, 32, 16, 8)
     assert placements_on((2, 2, 1), model) == {
         "0": Placement("x", "y", None, gather_output=False),
@@ -62,7 +62,7 @@ def test_rows_and_columns_take_turns():
 
 
 @pytest.mark.parametrize("sizes", [(4, 1, 1), (1, 4, 1)])
-def test_nothing_is_cut_finer_than_a_block(sizes):
+def test_blocks_are_not_split(sizes):
     whole = Placement()
     assert placements_on(sizes, mlp(32, 32, block_size=16)) == {"0": whole}
     found = placements_on((4, 1, 1), mlp(64, 64, 32, block_size=16))
@@ -73,7 +73,7 @@ def test_nothing_is_cut_finer_than_a_block(sizes):
     assert found == {"0": Placement(gather_output=False), "2": whole}
 
 
-def test_heads_are_not_cut():
+def test_attention_heads_are_not_split():
     attention = ds.nn.SparseMultiheadAttention(24, 3, density=0.5)
     assert set(placements_on((4, 1, 1), attention).values()) == {
         Placement(gather_output=False),

@@ -1,4 +1,4 @@
-"""Patterns that change while `fully_shard` shares out the values: as in one process."""
+"""Pattern updates of values sharded by `fully_shard` equal those of one process."""
 
 import pytest
 import sharded_training as work
@@ -14,8 +14,8 @@ def check(found, steps, changes=True):
         assert changed or not changes, name
 
 
-def test_every_algorithm_of_fixed_capacity():
-    for found in on_ranks(2, work.compared, work.FIXED, 6):
+def test_every_algorithm_of_fixed_capacity_equals_one_process():
+    for found in on_ranks(2, work.compare_algorithms, work.FIXED, 6):
         check(found, 6)
 
 
@@ -27,9 +27,9 @@ def test_every_algorithm_of_fixed_capacity():
         pytest.param(*("adagrad", 1, {"reshard_after_forward": False}), marks=pytest.mark.slow),
     ],
 )
-def test_optimizers_blocks_and_ways_to_shard(optimizer, block_size, options):
+def test_optimizers_block_sizes_and_resharding(optimizer, block_size, options):
     names = ["rigl", "set", "mest"]
-    for found in on_ranks(2, work.compared_with, names, 6, optimizer, block_size, options):
+    for found in on_ranks(2, work.compare_with_options, names, 6, optimizer, block_size, options):
         check(found, 6)
 
 
@@ -42,29 +42,29 @@ def test_optimizers_blocks_and_ways_to_shard(optimizer, block_size, options):
         ("adagrad", 1, ["rigl-step", "deepr", "topkast"]),
     ],
 )
-def test_four_ranks(optimizer, block_size, names):
+def test_four_ranks_equal_one_process(optimizer, block_size, names):
     options = {"reshard_after_forward": block_size == 1}
-    for found in on_ranks(4, work.compared_with, names, 8, optimizer, block_size, options):
+    for found in on_ranks(4, work.compare_with_options, names, 8, optimizer, block_size, options):
         check(found, 8, block_size == 1)
 
 
 @pytest.mark.slow
-def test_replicas_of_shards():
-    for found in on_ranks(4, work.replicated_shards, ["rigl", "set"], 6):
+def test_hybrid_sharding_equals_one_process():
+    for found in on_ranks(4, work.compare_hybrid_sharding, ["rigl", "set"], 6):
         for against in found.values():
             assert all(same and off <= 1e-10 for same, off in against), against
 
 
-def test_micro_batches_count_once_each():
-    for found in on_ranks(2, work.micro_batches):
+def test_gradient_accumulation_equals_one_process():
+    for found in on_ranks(2, work.compare_micro_batches):
         assert all(same and off <= 1e-10 for same, off in found), found
 
 
-def test_mixed_precision_leaves_ranks_alike():
-    first, second = on_ranks(2, work.lower_precision)
+def test_mixed_precision_keeps_patterns_equal_on_all_ranks():
+    first, second = on_ranks(2, work.train_in_mixed_precision)
     assert all(torch.equal(flat, second[name]) for name, flat in first.items())
 
 
-def test_what_shards_cannot_follow():
-    first, second = on_ranks(2, work.refused)
+def test_unsupported_operations_raise_the_same_error_on_all_ranks():
+    first, second = on_ranks(2, work.check_unsupported)
     assert first == second

@@ -1,4 +1,4 @@
-"""Layers in rectangles against the same layers whole: outputs, both gradients, states, refusals."""
+"""Tensor-parallel layers equal the full layers: outputs, gradients, states; and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXACT = 1e-12
 
 
 def chain(block_size, density=0.3):
-    """Two layers in a row; features are not the same on both sides."""
+    """Make two consecutive layers with different numbers of input and output features."""
     torch.manual_seed(3)
     options = {"block_size": block_size, "dtype": torch.float64}
     return nn.Sequential(
@@ -33,8 +33,8 @@ def chain(block_size, density=0.3):
 
 
 @contextlib.contextmanager
-def by_hand(placements):
-    """Layers lie as told, and not where `split` would put them."""
+def override_placements(placements):
+    """Override the placements that `split` chooses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             import_module("dynsparse.distributed.distribute"),
@@ -51,14 +51,14 @@ def samples(x, grid):
 
 
 def passes(model, x, dy):
-    """y, dX and the gradients by name."""
+    """Return y, the gradient of x, and the gradients of the parameters by name."""
     x = x.clone().requires_grad_()
     y = model(x)
     y.backward(dy)
     return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
 
 
-def compared(model, sizes, x, dy):
+def compare_with_full(model, sizes, x, dy):
     y, dx, grads = passes(model, x, dy)
     model.zero_grad()
 
@@ -86,10 +86,10 @@ def compared(model, sizes, x, dy):
 
 @pytest.mark.parametrize("block_size", BLOCKS)
 @pytest.mark.parametrize("sizes", GRIDS)
-def test_a_chain_of_two_layers_equals_one_process(sizes, block_size):
+def test_chain_of_two_layers_equals_one_process(sizes, block_size):
     model = chain(block_size)
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
-    held = compared(model, sizes, x, dy)
+    held = compare_with_full(model, sizes, x, dy)
     parts = sizes[0] * sizes[1]
     if block_size == 1:
         for layer in (0, 1):
@@ -113,11 +113,11 @@ def test_every_placement_equals_one_process(way):
     model = chain(4)
     x, dy = torch.randn(3, 2, 48).double(), torch.randn(3, 2, 64).double()
     sizes = (2, 2, 1)
-    with by_hand({k: Placement(*v) for k, v in WAYS[way].items()}):
-        compared(model, sizes, x, dy)
+    with override_placements({k: Placement(*v) for k, v in WAYS[way].items()}):
+        compare_with_full(model, sizes, x, dy)
 
 
-def test_a_pair_has_one_sum_forward_and_one_backward():
+def test_pair_reduces_once_forward_and_once_backward():
     model = chain(1)
 
     def work(grid):
@@ -132,7 +132,7 @@ def test_a_pair_has_one_sum_forward_and_one_backward():
 
 
 @pytest.mark.parametrize("average", [True, False, None])
-def test_attention_by_heads(average):
+def test_attention_split_by_heads_equals_one_process(average):
     torch.manual_seed(1)
     model = ds.nn.SparseMultiheadAttention(
         24, 3, density=0.4, batch_first=True, add_bias_kv=True, dtype=torch.float64
@@ -165,14 +165,14 @@ def test_attention_by_heads(average):
     assert sorted(on_grid((2, 1, 1), work).values()) == [1, 2]
 
 
-def test_a_transformer_layer_in_rectangles():
+def test_transformer_layer_equals_one_process():
     torch.manual_seed(2)
     model = ds.nn.SparseTransformerLayer(16, 4, 32, density=0.5, dtype=torch.float64).eval()
     x, dy = torch.randn(4, 3, 16).double(), torch.randn(4, 3, 16).double()
-    compared(model, (2, 2, 1), x, dy)
+    compare_with_full(model, (2, 2, 1), x, dy)
 
 
-def test_copies_of_a_split_model_compute_the_same():
+def test_copy_of_split_model_computes_the_same():
     model = chain(1)
     x = torch.randn(4, 48).double()
 
@@ -198,7 +198,7 @@ def error_on_all(sizes, work):
     return line
 
 
-def test_what_cannot_be_split_is_refused_on_all_ranks():
+def test_split_errors_are_raised_on_all_ranks():
     model = chain(1)
     sizes = (2, 1, 1)
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_split_is_refused_on_all_ranks():
     assert "'0' is computed by active subset, which computes no shards" in error_on_all(sizes, busy)
 
 
-def test_features_of_another_width_are_refused():
+def test_wrong_number_of_features_is_rejected():
     model = chain(1)
 
     def work(grid):
@@ -243,7 +243,7 @@ def test_features_of_another_width_are_refused():
     on_grid((2, 1, 1), work)
 
 
-def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
+def test_active_subset_of_a_shard_equals_one_process():
     model = chain(4)
     sizes = (2, 2, 1)
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
@@ -277,14 +277,14 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_slabs_are_joined_along_any_dimension(dim):
-    """Of uneven sizes, too, and of what does not lie in memory in order."""
+def test_all_gather_along_any_dimension(dim):
+    """With uneven shards of a non-contiguous tensor."""
     borders = (0, 3, 4, 9)
     whole = torch.randn(9, 9, 9).transpose(0, 2)
 
     def work(ranks):
-        slab = DimShard(ranks, borders)
-        return slab.all_gather(slab.narrow(whole, dim), dim)
+        shard = DimShard(ranks, borders)
+        return shard.all_gather(shard.narrow(whole, dim), dim)
 
     for found in in_threads(3, work):
         assert torch.equal(found, whole)

@@ -1,4 +1,4 @@
-"""Checkpoints of layers in rectangles: any grid, replicas and one process read each other's."""
+"""Checkpoints of tensor-parallel layers load on any other mesh, on replicas and in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grids import GRIDS, on_grid
 from rank_trainings import ALGORITHMS, model_of, optimizer_of
 from slot_order import row_major
 from test_split_training import step_of
-from threaded import over
+from threaded import run_on_ranks
 
 import dynsparse as ds
 from dynsparse.distributed import gather, split
@@ -22,7 +22,7 @@ ALONE = (1, 1, 1)
 
 
 def state_of(model, optimizer):
-    """Of the whole model, and of all that the optimizer keeps, in row-major order."""
+    """Return the full model's state and optimizer state in row-major order."""
     found = dict(gather(model))
     own = copy.deepcopy(model)
     for key in ("exp_avg", "exp_avg_sq"):
@@ -42,8 +42,8 @@ def reference(name, block_size, steps):
     return {key: tensor.clone() for key, tensor in state_of(model, optimizer).items()}
 
 
-def leg(sizes, name, block_size, source, target, first, last):
-    """Go on from a checkpoint on a grid, and leave one; the whole state."""
+def resume_and_save(sizes, name, block_size, source, target, first, last):
+    """Load `source` on a mesh, train, save `target`; return the full state."""
     model = model_of(seed=0 if source is None else 9, block_size=block_size, density=0.3)
 
     def work(grid=None):
@@ -64,13 +64,13 @@ def leg(sizes, name, block_size, source, target, first, last):
     return [work()] if sizes == ALONE else list(on_grid(sizes, work).values())
 
 
-def follow(legs, name, tmp_path, block_size=1, steps=3):
+def check_legs(legs, name, tmp_path, block_size=1, steps=3):
     source = None
     for number, sizes in enumerate(legs):
         target = str(tmp_path / str(number))
         first, last = number * steps, (number + 1) * steps
         expected = reference(name, block_size, last)
-        for found in leg(sizes, name, block_size, source, target, first, last):
+        for found in resume_and_save(sizes, name, block_size, source, target, first, last):
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 if key.endswith(("rows", "cols")):
@@ -81,20 +81,20 @@ def follow(legs, name, tmp_path, block_size=1, steps=3):
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_from_any_grid_to_any_other(block_size, tmp_path):
+def test_resume_on_other_meshes(block_size, tmp_path):
     legs = [(2, 2, 1), ALONE, (1, 2, 2), (2, 1, 1), (1, 3 if block_size == 1 else 2, 1), ALONE]
-    follow(legs, "rigl", tmp_path, block_size)
+    check_legs(legs, "rigl", tmp_path, block_size)
 
 
 @pytest.mark.parametrize(
     "name", ["static", "set", "snfs", "snfs-dense", "gmp-global", "mest-soft", "deepr", "topkast"]
 )
-def test_trainers_go_on_with_what_they_remember(name, tmp_path):
-    follow([(2, 1, 2), (1, 2, 1), ALONE, (2, 2, 1)], name, tmp_path)
+def test_trainer_state_resumes_on_other_meshes(name, tmp_path):
+    check_legs([(2, 1, 2), (1, 2, 1), ALONE, (2, 2, 1)], name, tmp_path)
 
 
 @pytest.mark.parametrize("sizes", GRIDS)
-def test_slots_of_rectangles_are_those_of_the_whole_layer(sizes):
+def test_slots_of_shards_map_to_the_full_layer(sizes):
     model = model_of(density=0.3)
 
     def work(grid):
@@ -134,7 +134,7 @@ def error_of(sizes, model, work):
     return line
 
 
-def test_what_does_not_fit_changes_no_rectangle(tmp_path):
+def test_mismatched_checkpoint_changes_no_shard(tmp_path):
     path, sizes = tmp_path / "c", (2, 1, 1)
     model = model_of(density=0.3)
     ds.training.save_checkpoint(path, model=model, optimizer=optimizer_of(model), ranks=None)
@@ -149,13 +149,13 @@ def test_what_does_not_fit_changes_no_rectangle(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [[], [(0, 0, 1)], [(0, 0)], [(0, 1, 0)], ["0"], 3])
-def test_places_that_are_none_are_refused(bad):
+def test_damaged_coordinates_are_rejected(bad):
     with pytest.raises(ValueError, match=r"expected (the coordinates|ranks with samples)"):
         Sources(bad, 1, [(0, 0, 0)], 0)
 
 
-def test_who_goes_on_from_whom():
-    """Generators: the same place, or on another grid those with the same samples."""
+def test_source_ranks_of_generators_and_histories():
+    """A rank takes the generators of its coordinates or, on another mesh, of its samples."""
     grid = [(x, y, z) for x in range(2) for y in range(1) for z in range(2)]
     alone, replicas = [(0, 0, 0)], [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
     assert [Sources(grid, 4, grid, rank).random for rank in range(4)] == [0, 1, 2, 3]
@@ -167,7 +167,7 @@ def test_who_goes_on_from_whom():
     assert Sources(None, 3, replicas, 2).ranks_to_read == {2}
 
 
-def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
+def test_generators_follow_the_samples_to_another_mesh(tmp_path):
     model = model_of(density=0.3)
 
     def saved(rank):
@@ -184,7 +184,7 @@ def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
         rank_of[ranks.rank] = ranks
         saved(ranks.rank)
 
-    over(2, save)
+    run_on_ranks(2, save)
 
     def load(grid):
         own, g = split(copy.deepcopy(model), grid), torch.Generator()

@@ -1,4 +1,4 @@
-"""Growth of layers in rectangles: the positions of one process, ties and all, wherever they lie."""
+"""Growth of tensor-parallel layers selects the positions of one process, also with ties."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest, topk_over_ranks
 
 
-def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
-    """By layer, the positions in the whole layer that the ranks of a grid grow together."""
+def grow_on_mesh(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
+    """Return, per layer, the positions in the full layer that the ranks of a mesh grow."""
     names = [name for name, m in model.named_modules() if isinstance(m, ds.nn.SparseLinear)]
 
     def work(grid):
@@ -40,7 +40,7 @@ def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
 
     results = on_grid(sizes, work)
     for i in range(len(names)):
-        # Ranks along z hold the same rectangle, and have heard of the same positions.
+        # Ranks along z hold the same shard and get the same positions.
         for (px, py, _), flats in results.items():
             assert torch.equal(flats[i], results[px, py, 0][i])
     return [
@@ -49,7 +49,7 @@ def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
     ]
 
 
-def grown_by_one(model, x, dy, counts, pooling="sum"):
+def grow_in_one_process(model, x, dy, counts, pooling="sum"):
     layers = [m for m in model.modules() if isinstance(m, ds.nn.SparseLinear)]
     waiting = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
     model(x).backward(dy)
@@ -62,17 +62,17 @@ def grown_by_one(model, x, dy, counts, pooling="sum"):
 @pytest.mark.parametrize("exchange", ["pieces", "samples"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("sizes", GRIDS)
-def test_the_grown_positions_are_those_of_one_process(sizes, block_size, exchange):
+def test_grown_positions_equal_one_process(sizes, block_size, exchange):
     model = chain(block_size)
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
     counts = [int(0.3 * layer.pattern.nnz) for layer in (model[0], model[2])]
-    expected = grown_by_one(model, x, dy, counts)
-    found = grown_on(sizes, model, x, dy, counts, exchange)
+    expected = grow_in_one_process(model, x, dy, counts)
+    found = grow_on_mesh(sizes, model, x, dy, counts, exchange)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @given(st.sampled_from([(2, 2, 1), (2, 1, 2), (3, 1, 1)]), st.integers(0, 2**16), st.data())
-def test_ties_go_to_the_first_position_of_the_whole_layer(sizes, seed, data):
+def test_ties_are_broken_by_position_in_the_full_layer(sizes, seed, data):
     generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(
         ds.nn.SparseLinear(6, 9, 0.4, bias=False, dtype=torch.float64, generator=generator)
@@ -81,17 +81,17 @@ def test_ties_go_to_the_first_position_of_the_whole_layer(sizes, seed, data):
     count = data.draw(st.integers(0, free))
     x = torch.randint(-1, 2, (4, 6), generator=generator).double()
     dy = torch.randint(-1, 2, (4, 9), generator=generator).double()
-    expected = grown_by_one(model, x, dy, [count])
-    (found,) = grown_on(sizes, model, x, dy, [count])
+    expected = grow_in_one_process(model, x, dy, [count])
+    (found,) = grow_on_mesh(sizes, model, x, dy, [count])
     assert torch.equal(found, expected[0])
 
 
-def test_a_rectangle_without_non_zeros_may_grow():
+def test_empty_shard_may_grow():
     pattern = ds.SparsePattern([0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3], shape=(4, 4))
     model = torch.nn.Sequential(ds.nn.SparseLinear(4, 4, pattern=pattern, dtype=torch.float64))
     sizes = (2, 2, 1)
     x, dy = torch.ones(2, 4).double(), torch.tensor([[1.0, 5.0, 1.0, 1.0]] * 2).double()
-    expected = grown_by_one(model, x, dy, [2])
-    (found,) = grown_on(sizes, model, x, dy, [2])
+    expected = grow_in_one_process(model, x, dy, [2])
+    (found,) = grow_on_mesh(sizes, model, x, dy, [2])
     assert torch.equal(found, expected[0])
-    assert found.tolist() == [6, 7]  # both in the rectangle of rows 0 and 1, columns 2 and 3
+    assert found.tolist() == [6, 7]  # both in the shard of rows 0 and 1, columns 2 and 3

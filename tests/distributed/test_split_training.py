@@ -1,4 +1,4 @@
-"""Trainings of layers in rectangles against one process: patterns, values, optimizer state."""
+"""Training of tensor-parallel layers equals one process: patterns, values, optimizer state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rank_trainings import ALGORITHMS, batch, model_of, optimizer_of
 
 STEPS = 8
 OTHERS = {"rigl-own-start", "snfs-fixed"}
-"""What users' functions see is the rectangle; and what differs from others in nothing here."""
+"""Left out: a user's start function sees only the shard; snfs-fixed adds no case here."""
 
 
 def step_of(model, optimizer, trainer, step, grid=None):
@@ -40,7 +40,7 @@ def step_of(model, optimizer, trainer, step, grid=None):
     return trainer.step()
 
 
-def one_process(make, block_size, kind):
+def train_in_one_process(make, block_size, kind):
     model = model_of(block_size=block_size, density=0.3)
     optimizer = optimizer_of(model, kind)
     trainer = make(model, optimizer, ranks=None)
@@ -51,7 +51,7 @@ def one_process(make, block_size, kind):
     return states, trainer.updates
 
 
-def on_ranks(make, sizes, block_size, kind, expected):
+def train_on_mesh(make, sizes, block_size, kind, expected):
     model = model_of(block_size=block_size, density=0.3)
 
     def work(grid):
@@ -76,22 +76,24 @@ def on_ranks(make, sizes, block_size, kind, expected):
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - OTHERS))
-def test_a_training_is_that_of_one_process(name, sizes):
-    expected, updates = one_process(ALGORITHMS[name], 1, "sgd")
-    assert set(on_ranks(ALGORITHMS[name], sizes, 1, "sgd", expected).values()) == {updates}
+def test_training_equals_one_process(name, sizes):
+    expected, updates = train_in_one_process(ALGORITHMS[name], 1, "sgd")
+    assert set(train_on_mesh(ALGORITHMS[name], sizes, 1, "sgd", expected).values()) == {updates}
     assert updates or name == "static"
 
 
-def test_eight_ranks_in_three_dimensions():
-    expected, updates = one_process(ALGORITHMS["rigl"], 1, "adam")
-    found = on_ranks(ALGORITHMS["rigl"], (2, 2, 2), 1, "adam", expected)
+def test_mesh_of_eight_ranks_equals_one_process():
+    expected, updates = train_in_one_process(ALGORITHMS["rigl"], 1, "adam")
+    found = train_on_mesh(ALGORITHMS["rigl"], (2, 2, 2), 1, "adam", expected)
     assert list(found.values()) == [updates] * 8
 
 
 @pytest.mark.parametrize("name", ["rigl", "set", "gmp-global", "deepr", "topkast"])
-def test_blocks_and_adam(name):
-    expected, updates = one_process(ALGORITHMS[name], 4, "adam")
-    assert set(on_ranks(ALGORITHMS[name], (2, 1, 2), 4, "adam", expected).values()) == {updates}
+def test_blocks_with_adam_equal_one_process(name):
+    expected, updates = train_in_one_process(ALGORITHMS[name], 4, "adam")
+    assert set(train_on_mesh(ALGORITHMS[name], (2, 1, 2), 4, "adam", expected).values()) == {
+        updates
+    }
 
 
 def error_of(sizes, work):
@@ -106,7 +108,7 @@ def error_of(sizes, work):
     return lines
 
 
-def test_ranks_that_are_not_the_mesh_are_refused():
+def test_trainer_requires_the_mesh_as_ranks():
     model = model_of(density=0.3)
 
     def work(grid):
@@ -117,7 +119,7 @@ def test_ranks_that_are_not_the_mesh_are_refused():
     assert line.startswith("the model has tensor-parallel layers on a mesh of 2 ranks: pass the")
 
 
-def test_auto_finds_the_mesh_of_the_rectangles():
+def test_ranks_auto_finds_the_mesh():
     model = model_of(density=0.3)
 
     def work(grid):
@@ -127,7 +129,7 @@ def test_auto_finds_the_mesh_of_the_rectangles():
     assert all(on_grid((2, 1, 1), work).values())
 
 
-def test_an_error_on_one_rank_is_that_of_all():
+def test_error_on_one_rank_is_raised_on_all():
     model = model_of(density=0.3)
     sizes = (2, 1, 2)
     every = ConstantSchedule(total_steps=10, update_interval=1, drop_fraction=0.3)
@@ -153,7 +155,7 @@ def test_an_error_on_one_rank_is_that_of_all():
     assert "layer '0': the gradient of its weights holds NaN" in lines.pop()
 
 
-def test_what_would_take_a_rectangle_for_the_layer_is_refused():
+def test_densify_rejects_a_shard():
     model = model_of(density=0.3)
 
     def work(grid):
@@ -165,8 +167,8 @@ def test_what_would_take_a_rectangle_for_the_layer_is_refused():
 
 
 @pytest.mark.parametrize("line", [None, 0, 1])
-def test_gradients_that_differ_along_one_line_of_replicas(line):
-    """Those whose own replicas agree hear of it, and stop with them; if all agree nobody does."""
+def test_different_gradients_of_replicas_raise_on_all_ranks(line):
+    """Ranks whose own replicas agree raise too; nothing is raised if all replicas agree."""
 
     def work(grid):
         generator = torch.Generator().manual_seed(grid.x.rank)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the model's own modules, cut where the largest stage is smallest."""
+"""`stages` cuts a model into pipeline stages of nearly equal size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weights(stage):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_stages_in_a_row_are_the_model(n):
+def test_consecutive_stages_equal_the_model(n):
     net = model()
     cut = stages(net, n)
     assert len(cut) == n
@@ -40,7 +40,7 @@ def test_stages_in_a_row_are_the_model(n):
     assert all(a is b for a, b in zip((m for s in cut for m in s), net, strict=True))
 
 
-def test_the_largest_stage_is_as_small_as_it_can_be():
+def test_largest_stage_is_minimal():
     net = model()
     cut = stages(net, 2)
     ways = [(net[:i], net[i:]) for i in range(1, len(net))]
@@ -49,9 +49,9 @@ def test_the_largest_stage_is_as_small_as_it_can_be():
     assert best < 0.7 * weights(net)
 
 
-def test_what_has_no_stages_is_refused():
+def test_stages_rejects_bad_arguments():
     net = model()
-    with pytest.raises(ValueError, match="11 modules has no 12 stages"):
+    with pytest.raises(ValueError, match="11 modules cannot have 12 stages"):
         stages(net, 12)
     with pytest.raises(TypeError, match=r"stages cut an nn.Sequential, .* got SparseLinear"):
         stages(net[0], 1)

@@ -1,29 +1,35 @@
-"""torch's `parallelize_module` with styles for sparse layers: in one process and on gloo ranks."""
+"""torch's `parallelize_module` with the styles for sparse layers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from processes import on_ranks
-from split_runs import Block, made, meshed, parallelized, trained
+from split_runs import (
+    Block,
+    check_parallelize_module,
+    check_two_dimensional_mesh,
+    make_model_and_input,
+    train_and_compare,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dynsparse as ds
 
 
-def test_two_processes_compute_what_one_does():
-    model, _ = made()
+def test_parallelize_module_equals_one_process():
+    model, _ = make_model_and_input()
     whole = sum(p.numel() for p in model.parameters())
-    first, second = on_ranks(2, parallelized)
+    first, second = on_ranks(2, check_parallelize_module)
     shared = sum(model.get_submodule(n).bias.numel() for n in ("down", "last"))
     shared += model.attention.out_proj.bias.numel()
     assert first + second == whole + shared
 
 
 @pytest.mark.slow
-def test_four_processes_split_layers_and_samples():
-    assert on_ranks(4, meshed) == [True] * 4
+def test_mesh_over_layers_and_samples_equals_one_process():
+    assert on_ranks(4, check_two_dimensional_mesh) == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -33,20 +39,20 @@ def test_four_processes_split_layers_and_samples():
         pytest.param(4, ["rigl", "set", "deepr", "topkast"], marks=pytest.mark.slow),
     ],
 )
-def test_processes_train_rectangles_and_replicas_as_one_process(ranks, algorithms):
-    for updates in on_ranks(ranks, trained, algorithms):
+def test_training_replicated_shards_equals_one_process(ranks, algorithms):
+    for updates in on_ranks(ranks, train_and_compare, algorithms):
         assert all(updates)
 
 
 @pytest.mark.slow
-def test_processes_train_rectangles_whose_values_are_sharded():
-    """The number of values in a rectangle changes, also where they are shared out."""
+def test_training_fully_sharded_shards_equals_one_process():
+    """The number of values in a shard changes, also under `fully_shard`."""
     algorithms = ["rigl", "set", "deepr", "topkast", "gmp"]
-    for updates in on_ranks(4, trained, algorithms, True):
+    for updates in on_ranks(4, train_and_compare, algorithms, True):
         assert all(updates)
 
 
-def test_styles_for_other_modules_are_refused(tmp_path):
+def test_styles_reject_other_modules(tmp_path):
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )

@@ -1,4 +1,4 @@
-"""The code that stands on pages as ```py, because it needs more than torch, runs too.
+"""Code blocks marked ```py on pages, which need more than torch, run.
 
 Code marked ```python runs in tests/test_readme.py, page by page.
 """
@@ -31,12 +31,12 @@ def code_of(page: str, kinds: str) -> str:
     return "\n".join(found)
 
 
-def test_somebody_runs_every_block():
+def test_every_block_is_run_by_a_test():
     pages = [page for page in DOCS.rglob("*.md") if "```py\n" in page.read_text()]
     assert {page.relative_to(DOCS).as_posix() for page in pages} == RUN_BY.keys()
 
 
-def test_a_model_in_ddp(tmp_path, monkeypatch):
+def test_ddp_block(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"DistributedDataParallel": DistributedDataParallel}
     exec(code_of("training.md", "python").partition("train(100)\n")[0], names)
@@ -51,7 +51,7 @@ def test_a_model_in_ddp(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_steps_that_look_at_the_gradient_are_not_replayed():
+def test_cuda_graph_block_runs_captured_steps_eagerly():
     names: dict[str, object] = {}
     exec(code_of("gpu.md", "python"), names)
     torch.compiler.reset()

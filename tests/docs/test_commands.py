@@ -1,4 +1,4 @@
-"""What the pages say of the `dynsparse` command, beside the command itself."""
+"""The pages match the `dynsparse` command."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_every_command_has_a_row():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_flags_on_the_pages_are_there(name):
-    """Wherever a page writes such a call, in a block or in a line."""
+def test_flags_on_the_pages_exist(name):
+    """In calls in code blocks and in the text."""
     known = flags_of(COMMANDS[name])
     for page in (*DOCS.rglob("*.md"), ROOT / "README.md"):
         text = page.read_text().replace("\\\n", " ")
@@ -39,7 +39,7 @@ def test_flags_on_the_pages_are_there(name):
             assert said <= known, f"{page.relative_to(ROOT)}: dynsparse {name}{call}"
 
 
-def test_every_variable_of_the_environment_has_a_row():
+def test_every_environment_variable_has_a_row():
     read = {"DYNSPARSE_NATIVE"}  # where the package is built
     for file in (ROOT / "src").rglob("*.py"):
         read.update(re.findall(r"[\"'](DYNSPARSE_\w+)[\"']", file.read_text()))

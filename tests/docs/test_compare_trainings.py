@@ -25,7 +25,7 @@ def write(folder, *runs):
     return files
 
 
-def test_the_table_has_mean_and_spread_and_the_best_first(tmp_path, capsys):
+def test_table_has_mean_and_spread_sorted_by_loss(tmp_path, capsys):
     files = write(
         tmp_path, figures("set", 2.2), figures("rigl", 2.0), figures("rigl", 2.1, accuracy=0.6)
     )
@@ -37,7 +37,7 @@ def test_the_table_has_mean_and_spread_and_the_best_first(tmp_path, capsys):
     ]
 
 
-def test_the_curves_are_drawn(tmp_path):
+def test_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     files = write(tmp_path, figures(), figures("dense", 2.3))
     assert main([*files, "--output", str(tmp_path / "a.png")]) == 0
@@ -45,7 +45,7 @@ def test_the_curves_are_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_other_files_get_one_line(draws, tmp_path, capsys):
+def test_other_files_print_one_line(draws, tmp_path, capsys):
     output = ["--output", str(tmp_path / "a.png")] if draws else []
     (tmp_path / "bad").write_text("[1")
     for wrong in (
@@ -60,6 +60,6 @@ def test_other_files_get_one_line(draws, tmp_path, capsys):
     assert "No such file" in capsys.readouterr().err
 
 
-def test_trainings_of_different_length_do_not_stand_side_by_side(tmp_path, capsys):
+def test_trainings_of_different_length_raise(tmp_path, capsys):
     assert main(write(tmp_path, figures(), figures(steps=30))) == 2
     assert "expected trainings on one text with equally many steps" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The tables of the pages on what networks learn are those of the results beside them."""
+"""Tables on the pages about learning results match the stored results."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def marked(page):
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
-def test_a_page_has_the_tables_of_the_results(page):
+def test_page_has_the_tables_of_the_results(page):
     text = (ROOT / "docs" / page).read_text()
     assert marked(page)
     assert text.count("<!-- /learning -->") == len(marked(page))
     assert tables.filled(text, tables.all_tables()) == text
 
 
-def test_every_table_has_its_page():
+def test_every_table_is_on_a_page():
     shown = [name for page in tables.PAGES for name in marked(page)]
     assert len({*shown}) == len(shown)
     methods = {"conv 0.1", "conv 0.05", "conv 0.02"}  # lines of one table
     assert {*shown} == tables.all_tables().keys() - methods
 
 
-def test_every_trial_of_an_experiment_has_been_run_with_the_same_seeds():
+def test_trials_of_an_experiment_have_the_same_seeds():
     rows = tables.read("small.jsonl")
     for name in {row["experiment"] for row in rows}:
         seeds = [
@@ -48,7 +48,7 @@ def test_every_trial_of_an_experiment_has_been_run_with_the_same_seeds():
         assert all(found == seeds[0] for found in seeds), name
 
 
-def test_the_same_trial_has_the_same_result_in_every_experiment():
+def test_equal_trials_have_equal_results():
     rows = tables.read("small.jsonl")
     found = {}
     for row in rows:
@@ -69,7 +69,7 @@ def test_the_same_trial_has_the_same_result_in_every_experiment():
         ([-0.02, -0.01], "refuted"),
     ],
 )
-def test_the_rule_for_explanations(gains, says):
+def test_rule_for_explanations(gains, says):
     assert summary.verdict(gains, 0.01) == says
 
 
@@ -78,7 +78,7 @@ def trained(variant, seed, valid, train=0.0, test=0.0, updates=()):
     return row | {"valid": [[500, 9.0], [1000, valid]], "train": [[500, 9.0], [1000, train]]}
 
 
-def test_what_a_change_gains_is_measured_with_the_same_seed():
+def test_gain_compares_equal_seeds():
     rows = [
         trained("set", 0, 1.0, 1.0), trained("set", 1, 2.0, 2.0), trained("rigl", 0, 1.1, 1.2),
         trained("rigl", 1, 2.1, 2.2), trained("rigl", 2, 7.0, 7.0),
@@ -91,7 +91,7 @@ def test_what_a_change_gains_is_measured_with_the_same_seed():
     ]
 
 
-def test_a_setting_is_judged_by_what_it_takes_off_the_gap():
+def test_settings_are_rated_by_the_closed_gap():
     rows = [
         trained("rigl", 0, 1.3), trained("rigl", 1, 1.3), trained("set", 0, 1.0),
         trained("set", 1, 1.1), trained("static", 0, 1.4), trained("static", 1, 1.6),
@@ -110,7 +110,7 @@ def test_a_setting_is_judged_by_what_it_takes_off_the_gap():
     ]
 
 
-def test_when_the_gap_opens_is_told_by_the_training_loss_of_each_stretch():
+def test_gap_by_interval_of_the_training_loss():
     rows = [
         trained("set", 0, 1.0, 1.0), trained("set", 1, 2.0, 2.0), trained("static", 0, 5.0, 1.1),
         trained("static", 1, 5.0, 2.3), trained("rigl", 1, 5.0, 5.0),
@@ -122,7 +122,7 @@ def test_when_the_gap_opens_is_told_by_the_training_loss_of_each_stretch():
     ]
 
 
-def test_what_becomes_of_grown_weights_counts_each_of_them_alike():
+def test_fate_of_grown_weights_counts_each_equally():
     first = {"grown": 30.0, "wasted": 0.0, "known": 0.0, "inputs": 0.8, "outputs": 0.4, "ever": 0.1}
     last = {"grown": 10.0, "wasted": 0.5, "known": 1.0, "inputs": 0.4, "outputs": 0.8, "ever": 0.2}
     rows = [trained("rigl", 0, 1.0, updates=[first, last]), trained("static", 0, 1.0)]
@@ -131,7 +131,7 @@ def test_what_becomes_of_grown_weights_counts_each_of_them_alike():
     ]
 
 
-def test_accuracies_are_compared_with_the_same_seed():
+def test_accuracies_compare_equal_seeds():
     def row(density, method, seed, accuracy):
         figures = {"weights": 8125, "train_accuracy": 0.5, "accuracy": accuracy}
         return {"density": density, "method": method, "seed": seed, **figures}
@@ -149,7 +149,7 @@ def test_accuracies_are_compared_with_the_same_seed():
     ]
 
 
-def test_a_line_of_a_training_on_cifar_is_what_its_name_says(tmp_path):
+def test_cifar_command_lines_match_their_names(tmp_path):
     figures = {
         "method": "set", "seed": 3, "dataset": "cifar-10", "epochs": 10, "steps": 3910,
         "updates": 30, "accuracy": 0.5, "loss": 1.0, "train_accuracy": 0.6, "train_loss": 0.9,
@@ -164,7 +164,7 @@ def test_a_line_of_a_training_on_cifar_is_what_its_name_says(tmp_path):
         cifar_lines.line(wrong)
 
 
-def test_what_the_page_on_pruned_models_says():
+def test_figures_of_the_page_on_pruned_models():
     rows = tables.read("pruned.jsonl")
     found = {(r["density"], r["seed"], r["way"]): r["perplexity"] for r in rows}
     masked = "wanda, masked fine-tuning on the calibration data"
@@ -184,7 +184,7 @@ def test_what_the_page_on_pruned_models_says():
     assert f"to {max(regained):.0%} of".replace("%", " %") in text
 
 
-def test_what_the_page_says_of_a_larger_pruned_model():
+def test_figures_of_a_larger_pruned_model():
     rows = tables.read("pruned-10M.jsonl")
     dense = next(row["perplexity"] for row in rows if row["way"] == "dense")
     regained, tuned = [], []
@@ -204,7 +204,7 @@ def test_what_the_page_says_of_a_larger_pruned_model():
         assert row["masked"][1] < 2
 
 
-def test_what_the_page_on_pruned_models_says_of_a_sparse_vocabulary():
+def test_figures_of_a_sparse_vocabulary():
     rows = tables.read("vocabulary.jsonl")
     for seed in {row["seed"] for row in rows}:
         tuned = {row["table"]: row["tuned"] for row in rows if row["seed"] == seed}

@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run, cell by cell, and are kept without what they show."""
+"""The notebooks of the documentation run, and are stored without outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def pages():
-    """What makes pages of the site out of notebooks."""
+    """Import the tool that converts notebooks to pages."""
     for package in ("mkdocs", "nbclient", "nbformat", "ipykernel"):
         pytest.importorskip(package)
     spec = spec_from_file_location("pages", DOCS / "making" / "pages.py")
@@ -23,12 +23,12 @@ def pages():
     return module
 
 
-def test_there_are_three_tutorials():
+def test_number_of_tutorials():
     assert len(list((DOCS / "tutorials").glob("*.ipynb"))) == 3
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
-def test_a_notebook_is_kept_without_outputs(notebook):
+def test_notebook_is_stored_without_outputs(notebook):
     for cell in json.loads(notebook.read_text())["cells"]:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
@@ -37,7 +37,7 @@ def test_a_notebook_is_kept_without_outputs(notebook):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
-def test_a_notebook_runs(notebook, pages):
+def test_notebook_runs(notebook, pages):
     done = pages.executed(notebook)
     outputs = [output for cell in done.cells for output in cell.get("outputs", ())]
     # A warning would stand on the page.

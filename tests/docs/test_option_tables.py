@@ -1,4 +1,4 @@
-"""The tables of options in the docs are those that the options make."""
+"""The tables of options in the docs are up to date."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from dynsparse.options import flag, options_of
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_docs_are_up_to_date():
-    """If not: python docs/tools/option_tables.py docs/*.md"""
+def test_docs_are_up_to_date():
+    """To update: python docs/tools/option_tables.py docs/*.md"""
     marked = {page.name: page.read_text() for page in DOCS.glob("*.md")}
     marked = {name: text for name, text in marked.items() if "<!-- options:" in text}
     assert marked.keys() == {
@@ -23,14 +23,14 @@ def test_the_docs_are_up_to_date():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_line(command):
+def test_every_option_has_a_row(command):
     table = option_table(command)
     for name in options_of(COMMANDS[command]):
         assert table.count(f"`--{flag(name)}`") == 1
     assert {line.count("|") for line in table.splitlines()} == {4}
 
 
-def test_a_page_is_filled_in(tmp_path):
+def test_page_is_filled_in(tmp_path):
     page = tmp_path / "page.md"
     begin = "a\n<!-- options: mnist-transformer beside mnist -->\n"
     page.write_text(f"{begin}old\n<!-- /options -->\nb\n")

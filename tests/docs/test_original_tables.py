@@ -1,4 +1,4 @@
-"""The page for those who know PopSparse is made from the tables, and its names exist."""
+"""The page for PopSparse users is generated from the tables, and its names exist."""
 
 import importlib
 import re
@@ -18,8 +18,8 @@ from popsparse.planning.options import Options, spelled
 PAGE = Path(__file__).parents[2] / "docs/coming-from-popsparse.md"
 
 
-def test_the_page_is_up_to_date():
-    """If not: python docs/tools/original_tables.py docs/coming-from-popsparse.md"""
+def test_page_is_up_to_date():
+    """To update: python docs/tools/original_tables.py docs/coming-from-popsparse.md"""
     text = PAGE.read_text()
     assert fill(text) == text
     for name in (*PROGRAMS, "options", "functions", "tools"):
@@ -27,7 +27,7 @@ def test_the_page_is_up_to_date():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS.values())
-def test_a_name_on_the_page_exists(name):
+def test_name_on_the_page_exists(name):
     package, *rest = name.split(".")
     found = importlib.import_module(package)
     if name.startswith("popsparse.static."):
@@ -35,7 +35,7 @@ def test_a_name_on_the_page_exists(name):
     reduce(getattr, rest, found)
 
 
-def test_commands_and_attributes_among_the_tools_exist():
+def test_commands_and_attributes_exist():
     group = typer.main.get_command(app)
     commands = group.list_commands(typer.Context(group))
     for code in re.findall(r"`(.*?)`", " ".join(TOOLS.values())):
@@ -53,6 +53,6 @@ def test_options_on_the_page_exist():
     assert ours == {field.name for field in fields(Options)} - {"price_propagation"}
 
 
-def test_a_table_that_there_is_not():
+def test_unknown_table_raises():
     with pytest.raises(ValueError, match="expected options, functions, tools or one of"):
         render("sparse_minst.py")

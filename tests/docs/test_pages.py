@@ -1,4 +1,4 @@
-"""What the site's pages promise each other; `make docs` checks the links and the API reference."""
+"""Consistency of the site's pages; `make docs` checks links and the API reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def test_every_page_has_its_place_in_the_navigation():
+def test_every_page_is_in_the_navigation():
     there = {
         p.relative_to(DOCS).as_posix() for end in ("md", "ipynb") for p in DOCS.rglob(f"*.{end}")
     }
@@ -17,13 +17,13 @@ def test_every_page_has_its_place_in_the_navigation():
     assert sorted(named) == sorted(there)
 
 
-def test_every_example_is_named():
+def test_every_example_is_listed():
     text = (DOCS / "examples.md").read_text()
     for example in (ROOT / "examples").glob("*.py"):
         assert f"](../examples/{example.name})" in text
 
 
-def test_the_figures_of_recipes_are_those_of_the_experiments():
+def test_figures_of_recipes_match_the_experiments():
     recipes = re.findall(r"^- (.*?)(?=^- |^#|\Z)", (DOCS / "recipes.md").read_text(), re.M | re.S)
     figures = 0
     for recipe in recipes:
@@ -36,8 +36,8 @@ def test_the_figures_of_recipes_are_those_of_the_experiments():
     assert figures > 20
 
 
-def test_what_the_architecture_page_names_is_there():
-    """Paths and names in backticks: a room, a file or a word of the source."""
+def test_names_on_the_architecture_page_exist():
+    """Paths and names in backticks: a package, a file or a name in the source."""
     text = re.sub(r"^```.*?^```", "", (DOCS / "architecture.md").read_text(), flags=re.M | re.S)
     source = {ROOT / "Makefile", *(ROOT / "csrc").rglob("*.h")}
     source |= {file for folder in ("src", "tests") for file in (ROOT / folder).rglob("*.py")}

@@ -1,4 +1,4 @@
-"""Kill trainings and resume them: which cases there are, and what has to hold for each."""
+"""Kill trainings, resume them, and compare their results with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TOO_LATE = ", too late"
 
 @dataclass(frozen=True)
 class Case:
-    """A kill at an operation on files, or after some share of the time a training takes.
+    """A kill at a file operation, or after a fraction of the duration of a training.
 
-    `again` is the operation of the first resume at which that one is killed, too.
+    `again` is the file operation at which the first resume is killed, too.
     """
 
     kind: str = "before"
@@ -37,19 +37,20 @@ class Case:
 
 @dataclass
 class Outcomes:
-    """How many kills there were, and what was wrong after them."""
+    """Number of kills, and the failures found after them."""
 
     kills: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
     @property
     def landed(self) -> int:
-        """Kills that came before the training was done."""
+        """Kills that hit before the training had ended."""
         return sum(number for name, number in self.kills.items() if not name.endswith(TOO_LATE))
 
 
 def cases(app: str, count: int, operations: int) -> Iterator[Case]:
-    """`count` kills: six tenths at operations spread evenly, two of resumes, two at random."""
+    """Make `count` cases: 60 % at evenly spaced file operations, 20 % that also kill the resume, 20
+    % at random times."""
     draw = random.Random(f"{app} {count}")
     spread = 6 * count // 10
     for number in range(spread):
@@ -95,7 +96,7 @@ def campaign(server: Server, app: str, folder: Path, count: int) -> Outcomes:
 
 
 def _all_cases(app: str, count: int, operations: int, outcomes: Outcomes) -> Iterator[Case]:
-    """`cases`, and others in place of kills that came when a training was done already."""
+    """Yield `cases`, and replacements for kills that hit after the training had ended."""
     yield from cases(app, count, operations)
     draw = random.Random(app)
     while outcomes.landed + len(outcomes.wrong) < count:
@@ -105,7 +106,7 @@ def _all_cases(app: str, count: int, operations: int, outcomes: Outcomes) -> Ite
 def _survives(
     server: Server, app: str, place: Path, case: Case, seconds: float, kills: Counter[str]
 ) -> str | None:
-    """What is wrong with what the kills left, or with going on from there."""
+    """Return what is wrong with the files after the kills or with the resumed training, or None."""
     after = None if case.after is None else case.after * seconds
     first = server.run(app, place, kind=case.kind, at=case.at, after=after, **begin(app, place))
     name = "at random" if case.at is None else case.kind

@@ -1,4 +1,4 @@
-"""The tests of this folder share one process that forks itself for every training."""
+"""A server process, shared by the tests of this folder, that forks for every training."""
 
 import sys
 from pathlib import Path

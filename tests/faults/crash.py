@@ -1,9 +1,8 @@
-"""Kills, or fails, the process it runs in at a chosen operation on files.
+"""Kill or fail this process at a chosen file operation.
 
-`arm` counts what a process does to the files below a folder: opening for writing, each write, each
-fsync, renaming, removing, making a folder, locking. At the chosen one something happens. Nothing of
-this is in the package: audit hooks see what Python's own library does, and `open` and `os.fsync`
-are wrapped.
+`arm` counts the operations on files below a folder: opening for writing, each write, each fsync,
+renaming, removing, creating a folder, locking. At the chosen one it injects a fault. The package
+has no code for this: audit hooks observe the standard library; `open` and `os.fsync` are wrapped.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _ERRORS = {"full": errno.ENOSPC, "readonly": errno.EROFS, "lockless": errno.ENOL
 
 
 class Crash:
-    """The operations of this process on files below `folder`, and what happens at number `at`.
+    """Counts file operations below `folder` and injects a fault at number `at`.
 
-    With `at` None they are only counted.
+    If `at` is None, it only counts.
     """
 
     def __init__(self, folder: Path, kind: str, at: int | None) -> None:
@@ -50,7 +49,7 @@ class Crash:
         return os.path.abspath(os.fsdecode(path)).startswith(self.folder)
 
     def operation(self, name: str, write: _Watched | None = None, content: Any = b"") -> None:
-        """Called before each; does not return from a kill."""
+        """Count an operation, before it happens; a kill does not return."""
         if self.over:
             return
         self.count += 1
@@ -96,7 +95,7 @@ class Crash:
 
 
 class _Watched:
-    """A file that is written to."""
+    """A file open for writing, whose writes are counted."""
 
     def __init__(self, file: Any, path: str, crash: Crash) -> None:
         self._file, self._path, self._crash = file, path, crash
@@ -122,7 +121,7 @@ class _Watched:
 
 
 def arm(folder: Path, kind: str, at: int | None) -> Crash:
-    """From now on, for the rest of this process, which must have one thread."""
+    """Start counting, for the rest of this process, which must have a single thread."""
     crash = Crash(folder, kind, at)
     opened, synced = builtins.open, os.fsync
 

@@ -1,4 +1,4 @@
-"""A process that has imported everything, and forks itself for every training it is asked for.
+"""A server process with all imports done that forks itself for every requested training.
 
 It reads one request per line, JSON, from stdin, and writes one answer to stdout:
 
@@ -6,7 +6,7 @@ It reads one request per line, JSON, from stdin, and writes one answer to stdout
   "at": number of the operation or null, "after": seconds until SIGKILL or null,
   "limit": bytes a file may have or null};
 - answer: {"status": exit status, negative for a signal, "count": operations on files,
-  "error": the error of a training that ended in one}.
+  "error": the error that ended the training, if any}.
 
 Figures are where `--json` says. One thread: a fork of more would hang.
 """
@@ -43,12 +43,12 @@ QUIET = Console(quiet=True)
 
 
 def options_of(plain: dict[str, Any]) -> dict[str, Any]:
-    """Paths are texts in JSON."""
+    """Convert the strings of the JSON request to paths where options are paths."""
     return {name: Path(value) if name in PATHS else value for name, value in plain.items()}
 
 
 def train(request: dict[str, Any], report: int) -> None:
-    """In the child: run it, and say how it ended."""
+    """Run the training in the child process and report how it ended."""
     options = options_of(request["options"])
     app = APPS[request["app"]]
     if request["limit"] is not None:
@@ -65,7 +65,7 @@ def train(request: dict[str, Any], report: int) -> None:
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Fork, wait, or kill; the answer."""
+    """Fork a training, wait for it or kill it, and return the answer."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Trainings that take a fraction of a second, with every kind of file that they write."""
+"""Options of trainings that take a fraction of a second and write every kind of file."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only, limits on files, a clock that goes back, two writers."""
+"""Full and read-only disks, file size limits, missing locks, wrong clocks, two writers."""
 
 import os
 import shutil
@@ -42,13 +42,13 @@ def folder(root):
     shutil.rmtree(place)
 
 
-def again(folder):
+def clear(folder):
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-def went_on(server: Server, app: str, folder, expected) -> None:
-    """What is there is whole, and a resume comes to the same end."""
+def check_resumes(server: Server, app: str, folder, expected) -> None:
+    """Check that the checkpoints are complete and that a resume ends in the expected state."""
     for file in checkpoints(app, folder):
         read_extra(file)
     answer = server.resume(app, folder)
@@ -57,10 +57,10 @@ def went_on(server: Server, app: str, folder, expected) -> None:
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_a_full_disk(server, app, folder, references):
+def test_full_disk(server, app, folder, references):
     count, expected = references[app]
     for at in range(2, count, count // 12):
-        again(folder)
+        clear(folder)
         answer = server.run(app, folder, kind="full", at=at, **begin(app, folder))
         assert answer["status"] == 0
         # Once the files are complete nothing needs room any more.
@@ -69,21 +69,21 @@ def test_a_full_disk(server, app, folder, references):
             assert answer["error"].startswith("OSError: [Errno 28]")
         # Nothing half-written takes room on the full disk.
         assert not list(folder.glob("*/.*"))
-        went_on(server, app, folder, expected)
+        check_resumes(server, app, folder, expected)
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_files_of_limited_size(server, app, folder, references):
-    """RLIMIT_FSIZE, which is what a quota is to a program: the write itself comes back short."""
+def test_file_size_limit(server, app, folder, references):
+    """RLIMIT_FSIZE acts like a quota: the write itself is short."""
     _, expected = references[app]
     size = max(f.stat().st_size for f in _reference_files(server, app, folder))
     for limit in (0, 100, 1000, size // 2):
-        again(folder)
+        clear(folder)
         answer = server.run(app, folder, limit=limit, **begin(app, folder))
         assert "File too large" in answer["error"]
         assert "\n" not in answer["error"]
         assert not list(folder.glob("*/.*.tmp"))
-        went_on(server, app, folder, expected)
+        check_resumes(server, app, folder, expected)
 
 
 def _reference_files(server, app, folder):
@@ -92,18 +92,18 @@ def _reference_files(server, app, folder):
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_a_file_system_that_turns_read_only(server, app, folder, references):
+def test_file_system_becomes_read_only(server, app, folder, references):
     count, expected = references[app]
     for at in range(1, count, count // 8):
-        again(folder)
+        clear(folder)
         answer = server.run(app, folder, kind="readonly", at=at, **begin(app, folder))
         assert answer["status"] == 0
         assert "[Errno 30] Read-only file system" in answer["error"]
-        went_on(server, app, folder, expected)
+        check_resumes(server, app, folder, expected)
 
 
 @pytest.mark.parametrize("app", APPS)
-def test_a_file_system_without_locks(server, app, folder, references):
+def test_file_system_without_locks(server, app, folder, references):
     answer = server.run(app, folder, kind="lockless", **begin(app, folder))
     assert (answer["status"], answer["error"]) == (0, None)
     found = outcome(app, folder)
@@ -111,7 +111,7 @@ def test_a_file_system_without_locks(server, app, folder, references):
     assert difference(references[app][1], found) is None
 
 
-def test_a_clock_that_goes_back(server, folder, references):
+def test_clock_set_back(server, folder, references):
     count, expected = references["mnist"]
     server.run("mnist", folder, at=count - 20, **begin("mnist", folder))
     files = checkpoints("mnist", folder)
@@ -119,7 +119,7 @@ def test_a_clock_that_goes_back(server, folder, references):
     # The first checkpoint seems to be the newest by years, the second from before the epoch.
     os.utime(files[0], (4e9, 4e9))
     os.utime(files[1], (1, 1))
-    went_on(server, "mnist", folder, expected)
+    check_resumes(server, "mnist", folder, expected)
 
 
 HOLD = """
@@ -140,7 +140,7 @@ mnist.run(mnist.Options(epochs=1, hidden_sizes=(8,), checkpoint_path=Path(sys.ar
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["checkpoints", "record alone"])
-def test_two_writers(server, folder, references, both):
+def test_second_writer_is_rejected(server, folder, references, both):
     paths = written("mnist", folder)
     places = [paths["checkpoint_path"], paths["records_path"]]
     first = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""Ctrl-C at any moment of a step: the state is the one before it or the one after it.
+"""Ctrl-C at any point of a step leaves the state before or after the step, never a mixture.
 
-Real signals come at random moments, and at chosen lines; `INTERRUPTS=1000` (make faults) sends so
-many of the former, and more of the latter.
+Signals are sent at random times and at chosen lines of code; `INTERRUPTS=1000` (make faults) sends
+that many at random times, and more at lines.
 """
 
 import os
@@ -33,7 +33,7 @@ def default_handler():
 
 
 class SlowAdam(torch.optim.Adam):
-    """An optimizer whose step is long, and in Python."""
+    """An optimizer with a long step in Python code."""
 
     def step(self, closure=None):
         for _ in range(10):
@@ -53,7 +53,7 @@ def split_step(trainer):
 
 
 def states_around(name, optimizer, steps):
-    """The states before and after each step of a training that nobody interrupts."""
+    """Return (state before, state after) each step of an uninterrupted training."""
     model, trainer = make(name, optimizer)
     found = []
     for _ in range(steps):
@@ -79,7 +79,7 @@ def send_after(go, wait):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_real_interrupts(name, slow):
+def test_signals_at_random_times(name, slow):
     moments = -(-MOMENTS // (2 * len(ALGORITHMS)))
     steps = 10
     expected = states_around(name, optimizer_of(slow), steps)
@@ -125,8 +125,8 @@ def test_real_interrupts(name, slow):
         assert same(state_of(model, trainer), expected[at][1])
 
 
-def lines_of(step, trainer):
-    """How many lines of Python a step runs in this package."""
+def count_lines(step, trainer):
+    """Count the lines of this package that a step executes."""
     count = 0
 
     def tracer(frame, event, arg):
@@ -145,7 +145,7 @@ def lines_of(step, trainer):
 
 
 def interrupt_at(line, step, trainer):
-    """The step, with a signal sent as the program comes to its n-th line in this package."""
+    """Run the step with a signal at its n-th line in this package; return if it was interrupted."""
     count = 0
 
     def tracer(frame, event, arg):
@@ -169,12 +169,12 @@ def interrupt_at(line, step, trainer):
 
 @pytest.mark.parametrize("step", [whole_step, split_step])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_signal_at_lines_all_over_a_step(name, step):
+def test_signals_at_lines_of_a_step(name, step):
     model, trainer = make(name)
     backward(model, trainer)
     trainer.step()
     backward(model, trainer)
-    total = lines_of(step, trainer)
+    total = count_lines(step, trainer)
     assert total > 200
     chosen = {*range(1, 16), *random.Random(1).sample(range(16, total - 4), EVERYWHERE)}
     chosen |= set(range(total - 4, total + 1))
@@ -200,7 +200,7 @@ def test_a_signal_at_lines_all_over_a_step(name, step):
     assert interrupted >= len(chosen) - 8
 
 
-def raise_three(heard):
+def raise_three_signals(heard):
     with uninterrupted():
         with uninterrupted():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -209,12 +209,12 @@ def raise_three(heard):
 
 
 @pytest.mark.quick
-def test_signals_wait_and_then_arrive():
+def test_signals_are_delayed_until_the_block_ends():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         with pytest.raises(KeyboardInterrupt):
-            raise_three(heard)
+            raise_three_signals(heard)
         assert heard == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with uninterrupted():
@@ -224,7 +224,7 @@ def test_signals_wait_and_then_arrive():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_installed_inside_stays():
+def test_handler_installed_inside_the_block_stays():
     def own(number, frame):
         raise AssertionError("not called")
 
@@ -234,8 +234,8 @@ def test_a_handler_installed_inside_stays():
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
-def test_a_signal_while_a_block_begins_or_ends(moment):
-    """Whatever line of `uninterrupted` itself is hit: the signal is heard, and later ones are."""
+def test_signal_while_a_block_begins_or_ends(moment):
+    """At any line of `uninterrupted` itself, the signal is delivered, and so are later ones."""
 
     def block(trainer):
         with uninterrupted():
@@ -250,7 +250,7 @@ def test_a_signal_while_a_block_begins_or_ends(moment):
     assert hit
 
 
-def test_other_threads_are_left_alone():
+def test_other_threads_keep_the_handler():
     seen = []
 
     def work():

@@ -1,6 +1,6 @@
-"""Killed anywhere, a training resumes to the same bits.
+"""A training killed at any point resumes bit for bit.
 
-`make faults` does a thousand; here a part of them, spread over all operations on files.
+`make faults` runs a thousand kills; this test runs a sample over all file operations.
 """
 
 import pytest
@@ -11,7 +11,7 @@ CASES = 100
 
 @pytest.mark.slow
 @pytest.mark.parametrize("app", ["mnist", "lm"])
-def test_a_killed_training_resumes_to_the_same_bits(server, app, tmp_path):
+def test_killed_training_resumes_exactly(server, app, tmp_path):
     found = campaign(server, app, tmp_path, CASES)
     assert found.wrong == []
     assert found.landed >= CASES, found.kills

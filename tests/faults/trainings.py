@@ -1,4 +1,4 @@
-"""Small trainings in forked processes, and whether two of them came to the same end."""
+"""Run small trainings in forked processes and compare their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_COMPARED = {
 
 
 class Server:
-    """`server.py` in a process of its own."""
+    """A client of `server.py`, which runs in another process."""
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Server:
         limit: int | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Train in `folder`; the answer of the server."""
+        """Train in `folder` and return the answer of the server."""
         request = {
             "app": app, "folder": str(folder), "kind": kind, "at": at, "after": after,
             "limit": limit, "options": {**written(app, folder), **options},
@@ -70,7 +70,7 @@ class Server:
         return json.loads(self._process.stdout.readline())
 
     def resume(self, app: str, folder: Path, **more: Any) -> dict[str, Any]:
-        """What a person types after a kill: go on, or begin again where no checkpoint was made."""
+        """Resume as a user would after a kill, or start again if there is no checkpoint."""
         if not checkpoints(app, folder):
             return self.run(app, folder, **begin(app, folder), overwrite=True, **more)
         often = {name: value for name, value in OPTIONS[app].items() if name == "checkpoint_freq"}
@@ -78,7 +78,7 @@ class Server:
 
 
 def begin(app: str, folder: Path) -> dict[str, Any]:
-    """The options of a training that begins."""
+    """Return the options of a new training."""
     options = dict(OPTIONS[app])
     if app == "lm":
         options["data"] = str(folder.parent / "text.txt")
@@ -98,7 +98,7 @@ def checkpoints(app: str, folder: Path) -> list[Path]:
 
 
 def outcome(app: str, folder: Path) -> dict[str, Any]:
-    """All that a training that is done has left, but for times."""
+    """Return everything a finished training has written, except times."""
     newest = checkpoints(app, folder)[-1]
     payload = read_parts(newest)
     records = Records.load(folder / "record")
@@ -119,9 +119,8 @@ def outcome(app: str, folder: Path) -> dict[str, Any]:
 
 
 def with_last_epoch(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """`found`, with the figures that only a process that trains has: the last epoch's scores, and
-    the memory of what its backward passes make. A training that was resumed when it was done has
-    none of them."""
+    """Fill in the figures that only a training process has: the last epoch's scores and the memory
+    of its backward passes. A training that was resumed after its end lacks them."""
     own, whole = found["figures"], expected["figures"]
     scores = {name: whole[name] for name in ("train_loss", "train_accuracy") if name in own}
     if scores and all(own[name] is None for name in scores):
@@ -130,7 +129,7 @@ def with_last_epoch(found: dict[str, Any], expected: dict[str, Any]) -> dict[str
 
 
 def difference(first: Any, second: Any, where: str = "") -> str | None:
-    """Where two outcomes differ in a bit; None if nowhere."""
+    """Return where two outcomes differ, or None if they are equal bit for bit."""
     if type(first) is not type(second):
         return f"{where}: {type(first).__name__}, {type(second).__name__}"
     if isinstance(first, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The targets are modules of their own, found from the tests as from `run.py`."""
+"""Puts the target modules on the import path."""
 
 import sys
 from pathlib import Path

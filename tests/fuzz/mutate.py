@@ -1,4 +1,4 @@
-"""Seeded mutation: for where atheris is not installed, and for seconds in every test run."""
+"""Seeded mutation, for machines without atheris and for a few seconds in every test run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECES = [
 
 
 def mutate(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """`data` with one to eight changes; `others` are what pieces are borrowed from."""
+    """Apply one to eight changes to `data`; parts may be copied from `others`."""
     changed = bytearray(data)
     for _ in range(1 << random.randrange(4)):
         random.choice(_CHANGES)(random, changed, others)
@@ -63,7 +63,7 @@ def _number(random: Random, data: bytearray, others: Sequence[bytes]) -> None:
 
 
 def _digits(random: Random, data: bytearray, others: Sequence[bytes]) -> None:
-    """Another number in the place of one that is written out."""
+    """Replace a decimal number by another."""
     places = [i for i, byte in enumerate(data) if 0x30 <= byte < 0x3A]
     if places:
         at = random.choice(places)

@@ -1,8 +1,8 @@
-"""Fuzzes readers: `python tests/fuzz/run.py [TARGET ...] [--seconds S] [--engine atheris|mutate]`.
+"""Fuzz readers: `python tests/fuzz/run.py [TARGET ...] [--seconds S] [--engine atheris|mutate]`.
 
-Each target runs in a process of its own, one after another, with bounded memory, and goes on from
-the corpus that its last run left in build/fuzz/TARGET. A finding is written there, too: once it is
-mended, put it into tests/fuzz/corpus/TARGET, where every test run replays it.
+Each target runs in a separate process with bounded memory, one after another, and continues from
+the corpus of its last run in build/fuzz/TARGET. Findings are written there, too: after the fix,
+copy them to tests/fuzz/corpus/TARGET, which every test run replays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every case that was ever found, and some seconds of seeded mutation for every reader."""
+"""Replays every earlier finding, and runs a few seconds of seeded mutation per reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = {
 
 @pytest.fixture(autouse=True)
 def _bounded(monkeypatch):
-    """One GiB beside what is mapped now: a case that asks for more ends in a MemoryError."""
+    """Limit memory to 1 GiB above the current mapping; cases that need more raise MemoryError."""
     monkeypatch.setenv("DYNSPARSE_READ_LIMIT", str(1 << 20))
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -43,16 +43,16 @@ def target(name: str):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
-def test_what_was_found_stays_mended(case):
+def test_earlier_findings_stay_fixed(case):
     target(case.parent.name).run(case.read_bytes())
 
 
-def test_every_folder_of_cases_has_a_target():
+def test_every_corpus_folder_has_a_target():
     assert {case.parent.name for case in CASES} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_seeds_and_their_mutations_are_read_or_refused(name):
+def test_seeds_and_mutations_are_read_or_rejected(name):
     seeds, run = target(name).SEEDS, target(name).run
     for seed in seeds:
         run(seed)
@@ -67,8 +67,8 @@ def test_seeds_and_their_mutations_are_read_or_refused(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_file_is_read(name, monkeypatch):
-    """The first seed of each way passes: the target reaches what lies behind the refusals."""
+def test_valid_file_is_read(name, monkeypatch):
+    """The first seed of each kind is read, so the target reaches the code behind the checks."""
     module = target(name)
     refused: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What the tests share is a module of its own, found from each."""
+"""Puts this folder on the import path."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def keras_of_float64():
-    """Learning rates and data too, which Keras casts."""
+    """Set Keras to float64, including learning rates and data, which Keras casts."""
     from keras_networks import keras  # only where it is asked for
 
     keras.config.set_floatx("float64")

@@ -1,4 +1,4 @@
-"""Small networks in Keras, with sparse layers, and their trainings."""
+"""Small Keras networks with sparse layers, and their trainings."""
 
 import os
 import warnings
@@ -31,7 +31,7 @@ def options(name):
 
 
 def blocks(name):
-    """Those that move blocks between layers want one size."""
+    """Return the block size; algorithms that move blocks between layers require a single one."""
     return 1 if name in ("snfs", "granet") else 2
 
 

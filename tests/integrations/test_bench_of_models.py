@@ -1,4 +1,4 @@
-"""`dynsparse bench --model`: what is compared computes the same, and what is refused."""
+"""`dynsparse bench --model`: contenders agree, and bad input raises."""
 
 import json
 import warnings
@@ -29,7 +29,7 @@ SHORT = Effort(seconds=0, rounds=3, repeats=0)
 
 
 class Tokens(nn.Module):
-    """With integers as inputs, a dynamic sequence, and a matrix that the file has transposed."""
+    """A model with integer inputs, a dynamic sequence length, and a transposed matrix."""
 
     def __init__(self):
         super().__init__()
@@ -104,13 +104,13 @@ def test_the_command_prints_and_writes(files, tmp_path, capsys):
         ("--model none.onnx", "none.onnx"),
     ],
 )
-def test_what_is_refused(files, monkeypatch, capsys, line, message):
+def test_bad_input_raises(files, monkeypatch, capsys, line, message):
     monkeypatch.chdir(files)
     assert run(["bench", *line.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_input_of_another_kind_is_refused(files, tmp_path):
+def test_unsupported_input_raises(files, tmp_path):
     model = onnx.load(files / "sparse.onnx")
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 3
     extra = model.graph.input.add(name="name")

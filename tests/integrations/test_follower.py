@@ -1,4 +1,4 @@
-"""A trainer that follows an optimizer stepped by somebody else equals one that takes the steps."""
+"""A trainer that follows an external optimizer's steps equals one that takes the steps."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_following_equals_stepping(algorithm):
     assert followed.schedule == trainer.schedule
 
 
-def test_the_state_waits_for_the_trainer():
+def test_state_loaded_before_the_trainer_exists():
     options = {"update_interval": 2, "seed": 1, "total_steps": 20}
     whole, optimizer = make()
     follower = Follower(ds.SET, options)
@@ -83,7 +83,7 @@ def test_the_state_waits_for_the_trainer():
     same(whole, resumed)
 
 
-def test_stopping_ends_the_updates():
+def test_stop_ends_updates():
     model, optimizer = make()
     follower = Follower(ds.SET, {"update_interval": 1})
     trainer = follower.start(model, optimizer, 20)
@@ -97,7 +97,7 @@ def test_stopping_ends_the_updates():
     assert follower.trainer is again
 
 
-def test_wrong_algorithms_are_refused():
+def test_wrong_algorithms_raise():
     with pytest.raises(TypeError, match=r"expected an algorithm such as dynsparse\.RigL"):
         Follower("rigl", {})
     model, optimizer = make()

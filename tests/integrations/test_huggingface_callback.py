@@ -1,4 +1,4 @@
-"""Sparse training in the Hugging Face Trainer: it equals a plain loop, and resumes exactly."""
+"""Sparse training in the Hugging Face Trainer equals a plain loop and resumes exactly."""
 
 import base64
 import io
@@ -94,7 +94,7 @@ def test_resuming_is_exact(tmp_path, algorithm):
     same(whole, resumed)
 
 
-def test_it_equals_a_plain_loop(tmp_path):
+def test_equals_a_plain_loop(tmp_path):
     model, callback = Model().eval(), SparseCallback(ds.RigL, **OPTIONS)
     model.dropout = nn.Identity()
     seen = []
@@ -127,7 +127,7 @@ def test_it_equals_a_plain_loop(tmp_path):
         torch.testing.assert_close(getattr(model, layer).values, getattr(other, layer).values)
 
 
-def test_a_language_model_with_gradient_checkpointing_and_bf16(tmp_path):
+def test_language_model_with_gradient_checkpointing_and_bf16(tmp_path):
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
     model = transformers.GPT2LMHeadModel(config)
     ds.sparsify(model, 0.3, exclude=["lm_head"], verbose=False)
@@ -145,8 +145,8 @@ def test_a_language_model_with_gradient_checkpointing_and_bf16(tmp_path):
         assert model.get_submodule(name).pattern != pattern, name
 
 
-def test_a_pruned_model_whose_vocabulary_is_sparse_too(tmp_path):
-    """With accumulation, activation checkpointing, bfloat16, and a checkpoint to resume from."""
+def test_pruned_model_with_sparse_vocabulary(tmp_path):
+    """With gradient accumulation, activation checkpointing, bfloat16 and a resume."""
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
     names = ["transformer.h", "transformer.wte", "lm_head"]
 
@@ -177,7 +177,7 @@ def test_a_pruned_model_whose_vocabulary_is_sparse_too(tmp_path):
         torch.testing.assert_close(resumed.state_dict()[name], tensor, msg=name)
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_unsupported_settings_raise(tmp_path):
     train(Model(), tmp_path, SparseCallback(ds.RigL), save_strategy="steps", save_steps=15)
     checkpoint = str(tmp_path / "checkpoint-15")
     with pytest.raises(ValueError, match="its algorithm is 'RigL', here it is 'SET'"):
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         train(Model(), tmp_path / "b", SparseCallback(ds.RigL), resume=checkpoint)
 
 
-def test_a_damaged_state_is_refused():
+def test_damaged_state_raises():
     raw = io.BytesIO()
     torch.save({"x": torch.zeros(1000)}, raw)
     content = raw.getvalue()
@@ -203,7 +203,7 @@ def test_a_damaged_state_is_refused():
 
 
 class Reporter(transformers.TrainerCallback):
-    """As TensorBoard's and wandb's: Trainer makes it of a name in `report_to`."""
+    """A reporter like TensorBoard's and wandb's, which Trainer creates from `report_to`."""
 
     seen: ClassVar[list] = []
 
@@ -212,7 +212,7 @@ class Reporter(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_reporters_see_what_is_logged(tmp_path, monkeypatch, given):
+def test_reporters_get_logged_figures(tmp_path, monkeypatch, given):
     known = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
     monkeypatch.setitem(known, "mine", Reporter)
     monkeypatch.setattr(Reporter, "seen", [])
@@ -237,7 +237,7 @@ def test_reporters_see_what_is_logged(tmp_path, monkeypatch, given):
 
 
 @pytest.mark.parametrize("telemetry", [True, False])
-def test_logs_say_what_the_updates_did(tmp_path, telemetry):
+def test_logs_contain_figures_of_updates(tmp_path, telemetry):
     callback = SparseCallback(ds.RigL, **OPTIONS, telemetry=telemetry)
     trainer = train(Model(), tmp_path, callback, logging_strategy="steps", logging_steps=10)
     entries = [e for e in trainer.state.log_history if "loss" in e]

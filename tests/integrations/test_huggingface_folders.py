@@ -1,4 +1,4 @@
-"""Folders of sparse models: `from_pretrained` loads them, sparse, and without dynsparse refuses."""
+"""`from_pretrained` loads folders of sparse models, and raises without dynsparse."""
 
 import copy
 import json
@@ -65,7 +65,7 @@ def sparse(model, density=0.2, **options):
 
 
 def rewired(model):
-    """The model after a pattern update, its slots not in row-major order."""
+    """Return the model after a pattern update, with slots not in row-major order."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = ds.SET(model, optimizer, total_steps=4, update_interval=1, drop_fraction=0.5)
     for _ in range(2):
@@ -100,7 +100,7 @@ def check_equal(loaded, model):
 
 
 def run(code, *arguments):
-    """The code in another process."""
+    """Run the code in another process."""
     path = os.pathsep.join([str(Path(ds.__file__).parents[1]), str(TESTS)])
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"import torchvision_names\n{code}", *arguments],
@@ -122,7 +122,7 @@ for name, kind in [pair.split("=") for pair in sys.argv[2:]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["dynsparse", "transformers"])
-def test_another_process_loads_them(tmp_path, first):
+def test_load_in_another_process(tmp_path, first):
     second = "transformers" if first == "dynsparse" else "dynsparse"
     models = {}
     for name, (make, _) in KINDS.items():
@@ -147,7 +147,7 @@ def test_another_process_loads_them(tmp_path, first):
 
 
 @pytest.mark.slow
-def test_without_dynsparse_nothing_is_loaded(tmp_path):
+def test_loading_without_dynsparse_raises(tmp_path):
     for name, save in (
         ("plain", bert().save_pretrained),
         ("sparse", sparse(bert()).save_pretrained),
@@ -200,7 +200,7 @@ def test_files_are_small(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_values_are_cast_as_weights_are(dtype, tmp_path):
+def test_values_are_cast_like_weights(dtype, tmp_path):
     model = sparse(gpt2())
     huggingface.save_pretrained(model, tmp_path)
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=dtype)
@@ -208,7 +208,7 @@ def test_values_are_cast_as_weights_are(dtype, tmp_path):
     check_equal(loaded, model.to(dtype))
 
 
-def test_another_head_is_new_and_the_rest_is_loaded(tmp_path):
+def test_new_head_is_initialized_and_the_rest_loaded(tmp_path):
     model = sparse(bert(head=True))
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
@@ -244,7 +244,7 @@ def test_tied_layers_stay_tied(tmp_path):
     assert first.dense is second.dense
 
 
-def test_what_was_loaded_trains_in_trainer_and_resumes(tmp_path):
+def test_loaded_model_trains_in_trainer_and_resumes(tmp_path):
     rewired(sparse(gpt2())).save_pretrained(tmp_path / "saved")
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(40, (16, 8))]
 
@@ -266,7 +266,7 @@ def test_what_was_loaded_trains_in_trainer_and_resumes(tmp_path):
     check_equal(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run/checkpoint-6"), model)
 
 
-def test_save_pretrained_saves_the_state_it_is_given(tmp_path):
+def test_save_pretrained_with_state_dict(tmp_path):
     model = sparse(gpt2())
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_save_pretrained_saves_the_state_it_is_given(tmp_path):
     check_equal(transformers.GPT2LMHeadModel.from_pretrained(tmp_path), model)
 
 
-def test_a_dense_model_is_saved_as_one(tmp_path):
+def test_dense_model_is_saved_as_dense(tmp_path):
     model = sparse(bert())
     model.save_pretrained(tmp_path)
     ds.densify(model).save_pretrained(tmp_path)
@@ -285,14 +285,14 @@ def test_a_dense_model_is_saved_as_one(tmp_path):
     assert not layers(transformers.AutoModel.from_pretrained(tmp_path))
 
 
-def test_copies_are_saved_as_the_model_is(tmp_path):
+def test_copies_are_saved_like_the_model(tmp_path):
     model = sparse(bert())
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         copied.save_pretrained(tmp_path)
         check_equal(transformers.AutoModel.from_pretrained(tmp_path), model)
 
 
-def test_a_state_dict_of_the_file_loads_into_a_sparse_model(tmp_path):
+def test_state_dict_of_the_file_loads_into_a_sparse_model(tmp_path):
     from safetensors.torch import load_file
 
     model = sparse(bert())
@@ -302,7 +302,7 @@ def test_a_state_dict_of_the_file_loads_into_a_sparse_model(tmp_path):
     check_equal(other, model)
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_unsupported_models_raise(tmp_path):
     from safetensors.torch import load_file, save_file
 
     with pytest.raises(ValueError, match="with no sparse layers"):
@@ -334,13 +334,13 @@ def test_what_cannot_be_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_the_page_runs(tmp_path, monkeypatch):
+def test_code_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = PAGE.read_text().partition("## Hugging Face\n")[2].partition("\n## ")[0]
     exec("\n".join(re.findall(r"```py\n(.*?)```", code, re.S)), {})
 
 
-def test_attention_of_torch_is_refused(tmp_path):
+def test_torch_attention_raises(tmp_path):
     config = transformers.SiglipVisionConfig(image_size=16, patch_size=8, **SIZES)
     model = sparse(transformers.SiglipVisionModel(config))
     model.save_pretrained(tmp_path)
@@ -350,7 +350,7 @@ def test_attention_of_torch_is_refused(tmp_path):
     check_equal(loaded, model)
 
 
-def test_int8_goes_to_a_file_of_its_own(tmp_path):
+def test_int8_is_saved_to_a_separate_file(tmp_path):
     ids = torch.arange(6)[None]
     for make in (gpt2, llama):
         model = ds.quantize(sparse(make()))

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("default")
         "optuna",
     ],
 )
-def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
+def test_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         pytest.importorskip(library)
@@ -54,7 +54,7 @@ def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_a_model_of_another_library_takes_one_line(capsys):
+def test_sparsify_a_model_of_another_library(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Sparse training in Keras: it equals masked dense layers and a plain loop."""
+"""Sparse training in Keras equals masked dense layers and a plain loop."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_it_equals_a_plain_loop(name):
+def test_equals_a_plain_loop(name):
     density = BY_NAME[name].first_density(0.3)
     model = network(density, block_size=blocks(name))
     layers = [layer for layer in model.layers if isinstance(layer, sparse.SparseDense)]
@@ -78,7 +78,7 @@ def test_accumulated_batches_equal_a_larger_batch(name):
             )
 
 
-def test_infinite_gradients_of_any_accumulated_batch_are_found():
+def test_infinite_gradient_of_any_accumulated_batch_raises():
     model = network(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     x, y = numbers(40, 12), numbers(40, 4, seed=1)
     x[0] = np.inf
@@ -88,14 +88,14 @@ def test_infinite_gradients_of_any_accumulated_batch_are_found():
 
 
 class Exact(keras.layers.Dense):
-    """Keras' own product of float64 is one of float32."""
+    """A Dense layer in exact float64; Keras' own computes in float32."""
 
     def call(self, x):
         return self.activation(x @ self.kernel.value + self.bias.value)
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_it_equals_masked_dense_layers_step_by_step(optimizer):
+def test_equals_masked_dense_layers_step_by_step(optimizer):
     model = network(optimizer=OPTIMIZERS[optimizer]())
     twin = keras.Sequential([keras.Input((12,), dtype="float64"), Exact(16, "relu"), Exact(4)])
     layers = [model.layers[0], model.layers[2]]
@@ -145,7 +145,7 @@ def test_it_equals_masked_dense_layers_step_by_step(optimizer):
 
 
 @pytest.mark.parametrize("name", ["rigl", "gmp"])
-def test_many_steps_for_one_call_give_the_same_bits(name):
+def test_steps_per_execution_is_exact(name):
     made = sparse.CALLBACKS[BY_NAME[name].trainer.__name__]
     density = BY_NAME[name].first_density(0.3)
     calls = []
@@ -172,7 +172,7 @@ def test_many_steps_for_one_call_give_the_same_bits(name):
     )
 
 
-def test_averages_and_accumulators_follow():
+def test_averages_and_accumulators_follow_the_pattern():
     optimizer = keras.optimizers.Adagrad(
         0.1, initial_accumulator_value=0.25, use_ema=True, ema_momentum=0.5
     )
@@ -237,7 +237,7 @@ def test_frozen_layers_keep_their_pattern():
     assert model.layers[2].pattern != before[1]
 
 
-def test_after_an_interrupt_the_next_callback_leads():
+def test_new_callback_after_an_interrupt_is_active():
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             raise KeyboardInterrupt
@@ -279,7 +279,7 @@ def dense_network():
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_what_cannot_follow_is_refused(case):
+def test_unsupported_settings_raise(case):
     make, given, error, words = REFUSED[case]
     callback = sparse.RigL(**given)
     if error is None:
@@ -294,7 +294,7 @@ def test_what_cannot_follow_is_refused(case):
 
 
 @pytest.mark.parametrize("backend", ["numpy", "tensorflow"])
-def test_another_backend_gets_a_line(backend):
+def test_other_backends_raise(backend):
     code = "import dynsparse.integrations.keras"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Files that Keras writes hold the training: what resumes from them is exact."""
+"""Resuming a training from files that Keras writes is exact."""
 
 import numpy as np
 import pytest
@@ -33,8 +33,8 @@ def test_resuming_from_a_keras_file_is_exact(name, tmp_path):
     equal(resumed, whole)
 
 
-def test_a_backup_is_resumed_from(tmp_path):
-    """The model is made anew, with other sizes than those to which the training has come."""
+def test_resume_from_backup(tmp_path):
+    """The model is created again with other layer sizes than the training has reached."""
     whole = network(1.0, dropout=0.2, optimizer="adam")
     given = {"total_steps": 40, "update_interval": 3, "final_density": 0.2}
     fit(whole, sparse.GMP(**given), epochs=4, shuffle=True)
@@ -57,7 +57,7 @@ def test_a_backup_is_resumed_from(tmp_path):
     equal(again, whole)
 
 
-def test_a_file_that_held_a_training_may_begin_another(tmp_path):
+def test_file_of_a_training_may_start_another(tmp_path):
     model = network()
     fit(model, sparse.RigL(update_interval=3))
     model.save(tmp_path / "a.keras")
@@ -71,7 +71,7 @@ def test_a_file_that_held_a_training_may_begin_another(tmp_path):
     assert callback.sparse_trainer.steps == 20
 
 
-def test_a_damaged_state_is_refused(tmp_path):
+def test_damaged_state_raises(tmp_path):
     import h5py
 
     model = network()

@@ -1,4 +1,4 @@
-"""Sparse layers of Keras, and what `sparsify` makes of its models."""
+"""Sparse layers for Keras, and `sparsify` of Keras models."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize("given", CONVOLUTIONS, ids=lambda given: ",".join(given) or "plain")
-def test_a_convolution_computes_what_keras_own_does(given):
+def test_convolution_equals_keras(given):
     given = {"kernel_size": 3} | given
     layer = sparse.SparseConv2D(8, density=0.4, seed=1, **given)
     given.pop("block_size", None)
@@ -73,7 +73,7 @@ class Own(keras.Model):
         return x
 
 
-def test_a_functional_model_becomes_sparse_in_place(capsys, tmp_path):
+def test_sparsify_functional_model(capsys, tmp_path):
     model = functional()
     x = numbers(8, 6, 6, 2)
     shared = model.get_layer("shared")
@@ -102,7 +102,7 @@ def test_a_functional_model_becomes_sparse_in_place(capsys, tmp_path):
     np.testing.assert_array_equal(again.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
-def test_a_subclassed_model_becomes_sparse_in_place():
+def test_sparsify_subclassed_model():
     model = Own()
     with pytest.raises(ValueError, match="build it"):
         sparse.sparsify(model)
@@ -120,7 +120,7 @@ def test_a_subclassed_model_becomes_sparse_in_place():
         sparse.sparsify(model)
 
 
-def test_nothing_changes_where_sparsify_refuses():
+def test_failing_sparsify_changes_nothing():
     model = functional()
     for given in ({"density": 2.0}, {"exclude": ["nobody"]}, {"block_size": 7}):
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
@@ -138,7 +138,7 @@ def test_mixed_precision_keeps_values_in_float32():
     assert layer.values.value.grad is not None
 
 
-def test_layers_are_made_anew_from_their_configuration():
+def test_layers_from_config():
     layer = sparse.SparseDense(8, "relu", density=0.5, block_size=2, seed=3,
                                kernel_regularizer=keras.regularizers.L2(0.1))  # fmt: skip
     x = numbers(3, 6)
@@ -165,6 +165,6 @@ def test_layers_are_made_anew_from_their_configuration():
         (lambda: sparse.SparseConv2D(8, 3, block_size=2)(numbers(2, 5, 5, 3)), "block"),
     ],
 )
-def test_wrong_options_get_a_line(make, words):
+def test_wrong_options_raise(make, words):
     with pytest.raises((ValueError, TypeError), match=words):
         make()

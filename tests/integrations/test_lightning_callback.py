@@ -1,4 +1,4 @@
-"""Sparse training in Lightning: it equals a plain loop, and resumes exactly."""
+"""Sparse training in Lightning equals a plain loop and resumes exactly."""
 
 import logging
 import warnings
@@ -71,7 +71,7 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_equals_a_plain_loop(tmp_path, accumulate):
+def test_equals_a_plain_loop(tmp_path, accumulate):
     torch.manual_seed(1)
     module, callback = Module(), SparseCallback(ds.RigL, **OPTIONS)
     fit(module, callback, tmp_path, 2, trainer={"accumulate_grad_batches": accumulate})
@@ -121,7 +121,7 @@ def test_bf16(tmp_path):
     assert all(p.isfinite().all() for p in module.parameters())
 
 
-def test_what_cannot_be_followed_is_refused(tmp_path):
+def test_unsupported_settings_raise(tmp_path):
     module = Module(optimizers=2)
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="follows one optimizer, configure_optimizers returned 2"):

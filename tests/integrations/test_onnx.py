@@ -1,4 +1,4 @@
-"""Sparse models in ONNX: onnxruntime computes what the model does, and patterns come back."""
+"""ONNX export equals the model in onnxruntime, and import restores patterns."""
 
 import json
 import os
@@ -104,9 +104,7 @@ def computed(file, x):
 
 @pytest.mark.parametrize(("weights", "block_size"), [("dense", 4), ("sparse", 1), ("sparse", 4)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnxruntime_computes_what_the_model_does_and_it_comes_back(
-    kind, weights, block_size, tmp_path
-):
+def test_export_equals_the_model_and_round_trips(kind, weights, block_size, tmp_path):
     make, draw, dynamic = KINDS[kind]
     model, x = make(block_size).eval(), draw()
     first = next(iter(sparse_layers(model).values()))
@@ -128,10 +126,10 @@ def test_onnxruntime_computes_what_the_model_does_and_it_comes_back(
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     if weights == "sparse":
-        check_comes_back(file, model, x)
+        check_round_trip(file, model, x)
 
 
-def check_comes_back(file, model, x):
+def check_round_trip(file, model, x):
     again = ds.integrations.onnx.import_(file).eval()
     for name, layer in sparse_layers(model).items():
         if isinstance(layer, SparseEmbedding):
@@ -144,7 +142,7 @@ def check_comes_back(file, model, x):
         torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_what_was_imported_trains_and_is_exported_again(tmp_path):
+def test_imported_model_trains_and_exports_again(tmp_path):
     model, x = mlp(4), KINDS["mlp"][1]()
     ds.integrations.onnx.export(model, (x,), tmp_path / "a.onnx", "sparse")
     again = ds.integrations.onnx.import_(tmp_path / "a.onnx")
@@ -162,7 +160,7 @@ def test_what_was_imported_trains_and_is_exported_again(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types_come_back_bit_for_bit(dtype, tmp_path):
+def test_other_dtypes_round_trip(dtype, tmp_path):
     model = mlp().to(dtype).eval()
     file = tmp_path / "model.onnx"
     export(model, (torch.randn(2, 24, dtype=dtype),), file, "sparse")
@@ -179,7 +177,7 @@ def test_other_types_come_back_bit_for_bit(dtype, tmp_path):
 
 
 def foreign(path, gemm=False):
-    """A model as another exporter writes it: x W + b, W [in, out]."""
+    """Write a model like another exporter: x W + b, W [in, out]."""
     rng = np.random.default_rng(0)
     helper, numpy_helper = onnx.helper, onnx.numpy_helper
     w1, w2 = (rng.normal(size=size).astype(np.float32) for size in ((8, 12), (12, 6)))
@@ -204,7 +202,7 @@ def foreign(path, gemm=False):
     return w1, bias, w2
 
 
-def test_the_largest_weights_of_a_foreign_model_stay(tmp_path):
+def test_import_keeps_the_largest_weights_of_a_foreign_model(tmp_path):
     w1, bias, w2 = foreign(tmp_path / "m.onnx")
     densities = sparsify_onnx(tmp_path / "m.onnx", tmp_path / "s.onnx", 0.25, allocation="uniform")
     assert densities == {"fc1.weight": 0.25, "fc2.weight": 0.25}
@@ -227,7 +225,7 @@ def test_the_largest_weights_of_a_foreign_model_stay(tmp_path):
 
 
 @pytest.mark.parametrize("block_size", [1, 2])
-def test_weights_go_there_and_back(block_size, tmp_path):
+def test_weights_round_trip(block_size, tmp_path):
     model = mlp(block_size).eval()
     x = KINDS["mlp"][1]()
     a, b, c, w = (str(tmp_path / name) for name in ("a.onnx", "b.onnx", "c.onnx", "w.safetensors"))
@@ -245,7 +243,7 @@ def test_weights_go_there_and_back(block_size, tmp_path):
     assert not onnx.load(c).graph.sparse_initializer
 
 
-def test_a_trained_model_goes_into_its_graph(tmp_path):
+def test_trained_weights_are_written_into_the_graph(tmp_path):
     model, x = mlp(), KINDS["mlp"][1]()
     ds.integrations.onnx.export(model, (x,), tmp_path / "a.onnx")
     with torch.no_grad():
@@ -284,7 +282,7 @@ def test_convolutions(weights, tmp_path):
     torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_shared_layer_is_one_weight(tmp_path):
+def test_shared_layer_is_exported_once(tmp_path):
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
     model = ds.sparsify(nn.Sequential(layer, nn.Tanh(), layer), density=0.3, verbose=False).eval()
@@ -297,7 +295,7 @@ def test_a_shared_layer_is_one_weight(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["dense", "sparse"])
-def test_a_head_tied_to_its_embedding_is_one_weight(weights, tmp_path):
+def test_tied_head_is_exported_once(weights, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40))
     model[2].weight = model[0].weight
@@ -315,7 +313,7 @@ def test_a_head_tied_to_its_embedding_is_one_weight(weights, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["dense", "sparse"])
-def test_large_weights_go_into_a_second_file(weights, tmp_path, monkeypatch):
+def test_large_weights_are_stored_in_a_second_file(weights, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "_MAX_BYTES", 20_000)
     layers = [nn.Linear(24, 400), nn.ReLU(), nn.Linear(400, 5)]
     model = ds.sparsify(nn.Sequential(*layers), 0.1, exclude=["2"], verbose=False).eval()
@@ -337,8 +335,8 @@ def test_large_weights_go_into_a_second_file(weights, tmp_path, monkeypatch):
     assert not (tmp_path / "c.onnx").exists()
 
 
-def test_attention_with_a_bias_on_its_scores(tmp_path):
-    """torch's exporter does not export its fused form."""
+def test_attention_with_additive_mask(tmp_path):
+    """torch's exporter does not support the fused form."""
 
     class Biased(nn.Module):
         def __init__(self):
@@ -372,7 +370,7 @@ class TestRefused:
             export(mlp(), (torch.randn(1, 3),), file)
         assert not file.exists()
 
-    def test_a_file_that_is_no_onnx(self, tmp_path):
+    def test_file_that_is_not_onnx(self, tmp_path):
         file = tmp_path / "m.onnx"
         file.write_bytes(b"\x07 no model")
         with pytest.raises(ValueError, match="no valid ONNX file"):
@@ -380,7 +378,7 @@ class TestRefused:
         with pytest.raises(FileNotFoundError):
             weights_from_onnx(tmp_path / "none.onnx", tmp_path / "w")
 
-    def test_blocks_that_are_none(self, tmp_path):
+    def test_invalid_blocks(self, tmp_path):
         file = tmp_path / "m.onnx"
         export(mlp(2), (torch.randn(1, 24),), file, "sparse")
         proto = onnx.load(str(file))
@@ -414,14 +412,14 @@ class TestRefused:
             weights_to_onnx(tmp_path / "w.safetensors", tmp_path / "a.onnx", tmp_path / "b.onnx")
         assert not (tmp_path / "b.onnx").exists()
 
-    def test_what_cannot_be_made_sparse(self, tmp_path):
+    def test_models_that_cannot_be_sparse(self, tmp_path):
         foreign(tmp_path / "m.onnx")
         with pytest.raises(ValueError, match="no linear layer whose sides block_size=5 divides"):
             sparsify_onnx(tmp_path / "m.onnx", tmp_path / "s.onnx", 0.1, block_size=5)
 
 
 def one_matrix(path, nodes, square, sparse):
-    """A file whose nodes take one matrix W, each as it says: (orientation, bias)."""
+    """Write a file whose nodes share one matrix W, each with its (orientation, bias)."""
     helper, numpy_helper = onnx.helper, onnx.numpy_helper
     torch.manual_seed(0)
     width = 6 if square else 4
@@ -466,7 +464,7 @@ def one_matrix(path, nodes, square, sparse):
         ([(0, False), (0, True), (1, False)], True),
     ],
 )
-def test_nodes_that_take_one_matrix_in_their_own_ways(nodes, square, sparse, tmp_path):
+def test_nodes_that_share_a_matrix_in_different_orientations(nodes, square, sparse, tmp_path):
     one_matrix(tmp_path / "a.onnx", nodes, square, False)
     x = torch.randn(5, 6)
     expected = computed(tmp_path / "a.onnx", x)
@@ -482,7 +480,7 @@ def test_nodes_that_take_one_matrix_in_their_own_ways(nodes, square, sparse, tmp
 
 
 @pytest.mark.parametrize("name", ["../../x.weight", "a..weight"])
-def test_names_that_no_module_can_have_are_refused(name, tmp_path):
+def test_invalid_module_names_raise(name, tmp_path):
     make, floats = onnx.helper, onnx.TensorProto.FLOAT
     inside, outside = (make.make_tensor_value_info(n, floats, [1, 4]) for n in ("x", "y"))
     weight = make.make_tensor(name, floats, [4, 4], np.ones(16, np.float32))
@@ -493,7 +491,7 @@ def test_names_that_no_module_can_have_are_refused(name, tmp_path):
         import_(tmp_path / "names.onnx")
 
 
-def test_a_small_file_that_stands_for_a_large_matrix_is_refused(tmp_path):
+def test_small_file_with_a_huge_matrix_raises(tmp_path):
     make = onnx.helper
     floats = onnx.TensorProto.FLOAT
     values = make.make_tensor("w", floats, [1], [1.0])
@@ -517,7 +515,7 @@ def test_a_small_file_that_stands_for_a_large_matrix_is_refused(tmp_path):
         (lambda: SparseEmbedding(10, 8, 0.5), torch.tensor([1, 2])),
     ],
 )
-def test_torchs_own_exporter_names_this_one(layer, x, dynamo, tmp_path):
+def test_torch_exporter_error_points_to_this_one(layer, x, dynamo, tmp_path):
     with pytest.raises(
         Exception, match=r"sparse layers: use dynsparse\.integrations\.onnx\.export"
     ):

@@ -1,4 +1,4 @@
-"""Models of other libraries in onnxruntime: exported and equal, or refused in one line."""
+"""Models of other libraries are equal in onnxruntime, or export raises a one-line error."""
 
 import sys
 import warnings
@@ -34,7 +34,7 @@ def tensors(output):
 
 
 class Positional(nn.Module):
-    """The model with its arguments by position, and a list of tensors as output."""
+    """Calls the model with positional arguments and returns a list of tensors."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -46,7 +46,7 @@ class Positional(nn.Module):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_onnxruntime_computes_what_the_model_does(name, tmp_path):
+def test_onnxruntime_equals_the_model(name, tmp_path):
     package, make = MODELS[name]
     pytest.importorskip(package)
     model, batch = make()

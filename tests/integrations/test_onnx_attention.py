@@ -1,4 +1,4 @@
-"""Attention with a pattern, exported to ONNX: its pattern becomes a mask of standard operators."""
+"""Attention with a pattern is exported to ONNX as masked attention in standard operators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("weights", ["dense", "sparse"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_onnxruntime_computes_what_the_layer_does(causal, weights, tmp_path):
+def test_onnxruntime_equals_the_layer(causal, weights, tmp_path):
     torch.manual_seed(0)
     model, x = Attention(causal).eval(), torch.randn(2, 32, 16)
     file = tmp_path / "model.onnx"

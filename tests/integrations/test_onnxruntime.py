@@ -1,4 +1,4 @@
-"""The operator of sparse layers in onnxruntime: against float64, and files that it refuses."""
+"""The onnxruntime operator of sparse layers equals float64, and rejects bad files."""
 
 import re
 import warnings
@@ -51,7 +51,7 @@ def file_of(
     kind="SparseLinear",
     **tensors,
 ):
-    """An ONNX file with one node; `changes` of its attributes, other `tensors`."""
+    """Make an ONNX file with one node, with changed attributes or tensors."""
     pattern = layer.pattern
     form, packed = pack(pattern.sorted_flat, pattern.grid[0] * pattern.grid[1])
     tensors = {
@@ -129,7 +129,7 @@ def test_products_of_any_batch(out, in_, density, block_size, threads):
                 )
 
 
-def test_a_layer_without_blocks():
+def test_layer_without_blocks():
     layer = layer_of(6, 9, 0.5, 1)
     none = np.zeros(0, np.float32)
     run = session(file_of(layer, values=none, pattern=np.zeros(0, np.uint8), changes={"gaps": 1}))
@@ -142,7 +142,7 @@ def test_a_layer_without_blocks():
     [(5, 7, 0.5, 1), (1024, 512, 0.2, 1), (64, 32, 0.3, 4), (768, 1536, 0.3, 16), (40, 24, 0.6, 8)],
 )
 @pytest.mark.parametrize("activations", ["float32", "int8"])
-def test_int8_computes_as_the_layer_does(tmp_path, out, in_, density, block_size, activations):
+def test_int8_equals_the_layer(tmp_path, out, in_, density, block_size, activations):
     model = nn.Sequential(layer_of(out, in_, density, block_size), nn.ReLU())
     ds.quantize(model, activations)
     file = tmp_path / "model.onnx"
@@ -177,7 +177,7 @@ def test_int8_layers_export_as_float32(tmp_path, weights):
         ({"values": np.zeros((3, 2, 8, 4), np.int8)}, "the pattern is not one of as many blocks"),
     ],
 )
-def test_files_with_int8_that_are_refused(changes, message):
+def test_bad_int8_files_raise(changes, message):
     inputs = "x", "values", "pattern", "scale"
     tensors = {"values": np.zeros((2, 2, 8, 4), np.int8), "scale": np.ones(16, np.float32)}
     layer = layer_of(16, 16, 0.5, 8)
@@ -223,14 +223,14 @@ def test_files_with_int8_that_are_refused(changes, message):
         ({"inputs": ("x", "other", "pattern")}, "all inputs but x must be initializers"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(given, message):
+def test_bad_files_raise(given, message):
     pattern = SparsePattern([0, 2, 4], [1, 0, 4], shape=(5, 5))
     layer = SparseLinear(5, 5, pattern=pattern)
     with pytest.raises(Exception, match=re.escape(message)):  # of onnxruntime's own classes
         session(file_of(layer, **given))
 
 
-def test_another_width_of_x_is_refused():
+def test_wrong_width_of_x_raises():
     run = session(file_of(layer_of(5, 7, 0.5, 1)))
     for x in (np.zeros((2, 8), np.float32), np.array(1, np.float32)):
         with pytest.raises(Exception, match=r"x must be \[\.\.\., 7\]"):
@@ -238,7 +238,7 @@ def test_another_width_of_x_is_refused():
 
 
 class Shared(nn.Module):
-    """One layer used twice, another that shares its weight, and a ReLU of a value used twice."""
+    """A layer used twice, another that shares its weight, and a ReLU of a value used twice."""
 
     def __init__(self):
         super().__init__()
@@ -301,7 +301,7 @@ def test_files_are_as_small_as_their_weights(tmp_path):
     assert (tmp_path / "model.onnx").stat().st_size < 0.14 * 4 * 512 * 512
 
 
-def test_a_dynamic_batch_and_a_pattern_that_was_updated(tmp_path):
+def test_dynamic_batch_and_updated_pattern(tmp_path):
     model, x = network("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = ds.SET(model, optimizer, total_steps=10, update_interval=1)
@@ -319,13 +319,13 @@ def test_a_dynamic_batch_and_a_pattern_that_was_updated(tmp_path):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_the_page_runs(tmp_path, monkeypatch):
+def test_code_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = PAGE.read_text().partition("## onnxruntime\n")[2].partition("\n## ")[0]
     exec("\n".join(re.findall(r"```py\n(.*?)```", code, re.S)), {})
 
 
-def test_other_dtypes_are_refused(tmp_path):
+def test_other_dtypes_raise(tmp_path):
     model, x = network("mlp")
     with pytest.raises(ValueError, match="the operator needs float32 weights, got those of"):
         export(model.double(), (x.double(),), tmp_path / "m.onnx", weights="operator")
@@ -349,7 +349,7 @@ def test_files_of_other_exporters(tmp_path):
     np.testing.assert_array_equal(a, c)
 
 
-def test_the_library_is_chosen_and_registered(monkeypatch):
+def test_library_is_selected_and_registered(monkeypatch):
     assert library().name.startswith("libdynsparse_onnxruntime_")
     monkeypatch.setenv("DYNSPARSE_ISA", "v9")
     with pytest.raises(ValueError, match="DYNSPARSE_ISA must be one of"):

@@ -1,4 +1,4 @@
-"""Sparse models in the folders of sentence-transformers."""
+"""Sparse models in folders of sentence-transformers."""
 
 import warnings
 
@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def test_a_folder_loads_as_it_was_saved(tmp_path):
+def test_folder_round_trips(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "sparse", "dense"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")

@@ -1,4 +1,4 @@
-"""The server of examples/serving: the outputs of the model, over HTTP."""
+"""The server of examples/serving returns the outputs of the model over HTTP."""
 
 import os
 import runpy
@@ -22,7 +22,7 @@ from dynsparse.integrations.onnx import export
 SERVER = Path(__file__).parents[2] / "examples" / "serving" / "serve.py"
 
 
-def test_a_server_answers_as_the_model(tmp_path, monkeypatch):
+def test_server_equals_the_model(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 8))
     ds.freeze(ds.sparsify(model, 0.2, verbose=False))
     x = torch.randn(3, 24)

@@ -1,7 +1,6 @@
-"""Models of other libraries, tiny and with random weights: name -> a function that makes one.
+"""Tiny models of other libraries with random weights, by name.
 
-Each function returns (model, batch): `model(**batch)` gives what training and comparing need, a
-tensor or an object that holds some.
+Each function returns (model, batch); `model(**batch)` returns a tensor or an object of tensors.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def _torchvision(name: str, make_model: Callable[[Any], nn.Module], size: int = 
 
 
 class _Positional(nn.Module):
-    """A model that is called with one unnamed argument."""
+    """Calls a model with one positional argument."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

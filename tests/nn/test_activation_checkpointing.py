@@ -1,4 +1,4 @@
-"""Activation checkpointing, both ways, with and without autocast, equals the plain run."""
+"""Activation checkpointing, reentrant or not, with and without autocast, equals plain training."""
 
 import copy
 
@@ -60,7 +60,7 @@ def train(model, how, low):
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("kind", MODELS)
-def test_it_equals_the_plain_run(kind, block_size, low, reentrant):
+def test_checkpointing_equals_plain_training(kind, block_size, low, reentrant):
     torch.manual_seed(0)
     model = MODELS[kind](block_size)
     twin = copy.deepcopy(model)

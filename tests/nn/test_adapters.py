@@ -1,4 +1,4 @@
-"""LoRA of PEFT over sparse layers, and sparse layers under LoRA."""
+"""PEFT's LoRA adapters on sparse layers."""
 
 import warnings
 
@@ -40,7 +40,7 @@ def step(model, x):
         optimizer.step()
 
 
-def test_adapters_over_sparse_layers_add_what_they_should():
+def test_adapter_output_is_added_to_sparse_layers():
     base = ds.sparsify(Model(), 0.3, verbose=False)
     x = torch.randn(5, 16)
     before = base(x)
@@ -58,7 +58,7 @@ def test_adapters_over_sparse_layers_add_what_they_should():
     torch.testing.assert_close(up(x), expected)
 
 
-def test_sparse_layers_under_adapters():
+def test_sparsify_below_adapters():
     tuned = peft.get_peft_model(Model(), peft.LoraConfig(r=2, target_modules=["up", "down"]))
     ds.sparsify(tuned, 0.3, verbose=False)
     sparse = [name for name, m in tuned.named_modules() if isinstance(m, SparseLinear)]
@@ -86,7 +86,7 @@ def masked_weight(layer):
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_a_step_is_that_of_a_masked_dense_layer(block_size):
+def test_step_equals_masked_dense_layer(block_size):
     base, _ = sparse_model(block_size=block_size)
     up, x = base.up, torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
     nn.init.normal_(up.lora_B["default"].weight)
@@ -99,7 +99,7 @@ def test_a_step_is_that_of_a_masked_dense_layer(block_size):
     assert torch.equal(up.get_delta_weight("default") == 0, ~up.base_layer.pattern.to_mask())
 
 
-def test_merging_keeps_every_zero():
+def test_merge_keeps_zeros():
     base, tuned = sparse_model()
     x = torch.randn(5, 16, dtype=torch.float64)
     zeros, values = base.up.base_layer.to_dense() == 0, base.up.base_layer.values.detach().clone()
@@ -120,7 +120,7 @@ def test_merging_keeps_every_zero():
     torch.testing.assert_close(merged(x), expected)
 
 
-def test_a_safe_merge_refuses_nan():
+def test_safe_merge_rejects_nan():
     base, tuned = sparse_model()
     nn.init.constant_(base.up.lora_B["default"].weight, torch.nan)
     values = base.up.base_layer.values.detach().clone()
@@ -129,7 +129,7 @@ def test_a_safe_merge_refuses_nan():
     assert torch.equal(base.up.base_layer.values, values)
 
 
-def test_dropout_is_before_the_adapter_alone():
+def test_dropout_applies_to_the_adapter_only():
     torch.manual_seed(0)
     base = ds.sparsify(Model().double(), 0.3, verbose=False)
     settings = peft.LoraConfig(r=2, target_modules=["up"], lora_dropout=0.5)
@@ -168,12 +168,12 @@ def test_bfloat16_layers_have_float32_adapters():
         ),
     ],
 )
-def test_variants_are_refused(settings, message):
+def test_unsupported_lora_variants_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         sparse_lora(peft.LoraConfig(r=2, target_modules=["up"], **settings))
 
 
-def test_convolutions_and_mixed_batches_are_refused():
+def test_convolutions_and_mixed_batches_raise():
     conv = ds.sparsify(nn.Sequential(nn.Conv2d(4, 8, 3)), 0.5, verbose=False)
     with pytest.raises(ValueError, match="adapters need a sparse linear layer, got SparseConv2d"):
         peft.get_peft_model(conv, sparse_lora(peft.LoraConfig(r=2, target_modules=["0"])))

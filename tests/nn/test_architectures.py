@@ -1,4 +1,4 @@
-"""Models of other libraries: sparsified by one line, trained, saved, loaded, equal."""
+"""Models of other libraries are sparsified, trained, saved and loaded."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def tensors(output):
-    """What of a model's output has a gradient."""
+    """Return the tensors of a model's output that require a gradient."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
@@ -33,7 +33,7 @@ def tensors(output):
 
 
 def loss_of(model, batch):
-    """The distance from what is the same in every step, and else arbitrary."""
+    """Return the distance of the outputs from fixed random targets."""
     chance = torch.Generator().manual_seed(0)
     found = tensors(model(**batch))
     return sum((t - torch.randn(t.shape, generator=chance)).square().mean() for t in found)
@@ -47,7 +47,7 @@ def made(name):
         return make()
 
 
-def test_there_are_enough_of_them():
+def test_number_of_architectures():
     assert len(MODELS) >= 30
     assert {package for package, _ in MODELS.values()} == {
         "transformers", "timm", "torchvision", "open_clip", "torch_geometric"
@@ -55,7 +55,7 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_the_page_names_them():
+def test_page_lists_architectures():
     table = PAGE.read_text().split("<!-- models -->")[1].split("<!-- /models -->")[0]
     named = dict(re.findall(r"^\| (\w+) \| (`.*) \|$", table, re.M))
     found = {
@@ -66,7 +66,7 @@ def test_the_page_names_them():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sparsified_trained_saved_and_loaded(name, tmp_path):
+def test_sparsify_train_save_and_load(name, tmp_path):
     model, batch = made(name)
     ds.sparsify(model, 0.3, verbose=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -105,7 +105,7 @@ def test_sparsified_trained_saved_and_loaded(name, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg"])
-def test_options_of_timm_initialise_nothing(option, tmp_path):
+def test_timm_checkpoint_options_raise_for_sparse_files(option, tmp_path):
     timm = pytest.importorskip("timm")
     sizes = {"depth": 1, "embed_dim": 32, "num_heads": 2}
     model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
@@ -123,7 +123,7 @@ def test_options_of_timm_initialise_nothing(option, tmp_path):
     assert torch.equal(loaded(x), model(x))
 
 
-def test_experts_in_one_parameter_are_named():
+def test_fused_experts_are_reported():
     lines = describe_of("MixtralForCausalLM")
     assert "2 MixtralExperts: 24,576 parameters stay dense" in lines
     assert lines[-1].startswith("warning: ")
@@ -137,7 +137,7 @@ def describe_of(name):
 @pytest.mark.parametrize(
     "name", ["torch_geometric GraphSAGE", "GPT2LMHeadModel", "timm convnext_atto"]
 )
-def test_densify_gives_back_the_classes_there_were(name):
+def test_densify_restores_module_classes(name):
     model, batch = made(name)
     kinds = [type(module) for module in model.modules()]
     ds.sparsify(model, 0.3, verbose=False).eval()
@@ -152,8 +152,8 @@ def test_densify_gives_back_the_classes_there_were(name):
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "ViTForImageClassification"])
 @pytest.mark.parametrize("way", ["ours", "its own names"])
-def test_files_with_the_models_own_names(name, way, tmp_path):
-    """transformers saves these two under other names, or in other shapes, unless told not to."""
+def test_files_with_renamed_or_reshaped_weights(name, way, tmp_path):
+    """transformers saves these two models under other names or in other shapes by default."""
     model, batch = made(name)
     ds.sparsify(model, 0.3, verbose=False)
     if way == "ours":
@@ -167,7 +167,7 @@ def test_files_with_the_models_own_names(name, way, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_experts_that_are_not_all_there_are_refused(tmp_path):
+def test_missing_experts_raise(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model, _ = made("MixtralForCausalLM")

@@ -1,4 +1,4 @@
-"""Attention layers that look at the blocks of a pattern: equal to masked dense ones."""
+"""Attention restricted to the blocks of a pattern equals masked dense attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layer(pattern, dtype=torch.float32, **named):
 
 
 def with_mask(pattern, causal):
-    """The mask of torch's attention: True where a query may not look."""
+    """Return the mask of torch's attention: True where a query may not attend."""
     seen = pattern.to_mask()
     # Rows that see nothing are NaN in a dense attention.
     assert (seen.tril() if causal else seen).any(1).all()
@@ -44,7 +44,7 @@ def with_mask(pattern, causal):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_it_equals_masked_dense_attention(name, causal, dtype, tolerance):
+def test_equals_masked_dense_attention(name, causal, dtype, tolerance):
     pattern = PATTERNS[name]
     diagonal = range(pattern.grid[0])
     rows = [*pattern.rows.tolist(), *diagonal]
@@ -77,7 +77,7 @@ def test_it_equals_masked_dense_attention(name, causal, dtype, tolerance):
             assert (one - other).abs().max() <= tolerance * scale
 
 
-def test_one_sequence_and_batches_in_second_place():
+def test_unbatched_and_sequence_first_inputs():
     pattern = PATTERNS["window"]
     made = layer(pattern)
     x = torch.randn(2, TOKENS, 16)
@@ -92,7 +92,7 @@ def test_one_sequence_and_batches_in_second_place():
     torch.testing.assert_close(turned.transpose(0, 1), y)
 
 
-def test_queries_and_keys_of_other_numbers():
+def test_different_numbers_of_queries_and_keys():
     pattern = ds.SparsePattern([0, 1, 2], [1, 0, 0], shape=(12, 8), block_size=4)
     made = layer(pattern)
     q, k = torch.randn(2, 12, 16), torch.randn(2, 8, 16)
@@ -118,7 +118,7 @@ def test_dropout_in_training_only():
     torch.testing.assert_close(made(x, x, x, **calls)[0][0], made.out_proj.bias.expand(TOKENS, -1))
 
 
-def test_in_torchs_own_layers_and_compiled():
+def test_in_torch_transformer_layers_and_compiled():
     pattern = PATTERNS["strided"]
     block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = ds.sparsify(nn.Sequential(block), density=0.5, verbose=False).eval()
@@ -132,7 +132,7 @@ def test_in_torchs_own_layers_and_compiled():
     torch.testing.assert_close(compiled(x), wanted)
 
 
-def test_a_transformer_layer():
+def test_transformer_layer():
     pattern = PATTERNS["window"]
     made = ds.nn.SparseTransformerLayer(16, 2, 32, dropout=0, attention_pattern=pattern)
     x = torch.randn(1, TOKENS, 16)
@@ -142,7 +142,7 @@ def test_a_transformer_layer():
     torch.testing.assert_close(y, wanted)
 
 
-def test_state_holds_the_pattern(tmp_path):
+def test_state_dict_contains_the_pattern(tmp_path):
     first, second = (layer(ds.SparsePattern.random((16, 16), 0.5, block_size=4)) for _ in range(2))
     x = torch.randn(1, 16, 16)
     state = first.state_dict()
@@ -167,7 +167,7 @@ def test_state_holds_the_pattern(tmp_path):
     assert other.attention_pattern is before
 
 
-def test_what_does_not_go_together_is_refused():
+def test_incompatible_options_raise():
     pattern = PATTERNS["window"]
     x = torch.randn(1, TOKENS, 16)
     made = layer(pattern)
@@ -195,7 +195,7 @@ def test_what_does_not_go_together_is_refused():
     )
 
 
-def test_a_training_step_moves_everything_but_the_pattern():
+def test_training_step_keeps_the_pattern():
     pattern = PATTERNS["big bird"]
     model = nn.Sequential(nn.Linear(16, 16), ds.nn.SparseTransformerLayer(
         16, 2, 32, density=0.5, attention_pattern=pattern))  # fmt: skip
@@ -233,14 +233,14 @@ def test_patterns_by_hand():
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("block", [1, 2, 3])
-def test_a_window_has_the_blocks_in_which_something_is_near(window, block):
+def test_window_pattern_covers_the_window(window, block):
     apart = (torch.arange(12)[:, None] - torch.arange(12)).abs()
     wanted = ds.SparsePattern.from_mask(apart <= window, block)
     assert attention_patterns.sliding_window(12, window, block_size=block) == wanted
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_big_bird_has_so_many_random_blocks(causal):
+def test_big_bird_number_of_random_blocks(causal):
     generator = torch.Generator().manual_seed(1)
     made = attention_patterns.big_bird(80, block_size=4, causal=causal, generator=generator)
     plain = attention_patterns.big_bird(80, block_size=4, causal=causal, random_blocks=0)
@@ -256,7 +256,7 @@ def test_big_bird_has_so_many_random_blocks(causal):
         assert bool((made.rows >= made.cols).all())
 
 
-def test_patterns_refuse_what_does_not_fit():
+def test_pattern_functions_reject_bad_arguments():
     wrong = [
         (lambda: attention_patterns.sliding_window(10, 1, block_size=4), "multiple of the block"),
         (lambda: attention_patterns.strided(16, 6, block_size=4), "stride must be a multiple"),
@@ -271,7 +271,7 @@ def test_patterns_refuse_what_does_not_fit():
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_batch_without_sequences(need_weights, padded):
+def test_empty_batch(need_weights, padded):
     attention = layer(PATTERNS["window"])
     x = torch.randn(0, TOKENS, 16, requires_grad=True)
     padding = torch.zeros(0, TOKENS, dtype=torch.bool) if padded else None

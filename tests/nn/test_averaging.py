@@ -1,4 +1,4 @@
-"""Averages of models whose patterns change equal masked averages of masked dense models."""
+"""Averaged models with changing patterns equal masked averages of masked dense models."""
 
 import copy
 
@@ -23,7 +23,7 @@ def model(block_size=1):
 @pytest.mark.parametrize("method", [ds.RigL, ds.SET, ds.GMP])
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("own", [False, True])
-def test_an_average_is_that_of_the_masked_dense_model(own, block_size, method):
+def test_average_equals_masked_dense_average(own, block_size, method):
     net = model(block_size)
     if own:
         averaged = copy.deepcopy(net)
@@ -56,7 +56,7 @@ def test_an_average_is_that_of_the_masked_dense_model(own, block_size, method):
     assert changed >= 3
 
 
-def test_other_copies_keep_their_pattern():
+def test_plain_copies_keep_their_pattern():
     net = model()
     snapshot, before = copy.deepcopy(net), net[0].pattern
     averaged = AveragedModel(net)
@@ -71,7 +71,7 @@ def test_other_copies_keep_their_pattern():
     net[0].set_pattern(other)
 
 
-def test_models_that_differ_are_refused():
+def test_different_models_raise():
     net = model()
     with pytest.raises(ValueError, match="is only in one"):
         follow_patterns(net[:2], net)

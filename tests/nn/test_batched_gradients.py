@@ -1,4 +1,4 @@
-"""Several gradients at once by `is_grads_batched`, and `vectorize` of torch.autograd.functional."""
+"""Batched gradients: `is_grads_batched`, and `vectorize` of torch.autograd.functional."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def layer(request):
     return SparseLinear(16, 8, 0.3, block_size, dtype=dtype)
 
 
-def test_gradients_of_a_batch_are_those_of_each(layer):
+def test_batched_gradients_equal_single_ones(layer):
     x = torch.randn(2, 16, dtype=layer.values.dtype, requires_grad=True)
     inputs = [x, layer.values, layer.bias]
     y = layer(x)

@@ -1,4 +1,4 @@
-"""What holds an earlier pattern of a layer is refused where it meets the layer's present values."""
+"""Programs, graphs and weights of an earlier pattern raise if used with the current values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROGRAMS = {
     ],
     ids=["linear", "blocks", "conv", "embedding"],
 )
-def test_a_program_of_an_earlier_pattern_is_refused(kind, make, x):
+def test_program_of_an_earlier_pattern_raises(kind, make, x):
     layer = make()
     program = PROGRAMS[kind](layer, x)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def _offload(layer, x):
 
 @pytest.mark.parametrize("forward", [_recompute, _offload])
 @pytest.mark.parametrize("x_requires_grad", [True, False])
-def test_backward_after_an_update_is_refused(forward, x_requires_grad):
+def test_backward_after_an_update_raises(forward, x_requires_grad):
     layer = _layer()
     y = forward(layer, torch.randn(4, 16, requires_grad=x_requires_grad))
     layer.set_pattern(_other_pattern(layer))
@@ -88,8 +88,8 @@ def test_backward_after_an_update_is_refused(forward, x_requires_grad):
     assert layer.values.grad is not None
 
 
-def test_backward_of_others_with_the_earlier_pattern_works():
-    """Values that are not the layer's go on with the index that the layer had."""
+def test_backward_with_the_earlier_index_and_other_values():
+    """Values that are not the layer's still work with the layer's earlier index."""
     layer = _layer()
     index, values = layer.index, layer.values.detach().clone().requires_grad_()
     layer.set_pattern(_other_pattern(layer))
@@ -98,7 +98,7 @@ def test_backward_of_others_with_the_earlier_pattern_works():
     assert values.grad is not None
 
 
-def test_a_dense_weight_that_outlives_an_update_has_no_gradient():
+def test_dense_weight_from_before_an_update_has_no_gradient():
     layer = _layer()
     dense = layer.to_dense()
     layer.set_pattern(_other_pattern(layer))
@@ -108,7 +108,7 @@ def test_a_dense_weight_that_outlives_an_update_has_no_gradient():
     torch.testing.assert_close(layer.values.grad, torch.ones_like(layer.values))
 
 
-def test_values_of_another_layer_need_its_pattern():
+def test_values_of_another_layer_require_its_pattern():
     one, other = _layer(0), _layer(1)
     x = torch.randn(4, 16)
     expected = other(x)
@@ -122,7 +122,7 @@ def test_values_of_another_layer_need_its_pattern():
     assert torch.equal(one(x), copy.deepcopy(one)(x))
 
 
-def test_the_same_pattern_keeps_an_open_capture():
+def test_setting_the_same_pattern_keeps_the_capture():
     layer = _layer()
     pairs = capture.start(layer.index.row_ptr, layer.values)
     layer(torch.randn(4, 16)).sum().backward()
@@ -131,8 +131,8 @@ def test_the_same_pattern_keeps_an_open_capture():
     assert capture.is_open(layer.index.row_ptr)
 
 
-def test_a_pickle_holds_values_and_pattern_of_one_moment():
-    """The pattern changes after pickle has read the layer's state, and before it reads values."""
+def test_pickle_is_consistent_during_an_update():
+    """The pattern changes after pickle has read the layer's state and before it reads values."""
     layer = _layer()
     dense = layer.to_dense().detach().clone()
     rebuild, arguments, state = layer.__reduce_ex__(4)[:3]

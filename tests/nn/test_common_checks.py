@@ -1,6 +1,6 @@
-"""What transformers and timm test of each of their models, of models made sparse.
+"""The common tests of transformers and timm models, applied to sparsified models.
 
-A check compares with the dense model of the same weights where there is an outside reference.
+Where possible, a check compares with the dense model of the same weights.
 """
 
 import copy
@@ -40,7 +40,7 @@ def close(mine, theirs):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PICTURES])
-def test_a_batch_is_its_samples(name):
+def test_batch_equals_single_samples(name):
     model, batch = sparse(name)
     with torch.no_grad():
         together = tensors(model(**batch))[0]
@@ -49,7 +49,7 @@ def test_a_batch_is_its_samples(name):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PICTURES])
-def test_outputs_and_gradients_are_those_of_the_dense_model(name):
+def test_outputs_and_gradients_equal_the_dense_model(name):
     model, batch = sparse(name)
     dense = ds.densify(copy.deepcopy(model))
     losses = []
@@ -108,8 +108,8 @@ def test_gradient_checkpointing(name):
         close(mine, theirs)
 
 
-def test_another_number_of_tokens():
-    """An untied head must be an nn.Linear for transformers."""
+def test_resize_token_embeddings():
+    """transformers requires an untied head to be an nn.Linear."""
     model, _ = sparse("Qwen3ForCausalLM")
     with pytest.raises(TypeError, match="SparseLinear"):
         model.resize_token_embeddings(50)
@@ -121,14 +121,14 @@ def test_another_number_of_tokens():
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", *PICTURES])
-def test_script_is_refused_by_name(name):
+def test_script_raises_and_names_the_layer(name):
     model, _ = sparse(name)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.script does not compile sparse"):
         torch.jit.script(model)
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_features_and_another_classifier(name):
+def test_feature_extraction_and_new_classifier(name):
     model, batch = sparse(name)
     with torch.no_grad():
         features = model.forward_features(**batch)

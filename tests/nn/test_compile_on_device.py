@@ -1,4 +1,4 @@
-"""Compiled models: one graph without breaks, which stays when the patterns change."""
+"""Compiled models have one graph without breaks, which pattern updates keep."""
 
 import copy
 
@@ -55,7 +55,7 @@ def update(model):
 
 
 def train(model, forward, low=False):
-    """The gradients of steps between which all patterns change."""
+    """Return the gradients of steps with an update of all patterns between them."""
     torch.manual_seed(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     found = []
@@ -74,7 +74,7 @@ def train(model, forward, low=False):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "low"), [*((name, False) for name in MODELS), ("blocks", True)])
-def test_one_graph_for_all_patterns(place, name, low):
+def test_pattern_updates_do_not_recompile(place, name, low):
     model = MODELS[name]()
     twin = copy.deepcopy(model)
     addresses = [tensor.data_ptr() for layer in sparse_layers(model) for tensor in layer.index]
@@ -89,7 +89,7 @@ def test_one_graph_for_all_patterns(place, name, low):
 
 
 @pytest.mark.parametrize("name", ["elements", "blocks"])
-def test_a_trainer_changes_no_graph(place, name):
+def test_trainer_does_not_recompile(place, name):
     model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = ds.RigL(model, optimizer, total_steps=20, update_interval=2, drop_fraction=0.3)
@@ -106,8 +106,8 @@ def test_a_trainer_changes_no_graph(place, name):
         assert memory == [p.data_ptr() for p in model.parameters()]
 
 
-def test_steps_whose_gradient_growth_looks_at_may_run_eagerly(place):
-    """As CUDA graphs need it, whose replays leave no x and dY behind."""
+def test_captured_steps_may_run_eagerly(place):
+    """CUDA graphs need this: their replays keep no x and dY to capture."""
     model = MODELS["elements"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = ds.RigL(model, optimizer, total_steps=20, update_interval=2, drop_fraction=0.3)

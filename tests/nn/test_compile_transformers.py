@@ -1,6 +1,6 @@
-"""Whole transformers under torch.compile, gradient checkpointing and bf16, through pattern updates.
+"""Transformers under torch.compile, gradient checkpointing and bf16, with pattern updates.
 
-Each way of running must give what plain eager gives: losses, gradients and the patterns grown.
+Each variant must equal plain eager training: losses, gradients and grown patterns.
 """
 
 import functools
@@ -16,7 +16,7 @@ from dynsparse.nn import SparseLinear, SparseTransformerLayer, TiedEmbedding
 
 
 class LanguageModel(nn.Module):
-    """Tied factorised embedding and pre-norm layers; optionally with gradient checkpointing."""
+    """Factorized tied embedding and pre-norm layers, optionally with gradient checkpointing."""
 
     reentrant = None
 
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
 
 
 class Classifier(nn.Module):
-    """torch's own encoder, made sparse in one line."""
+    """torch's encoder, sparsified."""
 
     def __init__(self, block=1):
         super().__init__()
@@ -62,7 +62,7 @@ class Classifier(nn.Module):
 
 
 def train(model, forward, steps=8):
-    """Losses and patterns of a training with a pattern update every other step."""
+    """Return losses and patterns of a training with an update every other step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trainer = ds.RigL(model, optimizer, total_steps=100, update_interval=2, drop_fraction=0.5)
     ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -85,7 +85,7 @@ def agree(got, expected):
 
 @pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("make", [LanguageModel, pytest.param(Classifier, marks=pytest.mark.slow)])
-def test_compiled_once_whatever_the_updates(make, block):
+def test_updates_do_not_recompile(make, block):
     model, plain = make(block), make(block)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -97,7 +97,7 @@ def test_compiled_once_whatever_the_updates(make, block):
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor():
+def test_compile_with_inductor():
     model, plain = LanguageModel(4), LanguageModel(4)
     compiled = torch.compile(model, fullgraph=True)
     ids = torch.randint(32, (3, 9))[:, :-1]
@@ -109,7 +109,7 @@ def test_compiled_by_inductor():
     agree(got, train(plain, plain))
 
 
-def test_gradient_checkpointing_with_dropout_draws_the_same_mask_again():
+def test_gradient_checkpointing_repeats_the_dropout_mask():
     def run(reentrant):
         model = LanguageModel()
         for layer in model.layers:
@@ -124,7 +124,7 @@ def test_gradient_checkpointing_with_dropout_draws_the_same_mask_again():
 
 
 @pytest.mark.slow
-def test_compiled_with_gradient_checkpointing():
+def test_compile_with_gradient_checkpointing():
     model, plain = LanguageModel(4), LanguageModel(4)
     model.reentrant = False
     counter = CompileCounterWithBackend("aot_eager")

@@ -15,7 +15,7 @@ from dynsparse.nn import SparseLinear, SparseMultiheadAttention, describe
 
 
 class Conv1D(nn.Module):
-    """What GPT-2 implementations call a linear layer."""
+    """The linear layer of GPT-2 implementations, with a transposed weight."""
 
     def __init__(self, nf, nx):
         super().__init__()
@@ -77,7 +77,7 @@ def test_converts_every_kind_of_layer_in_place():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("start", ["random", "magnitude"])
-def test_density_one_keeps_model_and_outputs(start, training):
+def test_density_one_keeps_modules_and_outputs(start, training):
     m = model().train(training)
     x = tokens()
     modules, expected = list(m.modules()), m(x)
@@ -91,7 +91,7 @@ def test_density_one_keeps_model_and_outputs(start, training):
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_sparse_encoder_computes_what_its_dense_copy_does(training, grad, norm_first):
+def test_sparse_encoder_equals_densified_copy(training, grad, norm_first):
     m = sparsified(model(norm_first=norm_first), start="magnitude").train(training)
     dense = ds.densify(copy.deepcopy(m))
     assert not sparse_names(dense)
@@ -111,7 +111,7 @@ def test_a_sparse_encoder_computes_what_its_dense_copy_does(training, grad, norm
 
 
 @pytest.mark.parametrize("keep", ["*.self_attn", "*.linear*"])
-def test_half_an_encoder_layer_is_kept_from_the_fused_path(keep):
+def test_partly_sparse_encoder_layer_avoids_the_fused_path(keep):
     m = sparsified(exclude=[keep], start="magnitude").eval()
     dense = ds.densify(copy.deepcopy(m))
     x = tokens()
@@ -119,7 +119,7 @@ def test_half_an_encoder_layer_is_kept_from_the_fused_path(keep):
         torch.testing.assert_close(m(x), dense(x))
 
 
-def test_densify_gives_the_fused_path_back():
+def test_densify_restores_the_fused_path():
     m = model().eval()
     layer = m.body.layers[0]
     flags = m.body.use_nested_tensor, layer.activation_relu_or_gelu
@@ -131,7 +131,7 @@ def test_densify_gives_the_fused_path_back():
     assert vars(layer).keys() == vars(encoder().layers[0]).keys()
 
 
-def test_the_classic_transformer_with_decoder():
+def test_transformer_with_decoder():
     m = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True).double()
     sparsified(m, start="magnitude")
     dense = ds.densify(copy.deepcopy(m))
@@ -145,7 +145,7 @@ def test_the_classic_transformer_with_decoder():
 
 
 @given(st.data())
-def test_magnitudes_keep_the_largest_and_densify_is_the_inverse(data):
+def test_magnitude_start_keeps_the_largest_and_densify_inverts(data):
     b = data.draw(st.sampled_from([1, 2, 4]))
     sizes = [b * data.draw(st.integers(1, 6)) for _ in range(4)]
     layers = [nn.Linear(i, o, bias=i % 2 == 0) for i, o in pairwise(sizes)]
@@ -178,7 +178,7 @@ def test_magnitudes_keep_the_largest_and_densify_is_the_inverse(data):
 
 
 @given(st.data())
-def test_ties_go_to_the_first_as_in_from_dense(data):
+def test_ties_are_broken_as_in_from_dense(data):
     b = data.draw(st.sampled_from([1, 2]))
     linear = nn.Linear(b * data.draw(st.integers(1, 6)), b * data.draw(st.integers(1, 6)))
     with torch.no_grad():
@@ -192,7 +192,7 @@ def test_ties_go_to_the_first_as_in_from_dense(data):
         assert torch.equal(m[0].values, expected.values)
 
 
-def test_a_random_start_scales_the_models_own_values():
+def test_random_start_scales_the_dense_weights():
     m = nn.Sequential(nn.Linear(40, 30), nn.ReLU()).double()
     weight, bias = m[0].weight.detach().clone(), m[0].bias
     sparsified(m, 0.2, generator=torch.Generator().manual_seed(1))
@@ -228,7 +228,7 @@ def test_names_densities_and_block_sizes():
     assert abs(nnz - 0.4 * (4 * 256 + 2 * 512 + 240)) <= 64
 
 
-def test_densities_of_every_layer_need_no_overall_one():
+def test_densities_without_overall_density():
     m = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
     sparsified(m, None, densities={"0": 0.1, "*": 1})
     assert (m[0].pattern.nnz, type(m[1])) == (10, nn.Linear)
@@ -242,7 +242,7 @@ def test_layers_of_density_one_stay_dense_modules():
     assert m[0].pattern.nnz == round(0.03 * 100_200) - 200
 
 
-def test_flags_dtype_and_bias_stay():
+def test_flags_dtype_and_bias_are_kept():
     m = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.MultiheadAttention(8, 2))
     m = m.to(torch.bfloat16)
     m[0].weight.requires_grad_(False)
@@ -306,7 +306,7 @@ def test_state_dict_and_copies():
 
 
 class Tied(nn.Module):
-    """Two layers with one weight; `own_bias` gives each its own bias."""
+    """Two layers that share a weight; with `own_bias`, each has its own bias."""
 
     def __init__(self, own_bias=False):
         super().__init__()
@@ -333,7 +333,7 @@ def test_tied_layers_stay_tied():
     assert m.a.weight is m.b.weight
 
 
-def test_a_module_used_in_two_places_stays_one():
+def test_shared_module_stays_shared():
     shared = nn.MultiheadAttention(8, 2)
     m = nn.ModuleDict({"x": nn.ModuleList([shared]), "y": shared, "z": nn.Linear(8, 8)})
     sparsified(m, 0.5)
@@ -352,7 +352,7 @@ class LanguageModel(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_layers_that_only_look_linear_are_left_alone():
+def test_linear_subclasses_are_not_converted():
     class Own(nn.Linear):
         def forward(self, x):
             return super().forward(x) + 1
@@ -364,7 +364,7 @@ def test_layers_that_only_look_linear_are_left_alone():
     assert sparse_names(m) == ["0"]
 
 
-def test_the_table(capsys):
+def test_table(capsys):
     m = model()
     dense = sum(p.numel() for p in m.parameters())
     ds.sparsify(m, 0.25, exclude=["head"])
@@ -387,7 +387,7 @@ def test_the_table(capsys):
     assert f"the model: {dense:,} -> {dense:,} parameters (100.0%)" in describe(m)
 
 
-def test_a_long_table_joins_rows_that_differ_in_the_numbers_of_names_only():
+def test_long_table_joins_numbered_rows():
     blocks = [nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(20)]
     m = nn.ModuleList(blocks)
     assert len(describe(m).rows) == 40
@@ -400,12 +400,12 @@ def test_a_long_table_joins_rows_that_differ_in_the_numbers_of_names_only():
     ]
 
 
-def test_the_table_of_a_model_without_linear_layers():
+def test_table_of_a_model_without_linear_layers():
     assert describe(nn.ReLU()).splitlines()[-1] == "the model: 0 -> 0 parameters (0.0%)"
 
 
 @pytest.mark.parametrize("b", [1, 4])
-def test_random_rows_of_equally_many(b):
+def test_random_start_with_balanced_rows(b):
     model = nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 40))
     ds.sparsify(model, 0.2, b, per_row=True, generator=torch.Generator().manual_seed(0))
     for layer in (model[0], model[2]):

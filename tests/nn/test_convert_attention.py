@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention and its sparse stand-in, in float64."""
+"""SparseMultiheadAttention equals nn.MultiheadAttention, in float64."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Holder(nn.Module):
 
 
 def pair(start="magnitude", density=0.4, **options):
-    """(sparse, the dense attention with the same weights)."""
+    """Return (sparse attention, dense attention with the same weights)."""
     sparse = Holder(nn.MultiheadAttention(E, H, **options).double())
     for bias in (sparse.attention.in_proj_bias, sparse.attention.out_proj.bias):
         if bias is not None:
@@ -62,7 +62,7 @@ def check(sparse, dense, args, **kwargs):
         {"add_bias_kv": True, "add_zero_attn": True, "bias": False},
     ],
 )
-def test_equals_the_dense_attention(options, batch_first, need_weights):
+def test_equals_dense_attention(options, batch_first, need_weights):
     sparse, dense = pair(batch_first=batch_first, **options)
     kdim, vdim = options.get("kdim", E), options.get("vdim", E)
     args = inputs(batch_first, True, kdim, vdim)
@@ -100,7 +100,7 @@ def test_causal(need_weights):
         torch.testing.assert_close(sparse(x, x, x, **kwargs)[0], expected)
 
 
-def test_gradients_equal_those_of_the_dense_attention():
+def test_gradients_equal_dense_attention():
     sparse, dense = pair(batch_first=True)
     a, b = (torch.randn(N, L, E, generator=torch.Generator().manual_seed(1)).double()
             .requires_grad_() for _ in range(2))  # fmt: skip
@@ -124,7 +124,7 @@ def test_dropout_differs_between_steps_and_is_off_in_evaluation(need_weights):
     assert torch.equal(first, second)
 
 
-def test_made_on_its_own():
+def test_constructor():
     g = torch.Generator().manual_seed(3)
     attention = SparseMultiheadAttention(
         16, 2, kdim=8, add_bias_kv=True, density=0.25, block_size=4, generator=g
@@ -140,7 +140,7 @@ def test_made_on_its_own():
     torch.testing.assert_close(attention(x, y, z)[0], dense(x, y, z)[0])
 
 
-def test_a_projection_may_stay_dense():
+def test_projection_may_stay_dense():
     model = Holder(nn.MultiheadAttention(E, H, batch_first=True).double())
     out, before = model.attention.out_proj, model.attention.in_proj_weight.detach().clone()
     x = torch.randn(N, L, E).double()
@@ -200,7 +200,7 @@ def test_bad_masks(masks, error, message):
         attention(*inputs(), **masks)
 
 
-def test_nested_tensors_are_refused():
+def test_nested_tensors_raise():
     attention = SparseMultiheadAttention(E, H, batch_first=True)
     x = torch.nested.nested_tensor([torch.randn(2, E), torch.randn(3, E)], layout=torch.jagged)
     with pytest.raises(RuntimeError, match="nested tensors are not supported: pad"):

@@ -1,4 +1,4 @@
-"""Bad input to sparsify and densify: one clear line, and the model stays as it was."""
+"""Bad input to sparsify and densify raises a one-line error and leaves the model unchanged."""
 
 import pytest
 import torch
@@ -169,7 +169,7 @@ ALL = {"include": "*"}
         (hooked(), ALL, "'0' cannot be made sparse, it has hooks, which its conversion would lose"),
     ],
 )
-def test_weights_that_cannot_stay_tied(model, arguments, message):
+def test_weights_that_cannot_stay_tied_raise(model, arguments, message):
     modules = list(model.modules())
     with pytest.raises(ValueError, match=message):
         ds.sparsify(model, 0.5, verbose=False, **arguments)
@@ -198,13 +198,13 @@ def broken(value):
         (hooked(), ValueError, "none of the 1 layers is left to convert; '0' stays dense: it has"),
     ],
 )
-def test_models_that_cannot_be_converted(model, error, message):
+def test_unsupported_models_raise(model, error, message):
     with pytest.raises(error, match=message):
         ds.sparsify(model, 0.5, verbose=False)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_lazy_layers_must_know_their_shape():
+def test_uninitialized_lazy_layers_raise():
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(ValueError, match="'0' has no shape yet: run one batch"):
         ds.sparsify(model, 0.5, verbose=False)
@@ -221,18 +221,18 @@ def test_lazy_layers_must_know_their_shape():
         (ds.nn.SparseMultiheadAttention(8, 2), ValueError, "a single SparseMultiheadAttention"),
     ],
 )
-def test_models_that_cannot_be_densified(model, error, message):
+def test_densify_of_unsupported_models_raises(model, error, message):
     with pytest.raises(error, match=message):
         ds.densify(model)
 
 
-def test_a_pattern_may_exclude_what_could_not_be_sparse_anyway():
+def test_excluded_layers_are_not_checked():
     model = ds.sparsify(Model(), 0.5, exclude=["embed", "norm", "head"], verbose=False)
     assert type(model.head) is nn.Linear
 
 
 class Partial(nn.Module):
-    """A model that does not call one of its layers."""
+    """A model with a layer that forward does not use."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +249,7 @@ class Partial(nn.Module):
         (torch.full((2, 8), torch.nan), "the inputs of the layer 'body' are NaN or infinite"),
     ],
 )
-def test_calibration_that_does_not_serve_a_layer(x, message):
+def test_calibration_without_inputs_for_a_layer_raises(x, message):
     model = Partial()
     with pytest.raises(ValueError, match=message):
         ds.sparsify(model, 0.5, start="wanda", calibration=[x], verbose=False)

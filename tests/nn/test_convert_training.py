@@ -1,4 +1,4 @@
-"""A sparsified encoder in training against the dense encoder under masks, in float64."""
+"""Training a sparsified encoder equals training the masked dense encoder, in float64."""
 
 import copy
 
@@ -11,7 +11,7 @@ from dynsparse.nn import SparseLinear
 
 
 def encoders(block_size=1):
-    """(sparse, dense with the same weights, masks by the dense Parameter's name)."""
+    """Return (sparse, dense with the same weights, masks by name of the dense parameter)."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     sparse = nn.TransformerEncoder(layer, 2).double()
     for parameter in sparse.parameters():  # the layers are clones: make them differ
@@ -21,7 +21,7 @@ def encoders(block_size=1):
 
 
 def dense_weights(dense):
-    """sparse layer's name -> its part of the dense encoder's Parameters."""
+    """Return {name of a sparse layer: its part of the dense encoder's parameters}."""
     found = {}
     for name, parameter in dense.named_parameters():
         if name.endswith("in_proj_weight"):

@@ -1,4 +1,4 @@
-"""sparsify on models of the `transformers` library, built from small configurations."""
+"""sparsify on small models of the `transformers` library."""
 
 import copy
 import re
@@ -44,7 +44,7 @@ def logits(model, ids):
 
 
 @pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
-def test_a_model_from_its_config(make):
+def test_model_from_config(make):
     model, layers = make()
     model = model.double().eval()
     ids = torch.randint(50, (2, 7))
@@ -65,7 +65,7 @@ def test_a_model_from_its_config(make):
 
 
 @pytest.mark.parametrize("make", [gpt2, bert, t5])
-def test_a_tied_output_layer_stays_dense_and_is_named(make, capsys):
+def test_tied_output_layer_stays_dense_and_is_reported(make, capsys):
     model = make()[0]
     ds.sparsify(model, 0.2)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -76,7 +76,7 @@ def test_a_tied_output_layer_stays_dense_and_is_named(make, capsys):
 
 @pytest.mark.parametrize("make", [gpt2, bert, t5])
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
-def test_save_pretrained_and_back(make, size, tmp_path):
+def test_save_pretrained_round_trip(make, size, tmp_path):
     model = make()[0].eval()
     ds.sparsify(model, 0.2, verbose=False)
     model.save_pretrained(tmp_path, max_shard_size=size)

@@ -1,4 +1,4 @@
-"""Convolutional networks of torchvision and timm as they are, sparsified by one line."""
+"""Convolutional networks of torchvision and timm, sparsified without changes."""
 
 import re
 import warnings
@@ -37,7 +37,7 @@ def is_depthwise(conv):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_of_rigl_and_back_to_dense(name):
+def test_rigl_step_and_densify(name):
     model = made(name)
     convolutions = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)}
     left = [n for n, m in convolutions.items() if is_depthwise(m)]

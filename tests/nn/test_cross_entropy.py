@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the loss and the gradients of torch's, with few logits at a time."""
+"""linear_cross_entropy equals torch's loss and gradients, with the logits in chunks."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_autocast(kind):
     torch.testing.assert_close(*results, rtol=0.02, atol=2e-3)
 
 
-def test_gradients_may_be_asked_for_once():
+def test_second_backward_raises():
     head, (hidden, targets) = make_head("tied"), make_batch()
     loss = linear_cross_entropy(hidden, head, targets)
     loss.backward(retain_graph=True)
@@ -97,18 +97,18 @@ def test_many_blocks_of_rows(monkeypatch):
     test_autocast("tied")
 
 
-def test_without_targets_the_mean_is_nan_as_in_torch():
+def test_mean_without_targets_is_nan_as_in_torch():
     head, (hidden, targets) = make_head("dense"), make_batch()
     targets = torch.full_like(targets, -100)
     assert linear_cross_entropy(hidden, head, targets).isnan()
     assert linear_cross_entropy(hidden, head, targets, reduction="sum") == 0
 
 
-def test_only_the_logits_of_a_chunk_are_held():
+def test_memory_holds_logits_of_one_chunk():
     head, (hidden, targets) = make_head("tied"), make_batch()
 
     def count(chunk_size):
-        """Elements of the largest tensor saved for backward."""
+        """Return the number of elements of the largest tensor saved for backward."""
         sizes = []
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
@@ -122,8 +122,8 @@ def test_only_the_logits_of_a_chunk_are_held():
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_growth_sees_the_whole_gradient(chunk_size):
-    """Of the look-ups and of the logits in every chunk."""
+def test_growth_sees_the_full_gradient(chunk_size):
+    """The gradient of the look-ups and of the logits of every chunk."""
     torch.manual_seed(3)
     table = SparseEmbedding(CLASSES, FEATURES, 0.25, dtype=torch.float64)
     model = nn.ModuleDict({"embed": table, "head": TiedHead(table)})

@@ -1,4 +1,4 @@
-"""torch's default device decides where parameters are made; all else stays where its layer is."""
+"""torch's default device places new parameters; other tensors stay on their layer's device."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ META = torch.device("meta")  # a tensor made there by mistake has no numbers
         lambda: ds.nn.SparseTransformerLayer(16, 2, 32, density=0.5),
     ],
 )
-def test_layers_are_made_there(make):
+def test_layers_are_created_on_the_default_device(make):
     with META:
         layer = make()
     assert {p.device.type for p in layer.parameters()} == {"meta"}
@@ -41,7 +41,7 @@ def layers():
 
 
 @pytest.mark.parametrize("algorithm", ["RigL", "SET", "SNFS", "DeepR", "TopKAST"])
-def test_trainings_go_on_where_the_layers_are(algorithm):
+def test_training_ignores_the_default_device(algorithm):
     found = []
     for default in (None, "meta"):
         torch.set_default_device(None)
@@ -65,7 +65,7 @@ def test_trainings_go_on_where_the_layers_are(algorithm):
     assert all(map(torch.equal, found[:half], found[half:]))
 
 
-def test_models_are_converted_where_they_are(other_default, tmp_path):
+def test_conversion_and_loading_ignore_the_default_device(other_default, tmp_path):
     model = nn.Sequential(nn.Linear(16, 16, device="cpu"))
     ds.sparsify(model, density=0.3)
     other = nn.Sequential(ds.nn.SparseLinear(16, 16, 0.3, device="cpu"))

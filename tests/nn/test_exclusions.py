@@ -1,4 +1,4 @@
-"""What sparsify leaves dense when nobody says otherwise, and what it says of it."""
+"""Layers that sparsify excludes by default, and how it reports them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def sparse_names(module):
 
 
 class LanguageModel(nn.Module):
-    """A head with the embedding's weight, an adapter, and layers that share a weight."""
+    """A model with a tied head, an adapter, and layers that share a weight."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
 
 
 class Tuned(nn.Module):
-    """As PEFT marks what it adds to a layer."""
+    """A layer with adapters, marked as by PEFT."""
 
     adapter_layer_names = ("down", "up")
 
@@ -39,7 +39,7 @@ class Tuned(nn.Module):
         self.up = nn.ModuleDict({"default": nn.Linear(2, 8)})
 
 
-def test_what_cannot_be_sparse_stays_dense_and_is_named(capsys):
+def test_unsupported_layers_stay_dense_and_are_reported(capsys):
     m = LanguageModel()
     ds.sparsify(m, 0.5)
     assert sparse_names(m) == ["mid"]
@@ -60,11 +60,11 @@ def test_what_cannot_be_sparse_stays_dense_and_is_named(capsys):
     assert f"{dense / total:.1%}" == "72.7%"
 
 
-def test_a_pattern_still_excludes_what_stays_dense_anyway():
+def test_exclude_may_match_layers_that_stay_dense():
     assert sparse_names(ds.sparsify(LanguageModel(), exclude=["head"], verbose=False)) == ["mid"]
 
 
-def test_adapters_are_converted_where_they_are_included():
+def test_adapters_are_converted_if_included():
     m = nn.Sequential(Tuned())
     assert sparse_names(ds.sparsify(m, 0.5, verbose=False)) == ["0.base_layer"]
     ds.sparsify(m, 0.5, include=["*.down"], verbose=False)
@@ -87,7 +87,7 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.zeros(16))
 
 
-def test_the_table_ends_with_what_was_not_converted_by_kind():
+def test_table_lists_unconverted_layers_by_type():
     m = nn.Sequential(
         nn.Conv3d(16, 256, 10), nn.Conv3d(3, 8, 3), nn.LSTM(8, 8), nn.GRU(8, 4), Experts(),
         nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(5, 8),
@@ -104,7 +104,7 @@ def test_the_table_ends_with_what_was_not_converted_by_kind():
     assert describe(m[6:7]).splitlines()[-1].startswith("the model: 72 -> 72")
 
 
-def test_a_layer_of_density_one_may_become_sparse():
+def test_layer_of_density_one_may_become_sparse():
     m = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.MultiheadAttention(6, 2)).double()
     x = torch.randn(3, 8).double()
     before = m[:2](x)
@@ -115,7 +115,7 @@ def test_a_layer_of_density_one_may_become_sparse():
 
 
 @pytest.mark.parametrize("algorithm", [ds.GMP, ds.GraNet])
-def test_gradual_pruning_begins_dense_and_meets_its_density_over_all_layers(algorithm):
+def test_gradual_pruning_starts_dense_and_reaches_its_density(algorithm):
     m = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 4))
     ds.sparsify(m, 1.0, keep_sparse=True, verbose=False)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Attention by FlexAttention's `score_mod` and `block_mask`, against masked SDPA."""
+"""Attention with FlexAttention's `score_mod` and `block_mask` equals masked SDPA."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def mask_of(length=LENGTH, keys=LENGTH, function=window):
 
 
 def added(dtype, mask, slope):
-    """What SDPA adds to the scores."""
+    """Return the attn_mask that SDPA adds to the scores."""
     h, i, j = (torch.arange(n).view(shape) for n, shape in
                ((HEADS, (-1, 1, 1)), (LENGTH, (-1, 1)), (LENGTH, (-1,))))  # fmt: skip
     bias = torch.zeros(HEADS, LENGTH, LENGTH, dtype=dtype)
@@ -38,7 +38,7 @@ def added(dtype, mask, slope):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("mask", "slope"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_it_is_masked_attention(dtype, mask, slope, batch_first):
+def test_equals_masked_attention(dtype, mask, slope, batch_first):
     layer = SparseMultiheadAttention(
         32, HEADS, density=0.3, batch_first=batch_first, dtype=dtype, bias=False
     )
@@ -57,7 +57,7 @@ def test_it_is_masked_attention(dtype, mask, slope, batch_first):
         torch.testing.assert_close(got, other)
 
 
-def test_a_learned_bias_gets_its_gradient():
+def test_learned_bias_gets_a_gradient():
     bias = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     q, k, v = torch.randn(3, N, HEADS, LENGTH, 8, dtype=torch.float64)
 
@@ -71,7 +71,7 @@ def test_a_learned_bias_gets_its_gradient():
     torch.testing.assert_close(got, other)
 
 
-def test_a_query_that_may_look_nowhere_gets_zeros():
+def test_fully_masked_query_gets_zeros():
     q = torch.randn(N, HEADS, LENGTH, 8, requires_grad=True)
     y = attend_flex(q, q, q, None, mask_of(function=lambda b, h, i, j: (i > 2) & (j > i - 3)))
     assert not y[:, :, :3].any()
@@ -79,7 +79,7 @@ def test_a_query_that_may_look_nowhere_gets_zeros():
     assert bool(q.grad.isfinite().all())
 
 
-def test_it_is_what_torch_computes():
+def test_equals_torch_flex_attention():
     q, k, v = torch.randn(3, N, HEADS, LENGTH, 8, dtype=torch.float64)
     mask = mask_of()
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def test_it_is_what_torch_computes():
     torch.testing.assert_close(attend_flex(q, k, v, sloped, mask), wanted)
 
 
-def test_what_does_not_fit():
+def test_bad_arguments_raise():
     layer = SparseMultiheadAttention(32, HEADS, dropout=0.1, batch_first=True)
     x = torch.randn(N, LENGTH, 32)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A forked child computes, whatever its parent did before."""
+"""Layers work in a forked child, whatever the parent did before."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ with torch.no_grad():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("program", [CHILD, WORKERS], ids=["fork", "data loader"])
-def test_a_forked_process_computes(program):
+def test_forward_in_forked_process(program):
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""freeze: the same outputs with less memory, and everything else as before."""
+"""freeze keeps outputs and reduces memory."""
 
 import copy
 import io
@@ -37,7 +37,7 @@ def train(model, trainer, steps):
 
 
 @pytest.mark.parametrize("block_size", [1, 8])
-def test_outputs_stay_and_memory_shrinks(block_size):
+def test_outputs_are_equal_and_memory_is_lower(block_size):
     model, _ = trained(block_size)
     before, patterns = model(X).detach(), [model[i].pattern for i in (0, 2)]
     assert not model[0].pattern._is_row_major
@@ -70,7 +70,7 @@ def test_files_copies_and_dense_layers(tmp_path, block_size):
     torch.testing.assert_close(ds.densify(model)(X), y, rtol=1e-5, atol=1e-6)
 
 
-def test_only_a_relu_behind_a_sparse_layer_computes_in_place():
+def test_only_relu_after_a_sparse_layer_is_in_place():
     shared = nn.ReLU()
 
     class Residual(nn.Sequential):
@@ -96,7 +96,7 @@ def test_only_a_relu_behind_a_sparse_layer_computes_in_place():
     assert not model[5][1].inplace
 
 
-def test_a_frozen_model_trains_on():
+def test_frozen_model_can_be_trained():
     model, trainer = trained(steps=10)
     straight, going_on = trained(steps=10)
     ds.freeze(model)
@@ -126,7 +126,7 @@ def test_other_layers_and_active_subsets():
     torch.testing.assert_close(ds.freeze(model)(X), y)
 
 
-def test_what_cannot_be_frozen():
+def test_unsupported_models_raise():
     with pytest.raises(ValueError, match="the model has no sparse layers"):
         ds.freeze(build())
     with pytest.raises(TypeError, match="model must be"):

@@ -1,4 +1,4 @@
-"""What a sparse layer returns may be written to, whatever its rank and whoever watches."""
+"""In-place operations on the output of a sparse layer, of any rank and under any transform."""
 
 from contextlib import nullcontext
 
@@ -23,7 +23,7 @@ def dense_of(layer):
 
 
 def after(y, x):
-    """In place, in the ways that models do it."""
+    """Apply in-place operations as models do."""
     y += 1
     y.mul_(2)
     y[..., 0] = 3.0
@@ -34,7 +34,7 @@ def after(y, x):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 2])
-def test_outputs_may_be_written_to(shape, dtype, block):
+def test_outputs_may_be_changed_in_place(shape, dtype, block):
     layer = SparseLinear(8, 6, 0.5, block, dtype=dtype)
     dense = dense_of(layer)
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
@@ -66,7 +66,7 @@ def test_under_autocast_and_without_gradients(shape, grad):
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
-def test_under_a_compiler(shape):
+def test_under_compile(shape):
     layer = SparseLinear(8, 6, 0.5)
     x = torch.randn(shape)
     compiled = torch.compile(lambda x: after(layer(x), x), backend="aot_eager", fullgraph=True)
@@ -74,7 +74,7 @@ def test_under_a_compiler(shape):
     compiled(x).backward()
 
 
-def test_of_other_ways_to_compute():
+def test_other_kernels():
     x, ids = torch.randn(2, 3, 8, requires_grad=True), torch.randint(5, (2, 3))
     active = SparseLinear(8, 6, 0.5)
     active.active = ActiveSet(active.pattern, torch.tensor([0, 3, 7]), torch.device("cpu"))
@@ -85,7 +85,7 @@ def test_of_other_ways_to_compute():
         assert layer.values.grad is not None
 
 
-def test_a_residual_that_is_added_in_place_trains():
+def test_in_place_residual_trains():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()

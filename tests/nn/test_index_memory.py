@@ -1,5 +1,5 @@
-"""What a layer holds beside its values: 4 bytes of index per block where memory counts, and 4 of
-slots once trainers change the pattern."""
+"""Memory of a layer beside its values: 4 bytes of index per block, and 4 of slots once a trainer
+changes the pattern."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SAMPLES = 600  # enough for panels of single elements
 
 
 def held(layer):
-    """Bytes of all tensors that can be reached from a layer, but for its parameters and theirs."""
+    """Return the bytes of all tensors reachable from a layer, except parameters and gradients."""
     storages, seen, waiting = {}, set(), [layer]
     own = {id(parameter) for parameter in layer.parameters()}
     memory = {p.untyped_storage().data_ptr() for p in layer.parameters() if type(p) is nn.Parameter}
@@ -68,7 +68,7 @@ def network():
 
 
 @needs_kernels  # the others compute without it
-def test_inference_makes_no_order_by_columns():
+def test_inference_builds_no_column_order():
     model = network()
     with torch.no_grad():
         model(torch.randn(SAMPLES, 256))
@@ -106,7 +106,7 @@ def test_off_the_cpu(off_cpu, monkeypatch, make):
 
 
 @pytest.mark.parametrize("make", [ds.Static, rigl])
-def test_where_values_are_shared_out(tmp_path, make):
+def test_with_sharded_values(tmp_path, make):
     reference, model = network(), network()
     train(reference, make)
     store = dist.FileStore(str(tmp_path / "s"), 1)

@@ -1,4 +1,4 @@
-"""Attention whose features are dealt out to the heads, in float64."""
+"""Attention with features interleaved over the heads, in float64."""
 
 import copy
 
@@ -23,7 +23,7 @@ def made(interleaved=True, **options):
 
 
 def by_hand(attention, x):
-    """Head h reads rows h, h + heads, ... of the projections."""
+    """Compute attention in which head h reads rows h, h + heads, ... of the projections."""
     q, k, v = (getattr(attention, f"{n}_proj")(x) for n in "qkv")
     mixed = torch.empty_like(v)
     for h in range(HEADS):
@@ -34,7 +34,7 @@ def by_hand(attention, x):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_a_head_has_every_second_feature(need_weights):
+def test_head_has_every_second_feature(need_weights):
     attention = made()
     x = torch.randn(4, 5, HEADS * DIM).double()
     y, _ = attention(x, x, x, need_weights=need_weights)
@@ -49,7 +49,7 @@ def test_a_head_has_every_second_feature(need_weights):
     [(1, 4, 32, 1), (16, 4, 32, 4), (32, 4, 32, 4), (64, 16, 32, 4), (32, 16, 32, 2),
      (16, 16, 32, 1), (16, 4, 6, 2), (16, 4, 5, 1), (16, 3, 16, 1)],
 )  # fmt: skip
-def test_a_block_has_as_many_features_of_each_head(block_size, heads, head_dim, run):
+def test_block_has_equal_features_of_each_head(block_size, heads, head_dim, run):
     assert attend.run_length(block_size, heads, head_dim) == run
     of_head = torch.arange(heads * head_dim) // run % heads
     if heads * head_dim % block_size == 0 and block_size % heads == 0:
@@ -61,7 +61,7 @@ def test_a_block_has_as_many_features_of_each_head(block_size, heads, head_dim, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("run", [None, 1, 2, 4])
-def test_heads_are_split_and_joined_by_hand(run, dtype):
+def test_split_and_join_heads_by_hand(run, dtype):
     xs = [torch.randn(2, length, 24, dtype=dtype, requires_grad=True) for length in (5, 3)]
     strided = torch.randn(5, 2, 24, dtype=dtype).transpose(0, 1).requires_grad_()
     order = torch.arange(24) if run is None else attend.deinterleaved_order(24, 3, run)
@@ -78,7 +78,7 @@ def test_heads_are_split_and_joined_by_hand(run, dtype):
 
 
 @pytest.mark.parametrize("run", [2, 4])
-def test_turning_has_second_derivatives_and_transforms(run):
+def test_split_heads_has_second_derivatives_and_transforms(run):
     x = torch.randn(1, 2, 8, dtype=torch.float64, requires_grad=True)
 
     def turned(x):
@@ -89,8 +89,8 @@ def test_turning_has_second_derivatives_and_transforms(run):
     assert torch.equal(torch.vmap(turned)(both)[1], turned(2 * x))
 
 
-def test_a_block_reaches_all_heads():
-    """With one block of outputs for queries and keys, every head attends; else one does."""
+def test_block_reaches_all_heads():
+    """With a single block of queries and keys, all heads attend if interleaved, else one."""
     reached = []
     for interleaved in (False, True):
         pattern = ds.SparsePattern([0], [0], shape=(8, 8), block_size=4)
@@ -106,7 +106,7 @@ def test_a_block_reaches_all_heads():
 @pytest.mark.parametrize(
     "options", [{}, {"bias": False}, {"add_bias_kv": True}, {"kdim": 4, "vdim": 8}], ids=str
 )
-def test_the_dense_attention_computes_the_same(options):
+def test_equals_densified_attention(options):
     attention = made(**options)
     dense = ds.densify(nn.Sequential(copy.deepcopy(attention)))[0]
     assert isinstance(dense, nn.MultiheadAttention)
@@ -119,7 +119,7 @@ def test_the_dense_attention_computes_the_same(options):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_weights_of_the_other_order_are_refused(interleaved):
+def test_weights_of_the_other_order_raise(interleaved):
     saved = made(interleaved).state_dict()
     same, other = made(interleaved), made(not interleaved)
     same.load_state_dict(saved)
@@ -130,8 +130,8 @@ def test_weights_of_the_other_order_are_refused(interleaved):
             other.load_state_dict(saved, strict=strict)
 
 
-def test_weights_of_another_run_are_taken_as_they_are():
-    """As those that were saved when features were always dealt out one at a time."""
+def test_load_weights_of_another_interleave_length():
+    """Such as weights saved when the interleave length was always 1."""
     options = {"block_size": 8, "density": 0.6, "interleaved": True, "batch_first": True}
     own, other = (SparseMultiheadAttention(16, 2, **options) for _ in range(2))
     assert own.interleave_length == 4
@@ -148,7 +148,7 @@ def test_weights_of_another_run_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("run", [0, 3, 1.0, [4], 8])
-def test_a_damaged_run_is_refused(run):
+def test_damaged_interleave_length_raises(run):
     attention = SparseMultiheadAttention(16, 2, block_size=8, density=0.6, interleaved=True)
     saved = attention.state_dict()
     saved["interleaved_heads"] = torch.tensor(run)
@@ -157,13 +157,13 @@ def test_a_damaged_run_is_refused(run):
     assert attention.interleave_length == 4
 
 
-def test_ranks_do_not_share_out_such_heads():
+def test_interleaved_heads_cannot_be_sharded():
     model = nn.Sequential(SparseTransformerLayer(8, 2, 16, interleaved=True))
     with pytest.raises(ValueError, match=r"'0\.attention' has interleaved=True"):
         find_chains(model)
 
 
-def test_an_update_of_the_pattern_and_a_compiled_layer():
+def test_pattern_update_and_compile():
     layer = SparseTransformerLayer(
         8, 2, 16, dropout=0.0, interleaved=True, density=0.5, block_size=4
     )
@@ -179,6 +179,6 @@ def test_an_update_of_the_pattern_and_a_compiled_layer():
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_what_is_no_flag_is_refused():
+def test_wrong_flag_raises():
     with pytest.raises(TypeError, match="interleaved"):
         SparseMultiheadAttention(8, 2, interleaved="yes")

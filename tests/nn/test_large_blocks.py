@@ -1,4 +1,4 @@
-"""Blocks of 64 and 128 in whole layers and trainings."""
+"""Blocks of 64 and 128 in layers and trainings."""
 
 import copy
 
@@ -14,7 +14,7 @@ BLOCKS = [64, 128]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_a_layer_equals_a_dense_one(block_size, dtype, generator):
+def test_layer_equals_dense(block_size, dtype, generator):
     layer = SparseLinear(384, 256, 0.4, block_size, generator=generator)
     dense = nn.Linear(384, 256).double()
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_a_layer_equals_a_dense_one(block_size, dtype, generator):
 
 @pytest.mark.parametrize("method", [ds.RigL, ds.SET])
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_patterns_change_while_they_train(block_size, method, generator):
+def test_training_updates_patterns(block_size, method, generator):
     model = nn.Sequential(
         SparseLinear(512, 512, 0.5, block_size, generator=generator),
         nn.ReLU(),
@@ -99,6 +99,6 @@ def test_sparsify_keeps_the_largest_blocks(block_size):
     assert torch.equal(layer.values, layer.pattern.values_of(weight))
 
 
-def test_sizes_that_do_not_fit_are_named():
+def test_indivisible_sizes_raise():
     with pytest.raises(ValueError, match=r"128.*does not divide|does not divide.*128"):
         SparseLinear(192, 256, 0.5, 128)

@@ -1,4 +1,4 @@
-"""What a layer makes of its pattern follows whatever happens to its tensors."""
+"""The index of a layer stays valid whatever happens to its tensors."""
 
 import copy
 import pickle
@@ -27,14 +27,14 @@ def layer():
     return made
 
 
-def test_it_is_made_once(layer):
+def test_index_is_built_once(layer):
     before = layer._state
     computes(layer)
     layer(torch.randn(40, 24)).sum().backward()
     assert layer._state is before
 
 
-def test_copies_do_not_share_it(layer):
+def test_copies_do_not_share_the_index(layer):
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
         assert other._state is not layer._state
         computes(other)
@@ -43,7 +43,7 @@ def test_copies_do_not_share_it(layer):
     assert "_state" not in layer.__getstate__()
 
 
-def test_it_follows_a_new_pattern_dtype_and_state(layer):
+def test_index_follows_pattern_dtype_and_state(layer):
     layer.set_pattern(SparsePattern.random((16, 24), nnz=layer.pattern.nnz))
     computes(layer)
     layer.double()
@@ -56,7 +56,7 @@ def test_it_follows_a_new_pattern_dtype_and_state(layer):
     assert torch.equal(layer(x), other(x))
 
 
-def test_it_follows_memory_that_moves(layer):
+def test_index_follows_moved_memory(layer):
     layer.share_memory()
     computes(layer)
     layer.values.data = layer.values.data.clone()
@@ -66,7 +66,7 @@ def test_it_follows_memory_that_moves(layer):
     computes(layer)
 
 
-def test_a_moved_layer_says_what_does_not_fit(layer):
+def test_mismatched_devices_and_lengths_raise(layer):
     moved = copy.deepcopy(layer).to("meta")
     assert moved(torch.randn(2, 24, device="meta")).shape == (2, 16)
     with pytest.raises(RuntimeError, match="x is on meta but the layer's values are on cpu"):
@@ -76,7 +76,7 @@ def test_a_moved_layer_says_what_does_not_fit(layer):
         layer(torch.randn(2, 24))
 
 
-def test_values_that_were_resized_before_backward(layer):
+def test_resizing_before_backward_raises(layer):
     y = layer(torch.randn(2, 24))
     layer.resizable = True
     layer.set_pattern(SparsePattern.random((16, 24), nnz=10))
@@ -85,7 +85,7 @@ def test_values_that_were_resized_before_backward(layer):
     computes(layer)
 
 
-def test_values_of_another_shape_are_refused(layer):
+def test_values_of_another_shape_raise(layer):
     wrong = layer.values.detach()[:-1]
     with pytest.raises(RuntimeError, match="values hold"):
         linear(torch.randn(2, 24), wrong, layer._state.index)
@@ -94,7 +94,7 @@ def test_values_of_another_shape_are_refused(layer):
 
 
 @pytest.mark.parametrize("name", ["rows", "cols", "row_ptr"])
-def test_an_index_that_was_written_to_is_refused(layer, name):
+def test_modified_index_raises(layer, name):
     tensor = layer.pattern.rows if name == "rows" else getattr(layer.index, name)
     tensor[0] = 1000
     if name == "cols":
@@ -119,7 +119,7 @@ def test_state_dicts_share_no_memory_with_the_pattern(layer):
     assert not list(layer.buffers())
 
 
-def test_it_follows_functional_calls(layer):
+def test_functional_calls(layer):
     other, x = SparseLinear(24, 16, 0.3), torch.randn(2, 24)
     expected = other(x)
     for state in (other.state_dict(), other.state_dict(keep_vars=True)):
@@ -129,7 +129,7 @@ def test_it_follows_functional_calls(layer):
     assert rows is layer.pattern.rows
 
 
-def test_sharded_values_are_refused(layer, tmp_path):
+def test_sharded_values_raise(layer, tmp_path):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -1,4 +1,4 @@
-"""Layers off the CPU: their memory stays where it is when the pattern changes."""
+"""Layers off the CPU keep their memory in place when the pattern changes."""
 
 import copy
 
@@ -39,8 +39,8 @@ def another(layer):
     )
 
 
-def on_device(layer, k=5):
-    """A rewiring that was made on the device."""
+def rewiring_on_device(layer, k=5):
+    """Make a rewiring on the device."""
     pattern = layer.pattern
     free = [i for i in range(pattern.total) if i not in set(pattern.flat.tolist())]
     return Rewiring._on_device(
@@ -55,10 +55,10 @@ def layer(request):
     return made
 
 
-def test_an_update_keeps_all_memory(layer):
+def test_update_keeps_memory(layer):
     before, parameter, state = addresses(layer), layer.values, layer._state
     for _ in range(3):
-        rewiring = on_device(layer)
+        rewiring = rewiring_on_device(layer)
         wanted = rewiring.apply(layer.values.detach(), 2.0)
         layer.rewire(rewiring, 2.0)
         assert torch.equal(layer.values, wanted)
@@ -76,8 +76,8 @@ def test_an_update_keeps_all_memory(layer):
     assert layer._state is not state
 
 
-def test_the_index_is_that_of_the_pattern(layer):
-    layer.rewire(on_device(layer))
+def test_index_matches_the_pattern(layer):
+    layer.rewire(rewiring_on_device(layer))
     index, wanted = layer.index, layer.pattern.index
     for name in ("row_ptr", "cols", "col_ptr"):
         assert torch.equal(getattr(index, name), getattr(wanted, name))
@@ -86,16 +86,16 @@ def test_the_index_is_that_of_the_pattern(layer):
     assert torch.equal(slots, wanted.csc_perm)
 
 
-def test_patterns_share_no_memory_with_the_index(layer):
+def test_earlier_patterns_do_not_share_the_index(layer):
     first = layer.pattern
     index = [tensor.clone() for tensor in first.index]
     layer.set_pattern(another(layer))
     assert all(torch.equal(a, b) for a, b in zip(index, first.index, strict=True))
-    second = on_device(layer).after
+    second = rewiring_on_device(layer).after
     on_device_positions = second._flat_on(torch.device("cpu")).clone()
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     # The layer's pattern is in its index, and takes a copy along where the CPU has none.
-    made = on_device(layer)
+    made = rewiring_on_device(layer)
     layer.rewire(made)
     third = layer.pattern
     assert third._device_index[1] is layer.index.cols
@@ -103,62 +103,62 @@ def test_patterns_share_no_memory_with_the_index(layer):
     held, none = layer.index.cols.clone(), torch.zeros(0, dtype=torch.int64)
     layer.rewire(Rewiring._on_device(third, none, none, row_major=True))
     assert third._device_index[1] is not layer.index.cols
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     assert torch.equal(held, third.cols)
     fourth = layer.pattern
     assert fourth.cols is not layer.index.cols
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     assert fourth._device_index is None
     assert torch.equal(second.flat, on_device_positions)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_an_update_between_forward_and_backward_is_refused(layer, autocast, frozen):
+def test_update_between_forward_and_backward_raises(layer, autocast, frozen):
     layer.values.requires_grad_(not frozen)
     x = torch.randn(5, 48, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     with pytest.raises(RuntimeError, match="have changed between forward and backward"):
         y.sum().backward()
 
 
-def test_it_is_refused_where_copies_were_saved(layer):
+def test_update_raises_with_saved_tensor_hooks(layer):
     x = torch.randn(5, 48, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         y = layer(x)
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     with pytest.raises(RuntimeError, match="have changed between forward and backward"):
         y.sum().backward()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         y = layer(x)
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     with pytest.raises(RuntimeError, match="have changed"), torch.autocast("cpu", torch.bfloat16):
         y.sum().backward()
 
 
-def test_a_second_backward_says_what_torch_says(layer):
+def test_second_backward_raises_as_in_torch(layer):
     y = layer(torch.randn(5, 48))
     y.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
 
 
-def test_an_index_that_another_thread_has_replaced_is_refused(layer):
+def test_index_replaced_by_another_thread_raises(layer):
     state = layer._state
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     with pytest.raises(RuntimeError, match="changed by another thread"):
         products.forward(torch.randn(5, 48), state.memory, state.index, None)
 
 
-def test_an_index_that_was_written_to_is_refused(layer):
+def test_modified_index_raises(layer):
     layer.index.cols[0] = 3
     with pytest.raises(RuntimeError, match="the index of this layer was written to"):
         layer(torch.randn(5, 48))
 
 
-def test_other_sizes_and_types_have_other_memory(layer):
+def test_other_sizes_and_dtypes_use_new_memory(layer):
     layer.resizable = True
     layer.set_pattern(
         SparsePattern.random(layer.pattern.shape, nnz=10, block_size=layer.block_size)
@@ -172,34 +172,34 @@ def test_copies_and_averages(layer):
     average = copy.deepcopy(layer)
     assert not set(addresses(average)) & set(addresses(layer))
     follow_patterns(average, layer)
-    layer.rewire(on_device(layer))
+    layer.rewire(rewiring_on_device(layer))
     assert average.pattern == layer.pattern
     computes(average)
     computes(layer)
 
 
-def test_the_dispatcher_finds_what_the_layer_has_made(layer):
+def test_dispatcher_uses_the_layers_index(layer):
     index = layer._state.index
     for _ in range(2):
         known = autograd.prepare(layer.values, (*layer.index, None))
         assert known is layer._state.index
-        layer.rewire(on_device(layer))
+        layer.rewire(rewiring_on_device(layer))
     assert layer._state.index is not index
     other = torch.zeros(3, *layer.values.shape[1:])
     with pytest.raises(RuntimeError, match="values hold 3 blocks"):
         autograd.prepare(other, (*layer.index, None))
 
 
-def test_work_lists_of_kernels_over_blocks_follow():
+def test_block_kernel_work_lists_follow_updates():
     layer = SparseLinear(64, 48, 0.4, 16)
     chunks = configurations.chunks(layer._state.index, 2)
-    layer.rewire(on_device(layer, 2))
+    layer.rewire(rewiring_on_device(layer, 2))
     assert configurations.chunks(layer._state.index, 2) is chunks
     fresh = LayerIndex(layer.pattern.index, layer.values)
     assert torch.equal(chunks, configurations.chunks(fresh, 2))
 
 
-def test_kernels_over_blocks_serve_where_they_are_asked_for(monkeypatch):
+def test_use_kernel_selects_block_kernels(monkeypatch):
     layer = SparseLinear(64, 48, 0.4, 16)
     assert layer.kernel(8) == "dense"
     with ops.use_kernel("blocks"):
@@ -210,8 +210,8 @@ def test_kernels_over_blocks_serve_where_they_are_asked_for(monkeypatch):
         assert SparseLinear(64, 48, 0.4, 8).kernel(8) == "dense"
 
 
-class Launched:
-    """In place of the kernels: what their values were, and how often each was launched."""
+class RecordedLaunches:
+    """A stand-in for the kernels that records the values of each launch."""
 
     def __init__(self):
         self.values = []
@@ -231,8 +231,8 @@ class Launched:
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_values_are_rounded_once_for_both_directions(monkeypatch, low):
-    launched = Launched()
+def test_values_are_cast_once_for_forward_and_backward(monkeypatch, low):
+    launched = RecordedLaunches()
     monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
     monkeypatch.setattr(blocks, "_launch", lambda: launched)
     layer = SparseLinear(64, 48, 0.4, 16)
@@ -260,7 +260,7 @@ def test_values_are_rounded_once_for_both_directions(monkeypatch, low):
         y.sum().backward()
 
 
-def test_the_formula_chooses_where_kernels_over_blocks_serve(monkeypatch):
+def test_cost_formula_chooses_block_kernels(monkeypatch):
     monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
     sparse, full = (SparseLinear(2048, 2048, density, 64) for density in (0.1, 1.0))
     for backward in (False, True):
@@ -282,7 +282,7 @@ def test_the_formula_chooses_where_kernels_over_blocks_serve(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_elsewhere_is_torchs_fused_product_with_its_dropout(monkeypatch, causal):
+def test_attention_off_the_cpu_uses_fused_sdpa_with_dropout(monkeypatch, causal):
     seen = []
     fused = attention.scaled_dot_product_attention
     monkeypatch.setattr(

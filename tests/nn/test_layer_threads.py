@@ -1,4 +1,4 @@
-"""Several threads on one layer, one of which may change its pattern."""
+"""Several threads use one layer while one of them may change its pattern."""
 
 import sys
 import threading
@@ -14,15 +14,15 @@ from dynsparse.pattern import Rewiring
 
 @pytest.fixture(autouse=True)
 def often():
-    """Threads take turns a thousand times as often as usual."""
+    """Switch threads a thousand times as often as by default."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def together(work, count=8):
-    """Run work(i) in `count` threads that begin at once; raise the first error."""
+def run_in_threads(work, count=8):
+    """Run work(i) in `count` threads that start together; raise the first error."""
     barrier, errors = threading.Barrier(count), []
 
     def run(i):
@@ -41,15 +41,15 @@ def together(work, count=8):
         raise errors[0]
 
 
-def near(seen, answers):
-    """Each tensor seen is one of the answers."""
+def assert_each_near_one(seen, answers):
+    """Check that each tensor in `seen` is close to one of `answers`."""
     far = torch.cdist(torch.stack(seen).flatten(1), torch.stack(answers).flatten(1), torch.inf)
     assert float(far.min(1).values.max()) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["sparse", "small", "dense"])
 @pytest.mark.parametrize("batch", [1, 200])
-def test_the_first_call_of_a_fresh_layer(kind, batch):
+def test_concurrent_first_calls(kind, batch):
     x = torch.randn(batch, 300)
     for _ in range(20):
         layer = SparseLinear(300, 200, 0.4)
@@ -60,14 +60,14 @@ def test_the_first_call_of_a_fresh_layer(kind, batch):
                 torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
         with ops.use_kernel(kind):
-            together(work)
+            run_in_threads(work)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("resizable", [False, True])
-def test_readers_see_the_layer_before_or_after_an_update(block_size, resizable):
-    """8 threads, 100 updates: every answer is that of one of the patterns."""
+def test_concurrent_forward_sees_a_consistent_layer(block_size, resizable):
+    """With 8 threads and 100 updates, each output belongs to one of the patterns."""
     layer = SparseLinear(96, 64, 0.3, block_size, bias=False)
     layer.resizable = resizable
     x = torch.randn(3, 96)
@@ -79,7 +79,7 @@ def test_readers_see_the_layer_before_or_after_an_update(block_size, resizable):
         while not done.is_set() or not seen:
             with torch.no_grad():
                 seen.append(layer(x))
-        near(seen, answers)
+        assert_each_near_one(seen, answers)
 
     def change():
         for i in range(100):
@@ -96,10 +96,10 @@ def test_readers_see_the_layer_before_or_after_an_update(block_size, resizable):
                 layer.rewire(rewiring, 0.5)
         done.set()
 
-    together(lambda i: change() if i == 0 else read())
+    run_in_threads(lambda i: change() if i == 0 else read())
 
 
-def test_forward_and_backward_from_several_threads():
+def test_concurrent_forward_and_backward():
     layer = SparseLinear(64, 48, 0.3)
     inputs = [torch.randn(5 + i, 64) for i in range(8)]
     expected = []
@@ -114,10 +114,10 @@ def test_forward_and_backward_from_several_threads():
             for one, other in zip(got, expected[i], strict=True):
                 torch.testing.assert_close(one, other)
 
-    together(work)
+    run_in_threads(work)
 
 
-def test_an_embedding_is_read_while_it_changes():
+def test_embedding_is_read_while_it_changes():
     table = SparseEmbedding(40, 16, 0.4)
     ids = torch.arange(40)
     answers = [table.to_dense().detach()]
@@ -128,7 +128,7 @@ def test_an_embedding_is_read_while_it_changes():
         while not done.is_set() or not seen:
             with torch.no_grad():
                 seen.append(table(ids))
-        near(seen, answers)
+        assert_each_near_one(seen, answers)
 
     def change():
         for _ in range(100):
@@ -138,4 +138,4 @@ def test_an_embedding_is_read_while_it_changes():
             table.set_pattern(after, values)
         done.set()
 
-    together(lambda i: change() if i == 0 else read(), 4)
+    run_in_threads(lambda i: change() if i == 0 else read(), 4)

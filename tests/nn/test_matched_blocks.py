@@ -1,4 +1,4 @@
-"""First patterns in which what one layer writes is what the next one reads."""
+"""`matched` patterns: the features that a layer writes are those that the next one reads."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def groups(blocks, count):
     st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 2, 4]),
     st.floats(0.01, 1), st.integers(0, 5),
 )  # fmt: skip
-def test_blocks_are_spread_evenly(height, width, b, density, seed):
+def test_even_pattern_is_balanced(height, width, b, density, seed):
     shape = (height * b, width * b)
     draw = torch.Generator().manual_seed(seed)
     pattern = even_pattern(shape, density, b, draw)
@@ -30,7 +30,7 @@ def test_blocks_are_spread_evenly(height, width, b, density, seed):
         assert numbers.max() - numbers.min() <= 1
 
 
-def test_groups_are_renamed_by_hand():
+def test_align_rows_and_columns_by_hand():
     writer = ds.SparsePattern([3, 3, 0], [0, 1, 0], shape=(8, 4), block_size=2)
     reader = ds.SparsePattern([0, 1, 1], [1, 1, 2], shape=(4, 8), block_size=2)
     read = align_columns(reader, writer)  # the fullest column, 1, becomes 3; column 2 becomes 0
@@ -41,7 +41,7 @@ def test_groups_are_renamed_by_hand():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_layer_reads_all_that_is_written(interleaved):
+def test_reader_matches_writer(interleaved):
     layer = SparseTransformerLayer(
         32, 2, 128, density=0.1, block_size=8, matched=True, interleaved=interleaved
     )
@@ -57,7 +57,7 @@ def test_a_layer_reads_all_that_is_written(interleaved):
     assert interleaved or of_values == of_queries
 
 
-def test_the_generator_draws_it_and_the_rest_stays():
+def test_generator_determines_matched_patterns():
     def made(matched):
         draw = torch.Generator().manual_seed(1)
         options = {"density": 0.5, "block_size": 4, "generator": draw, "bias": False}

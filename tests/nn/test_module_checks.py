@@ -1,5 +1,4 @@
-"""What torch tests of every module of torch.nn, of every sparse layer; and opcheck of every
-operator."""
+"""torch's tests of nn modules applied to every sparse layer, and opcheck of every operator."""
 
 import copy
 import io
@@ -176,7 +175,7 @@ def test_modes_freezing_and_zero_grad(name):
         assert torch.equal(layer(x.detach()), y)
 
 
-def test_conversions_there_and_back(name):
+def test_dtype_conversions_round_trip(name):
     layer, x = made(name)
     y = layer(x)
     layer.float()
@@ -199,8 +198,8 @@ def test_hooks(name):
     assert seen == ["before", "after", "backward"]
 
 
-class Calls(TorchDispatchMode):
-    """Keeps the arguments of the first call of each operator of this library."""
+class RecordedCalls(TorchDispatchMode):
+    """Records the arguments of the first call of each operator of this library."""
 
     def __init__(self):
         super().__init__()
@@ -213,24 +212,24 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def checked_operators(calls: Calls) -> set[str]:
+def checked_operators(calls: RecordedCalls) -> set[str]:
     for operator, (args, kwargs) in calls.found.items():
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(operator, args, kwargs, test_utils=checks)
     return {str(operator).removesuffix(".default") for operator in calls.found}
 
 
-def test_every_operator_that_layers_call():
+def test_opcheck_of_every_operator():
     seen = set()
     for name in LAYERS:
         layer, x = made(name, torch.float32)
-        with Calls() as calls:
+        with RecordedCalls() as calls:
             layer(x).square().sum().backward()
         seen |= checked_operators(calls)
     # Layers with int8 weights call theirs in compiled code only.
     layer = ds.quantize(nn.Sequential(ds.nn.SparseLinear(32, 16, density=0.5)))[0]
     operands = layer.values, layer.scale, layer.row_ptr, layer.cols, layer.bias
-    with Calls() as calls:
+    with RecordedCalls() as calls:
         torch.ops.dynsparse.linear_int8(torch.randn(4, 32), *operands, 32, False)
     seen |= checked_operators(calls)
     registered = {

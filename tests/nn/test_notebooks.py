@@ -1,4 +1,4 @@
-"""What notebooks show: tables for patterns, models and trainers, with nothing that is markup."""
+"""HTML representations of patterns, models and trainers in notebooks."""
 
 from xml.etree import ElementTree
 
@@ -10,13 +10,13 @@ from dynsparse._core.html import html_table
 
 
 def cells(page):
-    """The texts of a table, row by row, and the lines below."""
+    """Return the texts of a table, row by row, and the lines below it."""
     root = ElementTree.fromstring(f"<body>{page}</body>")
     rows = [[cell.text or "" for cell in row] for row in root.iter("tr")]
     return rows, [line.text for line in root.iter("div")]
 
 
-def test_texts_are_no_markup():
+def test_texts_are_escaped():
     page = html_table([("<b>", "a & b")], head=("x", '"y"'), below=["1 < 2"])
     assert cells(page) == ([["x", '"y"'], ["<b>", "a & b"]], ["1 < 2"])
 
@@ -27,7 +27,7 @@ def test_patterns():
     assert rows[1:4] == [["shape", "(8, 12)"], ["block_size", "4"], ["nnz", "2"]]
 
 
-def test_the_table_of_a_model_is_the_text():
+def test_model_table_equals_the_text():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2), nn.Embedding(9, 8))
     ds.sparsify(model, density=0.25, exclude=["1"], verbose=False)
     said = ds.nn.describe(model)

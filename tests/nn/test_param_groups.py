@@ -1,4 +1,4 @@
-"""What decays and what does not, and that a choice by dimensions is noticed."""
+"""Parameter groups for weight decay, and a warning if groups are chosen by dimensions."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def by_dimensions(model, decay=0.1):
     ]
 
 
-def test_values_and_matrices_decay_and_the_rest_does_not():
+def test_only_values_and_matrices_decay():
     model = made()
     model[4].weight.requires_grad = False
     names = {id(p): name for name, p in model.named_parameters()}
@@ -39,13 +39,13 @@ def test_values_and_matrices_decay_and_the_rest_does_not():
     ]  # fmt: skip
 
 
-def test_a_weight_that_layers_share_is_there_once():
+def test_shared_weight_is_listed_once():
     layer = SparseLinear(8, 8, density=0.5)
     decaying, others = ds.param_groups(nn.Sequential(layer, nn.ReLU(), layer), weight_decay=1.0)
     assert [len(decaying["params"]), len(others["params"])] == [1, 1]
 
 
-def test_groups_by_dimensions_are_noticed_once():
+def test_groups_by_dimensions_warn_once():
     model = made()
     lost = torch.optim.AdamW(by_dimensions(model))
     with pytest.warns(UserWarning, match="the values of layer '1' do not decay, while") as said:
@@ -70,7 +70,7 @@ def test_groups_by_dimensions_are_noticed_once():
         ],
     ],
 )
-def test_other_groups_are_nobodys_business(groups):
+def test_other_groups_do_not_warn(groups):
     model = made()
     ds.Static(model, torch.optim.AdamW(groups(model)))  # a warning would be an error
 
@@ -82,7 +82,7 @@ def test_bad_arguments():
         ds.param_groups([1], weight_decay=0.1)
 
 
-def test_the_table_says_that_values_have_one_dimension():
+def test_table_mentions_one_dimensional_values():
     said = "where weight decay goes by dimensions, use dynsparse.param_groups"
     assert said in ds.nn.describe(made())
     assert said not in ds.nn.describe(ds.nn.SparseLinear(16, 8, density=0.5, block_size=4))

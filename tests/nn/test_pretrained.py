@@ -1,4 +1,4 @@
-"""load_pretrained: patterns from files of several kinds into dense models, or nothing at all."""
+"""load_pretrained reads patterns from several kinds of files, or changes nothing."""
 
 import json
 
@@ -25,7 +25,7 @@ class Conv1D(nn.Module):
 
 
 class Model(nn.Module):
-    """Every kind of layer, two that share their weight, and a head that is the embedding."""
+    """A model with every kind of layer, two that share their weight, and a tied head."""
 
     def __init__(self, dtype=None, sparse_table=False):
         super().__init__()
@@ -49,8 +49,8 @@ def sparse(block=1, **options):
     return ds.sparsify(Model(**options), 0.3, block, verbose=False).eval()
 
 
-def as_others_save(model, folder, shards=1):
-    """As Hugging Face does: every tensor once, in one file or in several with an index."""
+def save_like_huggingface(model, folder, shards=1):
+    """Save each tensor once, in one file or in several with an index, as Hugging Face does."""
     folder.mkdir(exist_ok=True)
     seen, tensors = set(), {}
     for name, tensor in model.state_dict().items():
@@ -73,7 +73,7 @@ def as_others_save(model, folder, shards=1):
     return folder
 
 
-def as_ours(model, folder):
+def save_like_dynsparse(model, folder):
     folder.mkdir()
     ds.save_safetensors(model, folder / "model.safetensors")
     return folder
@@ -85,10 +85,10 @@ IDS = torch.arange(6).view(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("shards", [0, 1, 3])
-def test_a_dense_model_becomes_what_was_saved(tmp_path, shards, block, dtype):
+def test_dense_model_becomes_the_saved_one(tmp_path, shards, block, dtype):
     saved = sparse(block, dtype=dtype)
     folder = tmp_path / "saved"
-    as_others_save(saved, folder, shards) if shards else as_ours(saved, folder)
+    save_like_huggingface(saved, folder, shards) if shards else save_like_dynsparse(saved, folder)
     loaded = Model(dtype=dtype).eval()
     before = torch.get_rng_state()
     assert ds.load_pretrained(loaded, folder) is loaded
@@ -111,10 +111,10 @@ def test_a_dense_model_becomes_what_was_saved(tmp_path, shards, block, dtype):
 
 
 @pytest.mark.parametrize("shards", [0, 1, 3])
-def test_a_model_on_the_meta_device(tmp_path, shards):
+def test_model_on_the_meta_device(tmp_path, shards):
     saved = sparse(4)
     folder = tmp_path / "saved"
-    as_others_save(saved, folder, shards) if shards else as_ours(saved, folder)
+    save_like_huggingface(saved, folder, shards) if shards else save_like_dynsparse(saved, folder)
     with torch.device("meta"):
         loaded = Model().eval()
     loaded.two.weight, loaded.head.weight = loaded.one.weight, loaded.embed.weight
@@ -154,16 +154,16 @@ def test_buffers_on_the_meta_device(tmp_path):
 
 
 @pytest.mark.parametrize("named", ["model.safetensors", "model.safetensors.index.json"])
-def test_a_file_may_be_named(tmp_path, named):
+def test_path_of_a_single_file(tmp_path, named):
     saved = sparse()
-    folder = as_others_save(saved, tmp_path / "saved", 1 if named.endswith("rs") else 2)
+    folder = save_like_huggingface(saved, tmp_path / "saved", 1 if named.endswith("rs") else 2)
     loaded = ds.load_pretrained(Model().eval(), str(folder / named))
     assert torch.equal(loaded(IDS), saved(IDS))
 
 
-def test_layers_that_are_sparse_already_take_the_pattern(tmp_path):
+def test_sparse_layers_take_the_saved_pattern(tmp_path):
     saved = sparse(sparse_table=True)
-    folder = as_ours(saved, tmp_path / "saved")
+    folder = save_like_dynsparse(saved, tmp_path / "saved")
     mixed = Model(sparse_table=True).eval()
     ds.load_pretrained(mixed, folder)
     assert mixed.table.pattern == saved.table.pattern
@@ -172,7 +172,7 @@ def test_layers_that_are_sparse_already_take_the_pattern(tmp_path):
     assert ds.load_pretrained(other, folder).one.pattern == saved.one.pattern
 
 
-def test_a_sparse_layer_alone_and_a_dense_model(tmp_path):
+def test_single_sparse_layer_and_dense_model(tmp_path):
     layer = SparseLinear(8, 8, 0.5)
     ds.save_safetensors(layer, tmp_path / "m")
     assert torch.equal(
@@ -183,8 +183,8 @@ def test_a_sparse_layer_alone_and_a_dense_model(tmp_path):
     assert torch.equal(ds.load_pretrained(Model(), tmp_path / "d").one.weight, dense.one.weight)
 
 
-def refuses(model, path, message, error=ValueError):
-    """One line, and the model is as it was, module by module and bit by bit."""
+def check_rejected(model, path, message, error=ValueError):
+    """Check that loading raises a one-line error and leaves the model unchanged."""
     modules = list(model.named_modules())
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(error, match=message) as caught:
@@ -196,7 +196,7 @@ def refuses(model, path, message, error=ValueError):
 
 
 def changed(tmp_path, change):
-    folder = as_others_save(sparse(4), tmp_path / "saved")
+    folder = save_like_huggingface(sparse(4), tmp_path / "saved")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -243,28 +243,34 @@ def also_as(tensors, name):
         (lambda t: [t.pop(f"two.{k}") for k in ("rows", "cols")], "the tied layer 'two' is dense"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_changes_nothing(tmp_path, change, message):
-    refuses(Model(), changed(tmp_path, change), message)
+def test_mismatched_files_change_nothing(tmp_path, change, message):
+    check_rejected(Model(), changed(tmp_path, change), message)
 
 
-def test_sparse_models_that_do_not_fit(tmp_path):
-    folder = as_ours(sparse(4), tmp_path / "saved")
-    refuses(sparse(2), folder, "blocks of 4 in the file and of 2 in the model")
-    refuses(ds.sparsify(Model(), 0.5, 4, verbose=False), folder, "'.*': the layer holds")
-    refuses(sparse(4, sparse_table=True), folder, "the layer 'table' is not sparse in the file")
-    refuses(nn.Linear(3, 3), folder, "is a sparse layer in the file, the model has no such layer")
+def test_mismatched_sparse_models_raise(tmp_path):
+    folder = save_like_dynsparse(sparse(4), tmp_path / "saved")
+    check_rejected(sparse(2), folder, "blocks of 4 in the file and of 2 in the model")
+    check_rejected(ds.sparsify(Model(), 0.5, 4, verbose=False), folder, "'.*': the layer holds")
+    check_rejected(
+        sparse(4, sparse_table=True), folder, "the layer 'table' is not sparse in the file"
+    )
+    check_rejected(
+        nn.Linear(3, 3), folder, "is a sparse layer in the file, the model has no such layer"
+    )
     single = SparseLinear(8, 8, 0.5)
     ds.save_safetensors(single, tmp_path / "m")
-    refuses(nn.Linear(8, 8), tmp_path / "m", "a single Linear, which cannot be replaced in place")
+    check_rejected(
+        nn.Linear(8, 8), tmp_path / "m", "a single Linear, which cannot be replaced in place"
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_truncated_files(tmp_path, keep):
     for shards in (1, 2):
-        folder = as_others_save(sparse(), tmp_path / str(shards), shards)
+        folder = save_like_huggingface(sparse(), tmp_path / str(shards), shards)
         file = sorted(folder.glob("*.safetensors"))[0]
         file.write_bytes(file.read_bytes()[:keep])
-        refuses(Model(), folder, f"{file.name} is truncated or no safetensors file")
+        check_rejected(Model(), folder, f"{file.name} is truncated or no safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -285,27 +291,29 @@ def test_truncated_files(tmp_path, keep):
         ("[" * 1000 + "]" * 1000, "is no index of a sharded model"),
     ],
 )
-def test_an_index_that_lies(tmp_path, index, message):
-    folder = as_others_save(sparse(), tmp_path / "saved")
+def test_wrong_index_raises(tmp_path, index, message):
+    folder = save_like_huggingface(sparse(), tmp_path / "saved")
     text = index if isinstance(index, str) else json.dumps(index)
     (folder / "model.safetensors.index.json").write_text(text)
-    refuses(Model(), folder, message)
+    check_rejected(Model(), folder, message)
 
 
 def test_limits_and_missing_files(tmp_path, monkeypatch):
-    refuses(Model(), tmp_path, "expected model.safetensors or .*, found neither", FileNotFoundError)
-    refuses(Model(), tmp_path / "none", "none", FileNotFoundError)
-    folder = as_others_save(sparse(), tmp_path / "saved", 2)
+    check_rejected(
+        Model(), tmp_path, "expected model.safetensors or .*, found neither", FileNotFoundError
+    )
+    check_rejected(Model(), tmp_path / "none", "none", FileNotFoundError)
+    folder = save_like_huggingface(sparse(), tmp_path / "saved", 2)
     index = folder / "model.safetensors.index.json"
     where = json.loads(index.read_text())
     where["weight_map"]["head.weight"] = "gone.safetensors"
     index.write_text(json.dumps(where))
-    refuses(Model(), folder, "gone.safetensors", FileNotFoundError)
+    check_rejected(Model(), folder, "gone.safetensors", FileNotFoundError)
     monkeypatch.setenv("DYNSPARSE_READ_LIMIT", "100")
-    refuses(Model(), folder, "is too large for an index")
+    check_rejected(Model(), folder, "is too large for an index")
 
 
-def test_load_safetensors_says_who_reads_files_of_others(tmp_path):
-    folder = as_others_save(sparse(), tmp_path / "saved")
+def test_load_safetensors_points_to_load_pretrained(tmp_path):
+    folder = save_like_huggingface(sparse(), tmp_path / "saved")
     with pytest.raises(ValueError, match=r"dynsparse\.load_pretrained reads other"):
         ds.load_safetensors(sparse(), folder / "model.safetensors")

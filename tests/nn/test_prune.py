@@ -14,7 +14,7 @@ from dynsparse.nn.prune import best_blocks, block_scores, sparsegpt
 
 
 def pruned(*shape, keep, block=1, seed=0):
-    """A random weight [out, in] in which about the share `keep` of the blocks is not zero."""
+    """Make a random weight [out, in] with a fraction of about `keep` nonzero blocks."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape[0] // block, shape[1] // block, generator=g) < keep
     mask = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
@@ -27,7 +27,7 @@ def linear(weight):
     return layer
 
 
-def test_the_pattern_is_what_is_not_zero():
+def test_pattern_is_that_of_the_nonzeros():
     dense = pruned(16, 16, keep=1.0)
     weights = [pruned(16, 24, keep=0.3), pruned(32, 16, keep=0.9), dense, torch.zeros(16, 32)]
     model = nn.ModuleList([linear(w) for w in weights])
@@ -44,14 +44,14 @@ def test_the_pattern_is_what_is_not_zero():
     ("block", "shape", "found"),
     [(1, (16, 16), 1), (2, (16, 16), 1), (4, (16, 24), 4), (16, (64, 32), 16), (24, (48, 48), 8)],
 )
-def test_blocks_are_found_where_all_zeros_are_whole_blocks(block, shape, found):
+def test_block_size_is_detected(block, shape, found):
     weight = pruned(*shape, keep=0.5, block=block)
     model = ds.sparsify(nn.Sequential(linear(weight)), start="nonzero", verbose=False)
     assert model[0].block_size == found
     assert torch.equal(model[0].to_dense(), weight)
 
 
-def test_blocks_that_were_asked_for_hold_zeros():
+def test_given_block_size_stores_zeros():
     weight = pruned(8, 8, keep=1.0)
     weight[:4] = 0
     weight[0, 0] = 1.0
@@ -60,7 +60,7 @@ def test_blocks_that_were_asked_for_hold_zeros():
     assert torch.equal(model[0].to_dense(), weight)
 
 
-def test_blocks_of_grouped_convolutions_stay_inside_of_groups():
+def test_blocks_of_grouped_convolutions_stay_within_groups():
     conv = nn.Conv2d(16, 8, 3, groups=2)
     with torch.no_grad():
         conv.weight[:4] = 0
@@ -70,7 +70,7 @@ def test_blocks_of_grouped_convolutions_stay_inside_of_groups():
     torch.testing.assert_close(model(x), conv(x))
 
 
-def test_few_zeros_leave_a_layer_dense_unless_asked():
+def test_layers_with_few_zeros_stay_dense_by_default():
     weight = pruned(20, 20, keep=1.0)
     weight[0, :2] = 0
     other = pruned(20, 20, keep=0.5)
@@ -85,7 +85,7 @@ def test_few_zeros_leave_a_layer_dense_unless_asked():
     assert torch.equal(kept.to_dense(), weight)
 
 
-def test_the_report_says_what_computes_and_whether_it_pays(capsys):
+def test_report_names_kernel_and_speedup(capsys):
     from dynsparse._core import native
 
     model = nn.Sequential(
@@ -139,8 +139,8 @@ def test_sparsegpt_by_hand():
 
 
 @pytest.mark.parametrize(("b", "per_row"), [(1, False), (1, True), (4, False), (16, True)])
-def test_sparsegpt_solves_for_the_weights_to_the_right(b, per_row):
-    """Against the definition: one inverse of the columns that are left for every column."""
+def test_sparsegpt_equals_its_definition(b, per_row):
+    """The definition inverts the Hessian of the remaining columns for every column."""
     g = torch.Generator().manual_seed(0)
     out, columns, nnz = 32, 192, round(0.4 * 32 * 192 / b**2)
     dense = torch.randn(out, columns, generator=g, dtype=torch.float64)
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks, the second of which takes another argument, and a head."""
+    """Blocks, the second of which takes another argument, followed by a head."""
 
     def __init__(self, blocks=3):
         super().__init__()
@@ -205,8 +205,8 @@ def chain(seed=0):
 
 
 @pytest.mark.parametrize("start", ["wanda", "sparsegpt"])
-def test_blocks_are_pruned_with_what_the_pruned_blocks_before_give(start):
-    """Against masked dense layers in float64, pruned by hand."""
+def test_blocks_are_calibrated_with_outputs_of_pruned_blocks(start):
+    """Compared with masked dense layers in float64, pruned by hand."""
     model, batches = chain()
     reference = copy.deepcopy(model)
     ds.sparsify(model, 0.25, start=start, calibration=batches, verbose=False)
@@ -243,7 +243,7 @@ def test_blocks_are_pruned_with_what_the_pruned_blocks_before_give(start):
     torch.testing.assert_close(model(batches[0]), reference(batches[0]))
 
 
-def test_the_statistics_of_one_block_are_held_at_a_time():
+def test_statistics_are_kept_for_one_block_at_a_time():
     model, batches = chain()
     layers = find_candidates(model).items()
     groups = {name: [layer] for name, layer in layers if layer.kind != "embedding"}
@@ -291,7 +291,7 @@ def test_budgets():
     }
 
 
-def test_models_without_a_chain_are_pruned_with_their_dense_inputs():
+def test_models_without_a_chain_use_dense_inputs():
     class Parallel(nn.Module):
         def __init__(self):
             super().__init__()
@@ -310,7 +310,7 @@ def test_models_without_a_chain_are_pruned_with_their_dense_inputs():
 
 
 @pytest.mark.parametrize("fails_at", [0, 4, 8, 13])
-def test_an_error_on_a_batch_leaves_the_model_as_it_was(fails_at):
+def test_error_on_a_batch_changes_nothing(fails_at):
     model, batches = chain()
     model.train()
     calls = []

@@ -1,4 +1,4 @@
-"""Language models of transformers that are pruned, fine-tuned and stored: every zero stays."""
+"""Language models of transformers keep every zero when pruned, fine-tuned and saved."""
 
 import copy
 import re
@@ -52,7 +52,7 @@ def zeros(model):
 
 
 def step(model, ids):
-    """A step of fine-tuning."""
+    """Take a fine-tuning step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     model.train()
@@ -69,7 +69,7 @@ def assert_zeros_kept(model, before):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pruned_checkpoint_stays_sparse(family, tmp_path):
+def test_pruned_checkpoint_stays_sparse(family, tmp_path):
     model, ids = build(family), tokens()
     reference = copy.deepcopy(model)
     ds.sparsify(reference, 0.3, start="magnitude", verbose=False)
@@ -93,7 +93,7 @@ def test_a_pruned_checkpoint_stays_sparse(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Qwen2", "OPT", "Mamba"])
-def test_a_tied_head_that_is_sparse_too(family, tmp_path):
+def test_sparse_tied_head(family, tmp_path):
     model, ids = build(family), tokens()
     names = {id(m): name for name, m in model.named_modules()}
     both = [names[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
@@ -116,14 +116,14 @@ def test_a_tied_head_that_is_sparse_too(family, tmp_path):
         assert torch.equal(again(input_ids=ids).logits, expected)
 
 
-def test_an_embedding_that_does_more_than_look_up_stays_dense():
+def test_embedding_with_extra_operations_stays_dense():
     with pytest.raises(ValueError, match=r"\(GemmaTextScaledWordEmbedding\), which cannot be made"):
         ds.sparsify(build("Gemma"), 0.3, include=["lm_head", "model.embed_tokens"])
 
 
 @pytest.mark.parametrize("start", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pruning_here(family, start, tmp_path):
+def test_pruning_in_this_library(family, start, tmp_path):
     model, ids = build(family), tokens()
     options = {"calibration": [{"input_ids": tokens()}], "verbose": False}
     if family == "Mamba":
@@ -152,7 +152,7 @@ def test_repair(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_that_are_merged(family, tmp_path):
+def test_merged_adapters(family, tmp_path):
     peft = pytest.importorskip("peft")
     from dynsparse.integrations.peft import sparse_lora
 
@@ -178,7 +178,7 @@ def test_adapters_that_are_merged(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_blocks_of_a_model_are_a_chain(family):
+def test_blocks_form_a_chain(family):
     model, ids = build(family), tokens()
     layers = {name: m.weight.numel() for name, m in model.named_modules() if hasattr(m, "weight")}
     with torch.no_grad(), evaluating(model):
@@ -196,7 +196,7 @@ def test_the_blocks_of_a_model_are_a_chain(family):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_the_examples_of_the_page(tmp_path, monkeypatch):
+def test_examples_of_the_page(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     model = build("Llama")

@@ -1,4 +1,4 @@
-"""quantize, QuantizedSparseLinear, and their files."""
+"""quantize, QuantizedSparseLinear and their files."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ KINDS = ["float32", "int8"]
 
 
 class Model(nn.Module):
-    """Tied layers, an attention, a dense layer and a convolution."""
+    """A model with tied layers, attention, a dense layer and a convolution."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ INPUT = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("block", [1, 4, 8])
 @pytest.mark.parametrize("activations", KINDS)
-def test_a_model_for_inference(block, activations):
+def test_quantized_model(block, activations):
     model = made(block)
     expected = model.eval()(INPUT)
     weights = {n: m.to_dense() for n, m in model.named_modules() if type(m) is SparseLinear}
@@ -74,7 +74,7 @@ def test_a_model_for_inference(block, activations):
     assert torch.equal(y, plain) == (activations == "float32" or block != 8)
 
 
-def test_patterns_that_trained_have_slots_in_any_order():
+def test_quantize_after_training_with_slots_in_any_order():
     torch.manual_seed(0)
     model = ds.sparsify(nn.Sequential(nn.Linear(32, 32)), 0.3, 8, verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -90,7 +90,7 @@ def test_patterns_that_trained_have_slots_in_any_order():
     assert type(model[0]) is SparseLinear
 
 
-def test_excluded_layers_stay():
+def test_excluded_layers_are_not_quantized():
     model = ds.quantize(made(), exclude=["attention", "fir*"])
     kinds = {n: type(m) for n, m in model.named_modules()}
     assert kinds["first"] is kinds["attention.q_proj"] is SparseLinear
@@ -132,7 +132,7 @@ def test_sizes_of_files(tmp_path):
 
 
 def rewrite(path, change):
-    """The file with other tensors or metadata."""
+    """Rewrite the file with changed tensors or metadata."""
     with safe_open(path, "pt") as file:
         header = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -192,7 +192,7 @@ def test_states_copies_and_pickles():
     assert torch.equal(again(INPUT), y)
 
 
-def test_training_is_refused():
+def test_training_raises():
     model = ds.quantize(made())
     with pytest.raises(RuntimeError, match="cannot be trained"):
         model.train()

@@ -1,5 +1,5 @@
-"""Whoever reads a layer while another thread changes its pattern gets values and pattern of one
-moment."""
+"""Reading a layer while another thread changes its pattern returns consistent values and
+pattern."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 64
 
 
 def _set_new_pattern(layer, seed: int) -> None:
-    """A random pattern whose values tell their position, so that torn reads show."""
+    """Set a random pattern with values that encode their position, so inconsistent reads show."""
     generator = torch.Generator().manual_seed(seed)
     pattern = ds.SparsePattern.random((SIZE, SIZE), density=0.25, generator=generator)
     layer.set_pattern(pattern, _expected(pattern.rows, pattern.cols))
@@ -70,7 +70,7 @@ READERS = {
 @pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("reader", READERS)
-def test_reads_are_of_one_moment(reader, tmp_path):
+def test_concurrent_reads_are_consistent(reader, tmp_path):
     layer = ds.nn.SparseLinear(SIZE, SIZE, density=0.25, bias=False)
     _set_new_pattern(layer, 0)
     done = threading.Event()
@@ -92,8 +92,8 @@ def test_reads_are_of_one_moment(reader, tmp_path):
 
 
 @torch.no_grad()
-def test_a_state_is_loaded_in_one_moment():
-    """Another thread reads while states of other patterns are loaded."""
+def test_load_state_dict_is_atomic():
+    """Another thread reads while states with other patterns are loaded."""
     layer = ds.nn.SparseLinear(SIZE, SIZE, density=0.25, bias=False)
     states = []
     for seed in range(2):

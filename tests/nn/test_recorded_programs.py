@@ -1,4 +1,4 @@
-"""Programs recorded by torch.fx and torch.jit: what works, and what is refused or left alone."""
+"""Programs recorded by torch.fx and torch.jit: what works, raises, or is not converted."""
 
 import warnings
 
@@ -20,7 +20,7 @@ import dynsparse as ds
         (lambda: ds.nn.SparseTransformerLayer(16, 2, 32, density=0.5), torch.randn(2, 5, 16)),
     ],
 )
-def test_traced_programs_compute_what_the_model_does(layer, x):
+def test_traced_programs_equal_the_model(layer, x):
     model = nn.Sequential(layer(), nn.ReLU()).eval()
     traced = symbolic_trace(model)
     assert torch.equal(traced(x), model(x))
@@ -46,7 +46,7 @@ def test_torch_jit():
     assert torch.equal(torch.jit.trace(model, x, check_trace=False)(x), model(x))
 
 
-def test_quantize_dynamic_passes_sparse_layers_over():
+def test_quantize_dynamic_skips_sparse_layers():
     model = nn.Sequential(ds.nn.SparseLinear(16, 8, 0.3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated

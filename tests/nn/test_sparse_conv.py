@@ -1,4 +1,4 @@
-"""SparseConv2d and SparseConv1d beside nn.Conv2d and nn.Conv1d with the same weights."""
+"""SparseConv2d and SparseConv1d equal nn.Conv2d and nn.Conv1d with the same weights."""
 
 import copy
 import itertools
@@ -18,7 +18,7 @@ from dynsparse.ops.conv.geometry import to_matrix, to_weight
 
 
 def twin(layer):
-    """The dense layer with the same options and weights, made by hand."""
+    """Make the dense layer with the same options and weights."""
     dense = layer.dense_class(
         layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding,
         layer.dilation, layer.groups, layer.bias is not None, layer.padding_mode,
@@ -32,7 +32,7 @@ def twin(layer):
 
 
 def check(layer, x, tolerance):
-    """Forward and all gradients, the dense ones in float64."""
+    """Compare forward and all gradients with those of the dense layer in float64."""
     dense = twin(layer).double()
     x64 = x.detach().double().requires_grad_()
     x = x.detach().requires_grad_()
@@ -56,7 +56,7 @@ def check(layer, x, tolerance):
 
 @st.composite
 def layers(draw, dtype=torch.float64, dimensions=(1, 2)):
-    """A layer and the shape of its input."""
+    """Draw a layer and the shape of its input."""
     d = draw(st.sampled_from(dimensions))
     block = draw(st.sampled_from([1, 1, 2, 4]))
     groups = draw(st.sampled_from([1, 1, 2, 3]))
@@ -84,19 +84,19 @@ def layers(draw, dtype=torch.float64, dimensions=(1, 2)):
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @given(layers())
-def test_equals_the_dense_layer_in_float64(case):
+def test_equals_dense_in_float64(case):
     check(*case, 1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @given(layers(torch.float32))
-def test_float32_is_near_the_dense_layer_in_float64(case):
+def test_float32_is_close_to_dense_float64(case):
     check(*case, 2e-5)
 
 
 @st.composite
-def forced(draw):
-    """A case that goes by the kernels: batches that fill streams, cut images in strips, and not."""
+def kernel_cases(draw):
+    """Draw a case for the kernels: batches that do and do not fill streams or split images."""
     block = draw(st.sampled_from([1, 1, 2, 3, 4, 16]))
     groups = draw(st.sampled_from([1, 1, 2]))
     into, out = (groups * block * draw(st.integers(1, 2)) for _ in range(2))
@@ -117,8 +117,8 @@ def forced(draw):
 
 
 @pytest.mark.skipif(native.load() is None, reason="needs the compiled kernels")
-@given(forced(), st.sampled_from([1, 2, 3]))
-def test_kernels_and_the_sum_over_the_non_zeros(case, threads):
+@given(kernel_cases(), st.sampled_from([1, 2, 3]))
+def test_kernels_equal_the_sum_over_nonzeros(case, threads):
     layer, x, turned = case
     g, index, values = layer.geometry, layer.index, layer.values.detach()
     dy = torch.randn(len(x), layer.out_channels, *g.output_size(*x.shape[2:]))
@@ -147,7 +147,7 @@ def test_kernels_and_the_sum_over_the_non_zeros(case, threads):
         assert float((mine - exact).abs().max()) <= 2e-5 * scale
 
 
-def test_the_order_of_the_matrix_by_hand():
+def test_matrix_layout_by_hand():
     weight = torch.arange(2.0 * 3 * 1 * 2).view(2, 3, 1, 2)  # [out, in, kh, kw]
     matrix = torch.tensor([[0.0, 2, 4, 1, 3, 5], [6, 8, 10, 7, 9, 11]])  # taps outside
     assert torch.equal(to_matrix(weight), matrix)
@@ -157,14 +157,14 @@ def test_the_order_of_the_matrix_by_hand():
     assert layer.to_dense().nonzero().tolist() == [[1, 1, 0, 1]]
 
 
-def test_a_block_covers_channels_of_one_tap():
+def test_block_covers_channels_of_one_tap():
     pattern = ds.SparsePattern([0], [3], shape=(4, 2 * 4), block_size=2)
     layer = SparseConv1d(4, 4, 2, pattern=pattern)
     assert layer.to_dense().nonzero().tolist() == [[o, i, 1] for o in (0, 1) for i in (2, 3)]
 
 
 @pytest.mark.parametrize("make", [nn.Conv2d, nn.Conv1d])
-def test_largest_weights_of_a_dense_layer(make):
+def test_from_dense_keeps_the_largest_weights(make):
     dense = make(6, 4, 3, 2, 1, groups=2).requires_grad_(False)
     kind = SparseConv2d if make is nn.Conv2d else SparseConv1d
     layer = kind.from_dense(dense, 0.25)
@@ -177,7 +177,7 @@ def test_largest_weights_of_a_dense_layer(make):
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_layout_of_the_output_is_that_of_the_input(layout):
+def test_output_keeps_the_memory_format(layout):
     layer = SparseConv2d(4, 8, 3, padding=1)
     x = torch.randn(2, 4, 6, 6).contiguous(memory_format=layout).requires_grad_()
     y = layer(x)
@@ -226,7 +226,7 @@ def test_compiled():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_activations_of_16_bits_meet_float32_values(dtype):
+def test_16_bit_activations_with_float32_values(dtype):
     layer = SparseConv2d(4, 8, 3, padding=1)
     x = torch.randn(2, 4, 6, 6).to(dtype).requires_grad_()
     y = layer(x)
@@ -246,14 +246,14 @@ def test_autocast():
     assert layer.values.grad.dtype == torch.float32
 
 
-def test_the_dense_weight_for_code_that_reads_it():
+def test_dense_weight():
     layer = SparseConv2d(4, 8, (1, 3))
     assert (layer.weight.shape, layer.weight.dtype) == ((8, 4, 1, 3), torch.float32)
     with pytest.warns(UserWarning, match="uses the dense weight"):
         assert torch.equal(layer.weight + 0, layer.to_dense())
 
 
-def test_a_folded_batch_norm_changes_nothing():
+def test_folded_batch_norm_keeps_outputs():
     for kind, norm, size in ((SparseConv2d, nn.BatchNorm2d, (6, 5)),
                              (SparseConv1d, nn.BatchNorm1d, (7,))):  # fmt: skip
         for b, bias, affine in itertools.product([1, 2], [True, False], [True, False]):
@@ -272,7 +272,7 @@ def test_a_folded_batch_norm_changes_nothing():
             assert torch.equal(conv.to_dense(), before)
 
 
-def test_what_cannot_be_folded_is_refused():
+def test_unsupported_folding_raises():
     conv = SparseConv2d(4, 6, 3)
     with pytest.raises(ValueError, match=r"call eval\(\)"):
         fuse_conv_bn_eval(conv, nn.BatchNorm2d(6))
@@ -301,12 +301,12 @@ def test_what_cannot_be_folded_is_refused():
         ({"density": 0.0}, "density must"),
     ],
 )
-def test_wrong_options_are_refused(arguments, line):
+def test_wrong_options_raise(arguments, line):
     with pytest.raises(ValueError, match=line):
         SparseConv2d(**({"in_channels": 4, "out_channels": 6, "kernel_size": 3} | arguments))
 
 
-def test_wrong_inputs_are_refused():
+def test_wrong_inputs_raise():
     layer = SparseConv2d(4, 6, 3)
     for x, line in (
         (torch.randn(4, 6), "with or without the batch"),
@@ -319,7 +319,7 @@ def test_wrong_inputs_are_refused():
             layer(x)
 
 
-def test_repr_names_every_option():
+def test_repr_lists_options():
     layer = SparseConv2d(4, 8, 3, 2, 1, 2, 2, False, "circular", density=0.25, block_size=2)
     assert repr(layer) == (
         "SparseConv2d(4, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(2, 2), "
@@ -327,7 +327,7 @@ def test_repr_names_every_option():
     )
 
 
-def test_what_computes_it():
+def test_kernel_names():
     layer = SparseConv2d(4, 8, 3).double()
     assert layer.kernel(2, 8) == layer.kernel(2, (8, 8), backward=True) == "dense"
     if native.load() is not None:
@@ -336,7 +336,7 @@ def test_what_computes_it():
         layer.kernel(2)
 
 
-def test_depthwise_convolutions_stay_dense_unless_they_are_included():
+def test_depthwise_convolutions_are_excluded_by_default():
     def model():
         return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv1d(8, 4, 1))
 
@@ -349,7 +349,7 @@ def test_depthwise_convolutions_stay_dense_unless_they_are_included():
     assert [type(layer) for layer in m] == [nn.Conv2d, nn.Conv2d, nn.Conv1d]
 
 
-def test_floating_point_operations_are_counted():
+def test_flop_counter():
     layer = SparseConv2d(4, 8, 3, padding=1, density=0.25)
     x = torch.randn(2, 4, 6, 5, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
@@ -357,7 +357,7 @@ def test_floating_point_operations_are_counted():
     assert counter.get_total_flops() == 3 * 2 * (2 * 6 * 5) * layer.pattern.nnz
 
 
-def test_what_computes_few_images():
+def test_kernel_for_small_batches():
     if native.load() is None:
         pytest.skip("needs the compiled kernels")
     line = ds.nn.SparseConv1d(256, 256, 3, padding=1, density=0.1)

@@ -53,13 +53,13 @@ def test_padding_gets_no_gradient(padding_idx):
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
-def test_tables_that_do_more_are_refused(option):
+def test_unsupported_options_raise(option):
     with pytest.raises(ValueError, match=f"the table has {next(iter(option))}"):
         SparseEmbedding.from_dense(nn.Embedding(6, 4, **option), 0.5)
 
 
 class Bigram(nn.Module):
-    """Next-token logits through one table, sparse or the same one dense."""
+    """Next-token logits through one table, sparse or dense."""
 
     def __init__(self, tied):
         super().__init__()
@@ -72,7 +72,7 @@ class Bigram(nn.Module):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_growth_sees_the_whole_gradient(tied):
+def test_growth_sees_the_full_gradient(tied):
     model = Bigram(tied)
     dense = model.table.to_dense().detach().requires_grad_()
     before = model.table.pattern
@@ -135,6 +135,6 @@ def test_bad_input(arguments, message):
 
 
 @pytest.mark.parametrize("padding_idx", [20, -21])
-def test_padding_outside_the_table_is_refused(padding_idx):
+def test_padding_outside_the_table_raises(padding_idx):
     with pytest.raises(ValueError, match="padding_idx must be"):
         SparseEmbedding(20, 8, padding_idx=padding_idx)

@@ -52,7 +52,7 @@ def test_initial_values_follow_the_fan_in_of_each_row():
     assert 0.49 < bounds[1] <= 1 / 2
 
 
-def test_the_generator_decides_everything():
+def test_generator_determines_everything():
     a, b = (SparseLinear(16, 8, 0.3, generator=torch.Generator().manual_seed(5)) for _ in range(2))
     assert same_layer(a, b)
 
@@ -82,7 +82,7 @@ def test_from_dense_breaks_ties_by_position():
     assert layer.bias is None
 
 
-def test_from_dense_refuses_nan():
+def test_from_dense_rejects_nan():
     dense = nn.Linear(4, 4)
     with torch.no_grad():
         dense.weight[1, 2] = float("nan")
@@ -113,7 +113,7 @@ def test_set_pattern_with_and_without_values():
     assert torch.equal(layer.values, values)
 
 
-def test_a_graph_from_before_a_rewiring_keeps_its_pattern():
+def test_graph_from_before_a_rewiring_keeps_its_pattern():
     layer = SparseLinear(4, 4, 0.5)
     frozen = layer.values.detach().clone().requires_grad_()
     x = torch.randn(3, 4, requires_grad=True)
@@ -125,7 +125,7 @@ def test_a_graph_from_before_a_rewiring_keeps_its_pattern():
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_state_dict_carries_the_pattern(block_size):
+def test_state_dict_contains_the_pattern(block_size):
     a, b = SparseLinear(16, 8, 0.5, block_size), SparseLinear(16, 8, 0.5, block_size)
     assert a.pattern != b.pattern
     assert sorted(a.state_dict()) == ["bias", "cols", "rows", "values"]
@@ -141,7 +141,7 @@ def test_state_dict_carries_the_pattern(block_size):
     assert torch.equal(a(x), c(x))
 
 
-def test_saved_with_torch_save():
+def test_torch_save():
     model = nn.Sequential(SparseLinear(8, 8, 0.5), nn.ReLU(), SparseLinear(8, 4, 0.5))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -154,7 +154,7 @@ def test_saved_with_torch_save():
     assert torch.equal(model(x), other(x))
 
 
-def test_state_that_does_not_fit_changes_nothing():
+def test_mismatched_state_changes_nothing():
     layer = SparseLinear(16, 8, 0.5)
     before = copy.deepcopy(layer)
     states = {
@@ -173,7 +173,7 @@ def test_state_that_does_not_fit_changes_nothing():
         layer.load_state_dict({"values": layer.values, "bias": layer.bias})
 
 
-def test_a_state_in_any_order_of_slots():
+def test_state_with_slots_in_any_order():
     layer = SparseLinear(16, 8, 0.5)
     flipped = {name: layer.state_dict()[name].flip(0) for name in ("rows", "cols", "values")}
     other = SparseLinear(16, 8, 0.5)
@@ -202,7 +202,7 @@ def test_description():
 
 
 @pytest.mark.slow
-def test_compiled_whole_and_again_after_an_update_without_recompiling():
+def test_compiles_whole_and_updates_do_not_recompile():
     model = nn.Sequential(SparseLinear(24, 32, 0.2), nn.ReLU(), SparseLinear(32, 8, 0.5, 4))
     compiled = torch.compile(model, fullgraph=True)
     x = torch.randn(7, 24, requires_grad=True)
@@ -281,7 +281,7 @@ def test_wrong_arguments(call, error, message):
         lambda **given: SparseEmbedding(8, 12, **given),
     ],
 )
-def test_a_pattern_leaves_no_room_for_a_density(make):
+def test_pattern_and_density_together_raise(make):
     pattern = SparsePattern.random(make().pattern.shape, nnz=5)
     assert make(pattern=pattern).pattern == pattern
     with pytest.raises(ValueError, match="leave density out"):

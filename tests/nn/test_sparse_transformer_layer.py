@@ -1,4 +1,4 @@
-"""The pre-norm layer against torch's own, and in training."""
+"""The pre-norm layer equals torch's, and trains."""
 
 import copy
 
@@ -10,7 +10,7 @@ import dynsparse as ds
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, SparseTransformerLayer
 
 
-def test_computes_what_torchs_layer_does():
+def test_equals_torch_layer():
     layer = SparseTransformerLayer(16, 4, 32, dropout=0.0, density=0.4, block_size=4).double()
     for module in layer.modules():
         if isinstance(module, SparseLinear):
@@ -33,7 +33,7 @@ def test_computes_what_torchs_layer_does():
     )
 
 
-def test_the_originals_head_size():
+def test_head_size_of_the_original():
     layer = SparseTransformerLayer(
         96, 16, 48, head_dim=32, attention_bias=False, density=0.1, block_size=8
     )
@@ -50,7 +50,7 @@ def test_the_originals_head_size():
 
 
 @pytest.mark.slow
-def test_compiled_it_trains_without_recompilation_at_updates():
+def test_updates_do_not_recompile():
     model = nn.Sequential(*(SparseTransformerLayer(8, 2, 16, dropout=0.0) for _ in range(2)))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -89,7 +89,7 @@ def test_bad_input(arguments, message):
         SparseTransformerLayer(**arguments)
 
 
-def test_a_head_size_is_for_cross_attention_too():
+def test_head_size_with_cross_attention():
     attention = SparseMultiheadAttention(6, 3, kdim=5, head_dim=4, add_bias_kv=True, density=0.5)
     query, key, value = torch.randn(2, 6), torch.randn(4, 5), torch.randn(4, 6)
     output, weights = attention(query, key, value)

@@ -1,4 +1,4 @@
-"""A model given to a spawned process computes there what it computes here."""
+"""A model sent to a spawned process computes the same outputs."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def compute(model, x, results):
 
 
 @pytest.mark.slow
-def test_a_spawned_process_gets_the_model():
+def test_model_in_spawned_process():
     context = torch.multiprocessing.get_context("spawn")
     model = nn.Sequential(ds.nn.SparseLinear(16, 8, 0.3), ds.nn.SparseLinear(8, 4, 0.5, 2))
     x, results = torch.randn(3, 16), context.SimpleQueue()

@@ -1,4 +1,4 @@
-"""A sparse embedding and the head tied to it: one pattern and one set of values."""
+"""A sparse embedding and its tied head share one pattern and one set of values."""
 
 import copy
 import io
@@ -50,7 +50,7 @@ def step(model, ids):
 
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"padding_idx": 3}])
-def test_the_gradient_is_the_sum_of_both_uses(options, block_size):
+def test_gradient_is_the_sum_of_both_uses(options, block_size):
     model, ids = sparse(model=build(**options), block_size=block_size), tokens(4, 9)
     assert type(model.embed) is SparseEmbedding
     assert type(model.head) is TiedHead
@@ -66,7 +66,7 @@ def test_the_gradient_is_the_sum_of_both_uses(options, block_size):
         torch.testing.assert_close(model.head.bias.grad, dense.head.bias.grad)
 
 
-def test_a_training_equals_that_of_masked_dense_layers():
+def test_training_equals_masked_dense_layers():
     model = sparse()
     reference = ds.densify(copy.deepcopy(model))
     optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, reference)]
@@ -122,7 +122,7 @@ def test_files(tmp_path):
     assert torch.equal(copied(ids), model(ids))
 
 
-def test_a_checkpoint_with_zeros():
+def test_checkpoint_with_zeros():
     dense = ds.densify(sparse())
     expected, zeros = dense(tokens(2, 5)), dense.embed.weight == 0
     model = ds.sparsify(dense, start="nonzero", include=["body", *BOTH], verbose=False)
@@ -130,7 +130,7 @@ def test_a_checkpoint_with_zeros():
     torch.testing.assert_close(model(tokens(2, 5)), expected)
 
 
-def test_wanda_scores_the_table_by_the_inputs_of_the_head():
+def test_wanda_uses_the_inputs_of_the_head():
     dense, batches = build(), [tokens(4, 9), tokens(2, 3)]
     model = sparse(include=BOTH, start="wanda", calibration=batches, model=copy.deepcopy(dense))
     with torch.no_grad():
@@ -140,14 +140,14 @@ def test_wanda_scores_the_table_by_the_inputs_of_the_head():
     assert torch.equal(model.embed.pattern.flat, expected)
 
 
-def test_sparsegpt_takes_a_tied_table():
+def test_sparsegpt_of_a_tied_table():
     model = sparse(start="sparsegpt", calibration=[tokens(4, 9)])
     assert model.embed.density == pytest.approx(0.3, abs=0.01)
     assert model.head.table is model.embed
 
 
-def test_two_calls():
-    """The blocks at one density, the vocabulary at another."""
+def test_sparsify_twice_with_different_densities():
+    """The transformer blocks at one density, the vocabulary at another."""
     model = ds.sparsify(build(), 0.2, verbose=False)
     assert type(model.head) is nn.Linear
     sparse(0.5, model=model, include=BOTH)
@@ -157,7 +157,7 @@ def test_two_calls():
         ds.sparsify(model, 0.2)
 
 
-def test_an_embedding_without_a_head():
+def test_embedding_without_a_head():
     model = nn.Sequential(nn.Embedding(VOCABULARY, FEATURES), nn.Linear(FEATURES, 4))
     with pytest.raises(ValueError, match=r"an nn\.Embedding named in full can"):
         ds.sparsify(copy.deepcopy(model), 0.5, include=["0*"])
@@ -166,14 +166,14 @@ def test_an_embedding_without_a_head():
     assert type(model[1]) is nn.Linear
 
 
-def test_tables_that_do_more_are_refused():
+def test_unsupported_tables_raise():
     model = build()
     model.embed.max_norm = 1.0
     with pytest.raises(ValueError, match=r"'embed' \(Embedding\), which cannot be made sparse"):
         ds.sparsify(model, 0.5, include=BOTH)
 
 
-def test_heads_with_biases_of_their_own():
+def test_heads_with_separate_biases():
     model = build()
     model.second = nn.Linear(FEATURES, VOCABULARY, dtype=torch.float64)
     model.second.weight = model.embed.weight
@@ -183,7 +183,7 @@ def test_heads_with_biases_of_their_own():
     assert model.head.table is model.second.table is model.embed
 
 
-def test_the_weight_of_the_head_multiplies_sparsely():
+def test_weight_of_the_head_uses_sparse_products():
     model, x = sparse(), torch.randn(3, FEATURES, dtype=torch.float64)
     head = model.head
     assert (head.in_features, head.out_features) == (FEATURES, VOCABULARY)
@@ -200,7 +200,7 @@ def test_traced_and_compiled():
     torch.testing.assert_close(program.module()(ids), model(ids))
 
 
-def test_a_head_without_its_table_cannot_be_densified():
+def test_densify_of_a_head_without_its_table_raises():
     model = nn.Sequential(sparse().head, nn.Linear(4, 4))
     with pytest.raises(ValueError, match="the table of the head '0' is not in this model"):
         ds.densify(model)

@@ -1,4 +1,4 @@
-"""What torch offers for every module works with sparse layers, or is refused in one line."""
+"""Features of torch for all modules work with sparse layers or raise a one-line error."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ def ensemble(models, x):
     )
 
 
-def test_stacked_models_of_one_pattern_are_computed():
+def test_stacked_models_with_one_pattern():
     models = [network() for _ in range(3)]
     for model in models[1:]:
         for own, first in zip(model, models[0], strict=True):
@@ -49,13 +49,13 @@ def test_stacked_models_of_one_pattern_are_computed():
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_stacked_models_of_several_patterns_are_refused(block_size):
+def test_stacked_models_with_several_patterns_raise(block_size):
     models = [nn.Sequential(ds.nn.SparseLinear(12, 20, 0.3, block_size)) for _ in range(3)]
     with pytest.raises(RuntimeError, match="layers with different patterns were stacked"):
         ensemble(models, torch.randn(5, 12))
 
 
-def test_constant_values_are_no_sign_of_another_pattern():
+def test_stacked_models_with_constant_values():
     models = [network() for _ in range(2)]
     for model in models:
         for parameter in model.parameters():
@@ -85,7 +85,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_states_by_the_functions_of_distributed_checkpoint(group, kind):
+def test_distributed_checkpoint_state_dicts(group, kind):
     model, other = network(), network()
     for source, target in ((model, other), (other, model)):
         nn.init.uniform_(source[0].bias)
@@ -99,7 +99,7 @@ def test_states_by_the_functions_of_distributed_checkpoint(group, kind):
     assert not list(model[0].named_buffers(recurse=False))
 
 
-def test_the_state_of_a_dense_model_is_refused_with_what_to_do():
+def test_dense_state_dict_raises_with_advice():
     dense = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     model = ds.sparsify(copy.deepcopy(dense), 0.3, verbose=False)
     before = copy.deepcopy(model.state_dict())
@@ -119,7 +119,7 @@ def swapping():
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_conversions_by_swapping(swapping):
+def test_conversion_with_swap_tensors(swapping):
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
     trainer = ds.RigL(model, optimizer, total_steps=100, update_interval=3)
@@ -178,7 +178,7 @@ def test_convolutions_in_channels_last():
         lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
     ],
 )
-def test_what_changes_a_dense_weight_is_refused(change):
+def test_changing_a_dense_weight_raises(change):
     layer = ds.nn.SparseLinear(16, 8, 0.3)
     x = torch.randn(4, 16)
     expected = layer(x)
@@ -187,6 +187,6 @@ def test_what_changes_a_dense_weight_is_refused(change):
     assert torch.equal(layer(x), expected)
 
 
-def test_muon_takes_no_sparse_values():
+def test_muon_rejects_sparse_values():
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         torch.optim.Muon(ds.nn.SparseLinear(16, 8, 0.3, bias=False).parameters())

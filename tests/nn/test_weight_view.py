@@ -1,4 +1,4 @@
-"""`layer.weight`: read without a dense matrix where that can be, and never written to."""
+"""`layer.weight`: a read-only view that avoids a dense matrix where possible."""
 
 import copy
 
@@ -18,7 +18,7 @@ def layer(**options):
     return SparseLinear(8, 6, 0.5, dtype=torch.float64, **options)
 
 
-def test_what_it_is_costs_nothing():
+def test_metadata_needs_no_dense_matrix():
     weight = layer().weight
     assert isinstance(weight, torch.Tensor)
     assert (weight.shape, weight.size(0), len(weight), weight.ndim) == ((6, 8), 6, 6, 2)
@@ -34,7 +34,7 @@ def test_what_it_is_costs_nothing():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_product_with_it_is_the_layers_own(bias):
+def test_linear_with_weight_equals_the_layer(bias):
     own = layer()
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     other = torch.randn(6, dtype=torch.float64, requires_grad=True) if bias else None
@@ -50,7 +50,7 @@ def test_the_product_with_it_is_the_layers_own(bias):
         torch.testing.assert_close(2 * own_bias_grad, other.grad)
 
 
-def test_growth_sees_the_product_with_it():
+def test_growth_sees_products_with_weight():
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,7 +79,7 @@ def test_growth_sees_the_product_with_it():
         lambda w: w.to(torch.float32),
     ],
 )
-def test_anything_else_computes_with_a_dense_matrix_and_warns_once(read):
+def test_other_reads_use_a_dense_matrix_and_warn_once(read):
     own = layer()
     with pytest.warns(UserWarning, match=DENSE + "a SparseLinear.*use an nn.Linear in its place"):
         result = read(own.weight)
@@ -107,7 +107,7 @@ def test_anything_else_computes_with_a_dense_matrix_and_warns_once(read):
         lambda own: own.weight.mul_(2),
     ],
 )
-def test_it_cannot_be_written_to(write):
+def test_writing_raises(write):
     m = ds.sparsify(nn.Sequential(nn.Linear(8, 6)), 0.5, verbose=False)
     before = m[0].values.clone()
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_it_cannot_be_written_to(write):
     assert torch.equal(m[0].values, before)
 
 
-def test_no_other_weight_takes_its_place():
+def test_weight_cannot_be_replaced():
     own = layer()
     with pytest.raises(AttributeError, match="a SparseLinear stores values instead of a weight"):
         own.weight = nn.Parameter(torch.zeros(6, 8))
@@ -127,7 +127,7 @@ def test_no_other_weight_takes_its_place():
     assert copy.deepcopy(own)._module_name is None
 
 
-def test_what_goes_past_pythons_functions_is_refused():
+def test_disabled_torch_function_raises():
     with (
         torch._C.DisableTorchFunctionSubclass(),
         pytest.raises(RuntimeError, match="the dense weight of a SparseLinear cannot be"),
@@ -135,7 +135,7 @@ def test_what_goes_past_pythons_functions_is_refused():
         layer().weight.abs()
 
 
-def test_the_weight_of_a_conv1d_is_the_other_way_round():
+def test_weight_of_conv1d_is_transposed():
     class Conv1D(nn.Module):
         def __init__(self, nf, nx):
             super().__init__()
@@ -153,14 +153,14 @@ def test_the_weight_of_a_conv1d_is_the_other_way_round():
         torch.testing.assert_close(x @ m[0].weight + m[0].bias, m(x))
 
 
-def test_the_tile_machine_lends_a_dense_weight():
+def test_weight_on_the_tile_machine_is_dense():
     own = SparseLinear(8, 8, 0.5, target=popsparse.Target(tiles=4))
     x = torch.randn(2, 8)
     with pytest.warns(UserWarning, match=DENSE):
         torch.testing.assert_close(linear(x, own.weight, own.bias), own(x))
 
 
-def test_compiled_code_gets_the_dense_matrix():
+def test_compiled_code_uses_the_dense_matrix():
     own = layer()
 
     @torch.compile(backend="aot_eager", fullgraph=True)

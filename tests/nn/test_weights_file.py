@@ -15,7 +15,7 @@ from dynsparse.nn import SparseEmbedding, SparseLinear, SparseTransformerLayer
 
 
 class Model(nn.Module):
-    """A table, a transformer layer and a head whose weights are tied."""
+    """A model with an embedding, a transformer layer and a tied head."""
 
     def __init__(self, seed=0, density=0.25, block=4, hidden=32, dtype=None):
         super().__init__()
@@ -53,7 +53,7 @@ def test_round_trip(tmp_path, dtype, block):
 
 
 def positions(tensors, name):
-    """The present blocks, bit by bit and byte by byte."""
+    """Decode the positions of present blocks from the stored bits."""
     if f"{name}.mask" in tensors:
         mask = tensors[f"{name}.mask"]
         return [at for at in range(8 * len(mask)) if int(mask[at // 8]) >> at % 8 & 1]
@@ -66,7 +66,7 @@ def positions(tensors, name):
     return found
 
 
-def test_it_loads_without_the_library(tmp_path):
+def test_files_can_be_read_without_the_library(tmp_path):
     model = Model()
     path = tmp_path / "model.safetensors"
     ds.save_safetensors(model, path)
@@ -89,7 +89,7 @@ def test_it_loads_without_the_library(tmp_path):
         np.testing.assert_array_equal(dense, model.get_submodule(name).to_dense().detach().numpy())
 
 
-def test_an_optimizer_goes_on_after_loading(tmp_path):
+def test_optimizer_continues_after_loading(tmp_path):
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     ds.save_safetensors(Model(3), tmp_path / "m")
@@ -100,7 +100,7 @@ def test_an_optimizer_goes_on_after_loading(tmp_path):
     assert not torch.equal(before, model.layer.linear1.values)
 
 
-def test_a_layer_alone_and_a_dense_model(tmp_path):
+def test_single_layer_and_dense_model(tmp_path):
     for make in (lambda: SparseLinear(8, 8, 0.5), lambda: nn.Linear(3, 3)):
         first, second = make(), make()
         ds.save_safetensors(first, tmp_path / "m")
@@ -109,7 +109,7 @@ def test_a_layer_alone_and_a_dense_model(tmp_path):
         assert torch.equal(first(x), second(x))
 
 
-def test_a_resizable_layer_takes_another_number_of_blocks(tmp_path):
+def test_resizable_layer_loads_another_number_of_blocks(tmp_path):
     small, large = SparseLinear(8, 8, 0.25), SparseLinear(8, 8, 0.5)
     ds.save_safetensors(small, tmp_path / "m")
     with pytest.raises(ValueError, match=r"the layer holds .* got .*nnz=16"):
@@ -119,7 +119,7 @@ def test_a_resizable_layer_takes_another_number_of_blocks(tmp_path):
     assert torch.equal(large.to_dense(), small.to_dense())
 
 
-def refuses(model, path, message):
+def check_rejected(model, path, message):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=message) as error:
         ds.load_safetensors(model, path)
@@ -146,41 +146,43 @@ def refuses(model, path, message):
         ),
     ],
 )
-def test_another_model_is_refused(tmp_path, changes, message):
+def test_another_model_raises(tmp_path, changes, message):
     ds.save_safetensors(Model(), tmp_path / "m")
-    refuses(Model(**changes), tmp_path / "m", message)
+    check_rejected(Model(**changes), tmp_path / "m", message)
 
 
-def test_other_keys_and_shapes_are_named(tmp_path):
+def test_wrong_keys_and_shapes_are_named(tmp_path):
     path = tmp_path / "m"
     ds.save_safetensors(nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path)
-    refuses(nn.Sequential(SparseLinear(8, 8, 0.5)), path, "'1.bias' is only in the file")
+    check_rejected(nn.Sequential(SparseLinear(8, 8, 0.5)), path, "'1.bias' is only in the file")
     other = nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2, bias=False))
-    refuses(other, path, "'1.bias' is only in the file")
+    check_rejected(other, path, "'1.bias' is only in the file")
     other = nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 3))
-    refuses(
+    check_rejected(
         other, path, r"'1.(weight|bias)' is torch.float32 \[2.*\] in the file, torch.float32 \[3"
     )
-    refuses(
+    check_rejected(
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)),
         path,
         "'0' is a sparse layer in the file, the model has a Linear there",
     )
     ds.save_safetensors(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), path)
-    refuses(nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path, "'0' is not sparse in")
+    check_rejected(
+        nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path, "'0' is not sparse in"
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file_is_refused(tmp_path, keep):
+def test_truncated_file_raises(tmp_path, keep):
     path = tmp_path / "m"
     ds.save_safetensors(Model(), path)
     path.write_bytes(path.read_bytes()[:keep])
-    refuses(Model(), path, "m is truncated or no safetensors file")
+    check_rejected(Model(), path, "m is truncated or no safetensors file")
 
 
-def test_a_file_of_torch_save_is_refused_by_name(tmp_path):
+def test_file_of_torch_save_raises(tmp_path):
     torch.save(Model().state_dict(), tmp_path / "m.pt")
-    refuses(Model(), tmp_path / "m.pt", "m.pt is a file of torch.save, which may hold code")
+    check_rejected(Model(), tmp_path / "m.pt", "m.pt is a file of torch.save, which may hold code")
 
 
 def rewritten(path, change_tensors=lambda t: None, change_header=lambda h: None):
@@ -205,7 +207,7 @@ def rewritten(path, change_tensors=lambda t: None, change_header=lambda h: None)
     ],
 )
 @pytest.mark.parametrize(("form", "density"), [("mask", 0.5), ("gaps", 0.0625)])
-def test_a_damaged_pattern_is_refused(tmp_path, change, form, density):
+def test_damaged_pattern_raises(tmp_path, change, form, density):
     path = tmp_path / "m"
     ds.save_safetensors(SparseLinear(8, 8, density), path)
 
@@ -215,15 +217,15 @@ def test_a_damaged_pattern_is_refused(tmp_path, change, form, density):
         tensors[form] = tensors.pop("packed")
 
     rewritten(path, packed_changed)
-    refuses(SparseLinear(8, 8, density), path, "the pattern of '' (is damaged|does not fit)")
+    check_rejected(SparseLinear(8, 8, density), path, "the pattern of '' (is damaged|does not fit)")
 
 
-def test_a_mask_ends_with_the_matrix(tmp_path):
+def test_mask_with_extra_bits_raises(tmp_path):
     path = tmp_path / "m"
     layer = SparseLinear(6, 6, pattern=ds.SparsePattern.full((6, 6)))
     ds.save_safetensors(layer, path)
     rewritten(path, lambda t: t["mask"].copy_(torch.tensor([255, 255, 255, 255, 240])))
-    refuses(layer, path, "expected a mask with 36 blocks of 36")
+    check_rejected(layer, path, "expected a mask with 36 blocks of 36")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_files_are_small(tmp_path, density, block, dtype, most):
     assert torch.equal(again.to_dense(), layer.to_dense())
 
 
-def test_files_of_version_1_are_read(tmp_path):
+def test_files_of_version_1_load(tmp_path):
     layer = SparseLinear(8, 8, 0.5)
     about = {"": {"shape": [8, 8], "block_size": 1, "blocks": 32}}
     header = {"format": "dynsparse", "version": "1", "layers": json.dumps(about), "aliases": "{}"}
@@ -257,19 +259,19 @@ def test_files_of_version_1_are_read(tmp_path):
     assert torch.equal(again.to_dense(), layer.to_dense())
 
 
-def test_foreign_metadata_is_refused(tmp_path):
+def test_foreign_metadata_raises(tmp_path):
     path = tmp_path / "m"
     layer = SparseLinear(8, 8, 0.5)
     ds.save_safetensors(layer, path)
     rewritten(path, change_header=lambda h: h.update(version="3"))
-    refuses(layer, path, "has format version 3, this dynsparse reads versions 1 and 2")
+    check_rejected(layer, path, "has format version 3, this dynsparse reads versions 1 and 2")
     rewritten(path, change_header=lambda h: h.update(version="2", layers="{"))
-    refuses(layer, path, "m is damaged: its metadata cannot be read")
+    check_rejected(layer, path, "m is damaged: its metadata cannot be read")
     save_file(layer.state_dict(), path)
-    refuses(layer, path, "was not written by save_safetensors")
+    check_rejected(layer, path, "was not written by save_safetensors")
 
 
-def test_errors_that_are_not_of_the_file(tmp_path):
+def test_missing_folders_and_unsupported_models(tmp_path):
     with pytest.raises(FileNotFoundError):
         ds.load_safetensors(Model(), tmp_path / "none")
     with pytest.raises(FileNotFoundError):

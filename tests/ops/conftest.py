@@ -1,4 +1,4 @@
-"""What the tests share is a module of its own, found from each."""
+"""Puts this folder on the import path."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def restore_cost_table(monkeypatch):
-    """No table is active before, and none that a test set stays."""
+    """Start without an active cost table, and restore that afterwards."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     cost_table._active = None
     yield

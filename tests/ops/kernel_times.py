@@ -1,4 +1,4 @@
-"""Times that a machine with given constants of costs would take."""
+"""Simulated kernel times of a machine with given cost constants."""
 
 from dynsparse.ops.linear import cost_table
 from dynsparse.ops.linear.cost_table import Layer, evaluate, family
@@ -8,7 +8,7 @@ AMX, AVX512, AVX2, ZEN_3, ZEN_4, ZEN_5, ARM = cost_table.TABLES
 
 
 def timings(costs, cells=MANY, speed=1.0, spoil=None):
-    """What a machine with these constants would take."""
+    """Return the times that a machine with these constants would take."""
     found = []
     for out, in_, block, density, batch in cells:
         layer = Layer(out, in_, round(density * out * in_ / block**2), block)

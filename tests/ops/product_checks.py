@@ -1,4 +1,4 @@
-"""The products of one kind of CPU kernel beside those of dense float64 matrices."""
+"""Compare the products of a CPU kernel with those of dense float64 matrices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def activations(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Random activations [batch, features] in memory of the given layout."""
+    """Make random activations [batch, features] in the given memory layout."""
     batch, features = shape
 
     def random(*size: int) -> Tensor:
@@ -46,13 +46,13 @@ def activations(
 
 
 def shuffle_slots(pattern: SparsePattern, generator: torch.Generator) -> SparsePattern:
-    """The same blocks in slots of another order."""
+    """Return the same blocks with their slots in another order."""
     order = torch.randperm(pattern.nnz, generator=generator)
     return SparsePattern._by_slots(pattern.flat[order], pattern)
 
 
 def dense_weight(pattern: SparsePattern, values: Tensor) -> Tensor:
-    """The matrix [out, in] of `values`, in float64."""
+    """Return the dense matrix [out, in] of `values`, in float64."""
     b = pattern.block_size
     height, width = pattern.grid
     weight = torch.zeros(height, b, width, b, dtype=torch.float64)
@@ -69,7 +69,7 @@ def check(
     values_dtype: torch.dtype = torch.float32,
     p: LayerIndex | None = None,
 ) -> Tensor:
-    """Compare all passes with random values, whatever gradients are needed; return y.
+    """Compare all passes with random values, for every subset of needed gradients; return y.
 
     Args:
         p: the index to compute with; a fresh one for each call by default.
@@ -87,7 +87,7 @@ def check(
     product = x.double() @ weight.t()
 
     def close(got: Tensor, expected: Tensor, dtype: torch.dtype, terms: int) -> None:
-        """Sums of `terms` products in float32, rounded to `dtype`.
+        """Compare sums of `terms` products in float32, rounded to `dtype`.
 
         Rounding errors of a sum of normal products grow with the square root of its length.
         """

@@ -1,4 +1,4 @@
-"""What the two ways to compute a convolution are expected to cost, and which is chosen."""
+"""Cost estimates of sparse and dense convolutions, and the choice between them."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ from dynsparse.ops.linear.cost_table import Layer
         (17, 1, 16, 2, 1),
     ],
 )
-def test_images_are_divided_as_the_kernels_do_it(batch, height, width, groups, strip):
+def test_images_are_split_as_in_the_kernels(batch, height, width, groups, strip):
     assert choice._streams(batch, height, width) == (groups, strip)
 
 
@@ -42,7 +42,7 @@ def test_terms_by_hand():
 
 
 @pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
-def test_vectors_are_those_of_the_instruction_set():
+def test_vector_width_of_the_instruction_set():
     widths = {"v2": 4, "v3": 8, "v4": 16, "neon": 4}
     for isa in native.describe()["available"]:
         with native.use_isa(isa):
@@ -54,7 +54,7 @@ def test_vectors_are_those_of_the_instruction_set():
     st.sampled_from([1, 4, 16]), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40),
     st.booleans(),
 )  # fmt: skip
-def test_more_weights_never_turn_the_choice_back_to_sparse(
+def test_choice_switches_to_dense_once_with_density(
     out, channels, kernel, stride, block, batch, height, width, backward
 ):
     g = Geometry((kernel, kernel), (stride, stride), (1, 1, 1, 1), (1, 1), 1)

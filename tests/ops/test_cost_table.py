@@ -1,4 +1,4 @@
-"""Which cost table is active: a supplied one, or a stored measurement."""
+"""Selection of the active cost table: a supplied one or a stored measurement."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture
 def warm(tmp_path, monkeypatch):
-    """A cache of the test's own."""
+    """Use a temporary cache folder."""
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -31,7 +31,7 @@ def warm(tmp_path, monkeypatch):
 
 
 def fast(monkeypatch):
-    """Cells of nothing, timed as on the other machine."""
+    """Replace measurements by simulated times of another machine."""
 
     def told(cell, seconds):
         return timings(AMX.costs, [cell])
@@ -41,7 +41,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(cost_table, "default_table", lambda: ZEN_4)
 
 
-def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, caplog):
+def test_measurement_is_active_in_the_next_process(warm, monkeypatch, caplog):
     fast(monkeypatch)
     before = cost_table.active()
     assert before == ZEN_4
@@ -81,7 +81,7 @@ def kept(monkeypatch, **changes):
         {"kernels": "0" * 64},
     ],
 )
-def test_another_processor_version_or_build_is_measured_anew(warm, monkeypatch, other):
+def test_measurement_is_ignored_on_another_processor_version_or_build(warm, monkeypatch, other):
     kept(monkeypatch, enabled=True)
     assert cost_table.active().measured_here
     here = cost_table.environment()
@@ -91,7 +91,7 @@ def test_another_processor_version_or_build_is_measured_anew(warm, monkeypatch, 
     assert cost_table.load_measurement() is None
 
 
-def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
+def test_kernels_are_identified_by_hash(tmp_path, monkeypatch):
     def hash_of(content):
         (tmp_path / "kernels.so").write_bytes(content)
         cost_table._kernels_digest.cache_clear()
@@ -110,7 +110,7 @@ def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     "content",
     [b"[]", b"{}", b"3", b"null", b'{"costs": {}}', b'{"date": 1}', b"no json", b'{"costs": 1e9}'],
 )
-def test_a_file_that_is_no_measurement_is_left_out(warm, monkeypatch, caplog, content):
+def test_invalid_file_is_ignored(warm, monkeypatch, caplog, content):
     kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(content)
@@ -121,14 +121,14 @@ def test_a_file_that_is_no_measurement_is_left_out(warm, monkeypatch, caplog, co
     assert len(words) == 1
 
 
-def test_a_damaged_file_is_left_out(warm, monkeypatch):
+def test_damaged_file_is_ignored(warm, monkeypatch):
     kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert cost_table.active() == ZEN_4
 
 
-def test_a_pipe_in_its_place_is_left_out(warm, monkeypatch):
+def test_pipe_is_ignored(warm, monkeypatch):
     kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.unlink()
@@ -137,7 +137,7 @@ def test_a_pipe_in_its_place_is_left_out(warm, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e10, "1", None, True])
-def test_constants_that_cannot_be_are_refused(wrong):
+def test_invalid_constants_raise(wrong):
     plain = cost_table.costs_to_json(ZEN_4.costs)
     assert cost_table.costs_from_json(json.loads(json.dumps(plain))) == ZEN_4.costs
     plain["dense"][1][3] = wrong
@@ -145,13 +145,13 @@ def test_constants_that_cannot_be_are_refused(wrong):
         cost_table.costs_from_json(plain)
 
 
-def test_what_is_not_to_be_used_is_not(warm, monkeypatch):
+def test_unusable_measurement_is_not_active(warm, monkeypatch):
     kept(monkeypatch, enabled=False)
     assert cost_table.active() == ZEN_4
     assert cost_table.load_measurement() is not None
 
 
-def test_a_measurement_that_is_not_to_be_used_leaves_an_earlier_one(warm, monkeypatch):
+def test_unusable_measurement_keeps_the_earlier_one(warm, monkeypatch):
     first = kept(monkeypatch, enabled=True)
     before = cost_table.load_measurement()
     monkeypatch.setattr("dynsparse.ops.linear.tuning.MOST_ERROR", -1.0)
@@ -161,7 +161,7 @@ def test_a_measurement_that_is_not_to_be_used_leaves_an_earlier_one(warm, monkey
     assert cost_table.load_measurement() == before
 
 
-def test_ranks_compute_with_what_came_with_the_library(warm, monkeypatch):
+def test_ranks_use_the_supplied_table(warm, monkeypatch):
     kept(monkeypatch, enabled=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cost_table.active() == ZEN_4
@@ -170,14 +170,14 @@ def test_ranks_compute_with_what_came_with_the_library(warm, monkeypatch):
     assert cost_table.active().measured_here
 
 
-def test_a_folder_that_cannot_be_written_is_told(warm, monkeypatch):
+def test_unwritable_folder_warns(warm, monkeypatch):
     fast(monkeypatch)
     warm.write_text("in the way")
     with pytest.raises(ValueError, match="cannot be stored"):
         tuning.tune(quick=True)
 
 
-def test_layers_choose_by_the_table_in_force():
+def test_layers_use_the_active_table():
     dear = {n: tuple(c._replace(call=1e8) for c in both) for n, both in ZEN_4.costs.items()}
 
     def without(kind):
@@ -215,7 +215,7 @@ def test_every_machine_has_a_table(monkeypatch, maker, family_, flags, wanted):
     assert cost_table.default_table() is ARM
 
 
-def test_tables_are_whole_and_say_where_they_come_from():
+def test_tables_are_complete_and_name_their_source():
     for table in cost_table.TABLES:
         assert tuple(table.costs) == FAMILIES
         assert table.origin.startswith(("measured on ", "estimated: "))
@@ -224,7 +224,7 @@ def test_tables_are_whole_and_say_where_they_come_from():
     assert len({table.name for table in cost_table.TABLES}) == len(cost_table.TABLES)
 
 
-def test_processors_as_systems_tell_of_them():
+def test_processor_description():
     x86 = "vendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : EPYC\nflags : a b\n"
     assert parse(x86 + "\nmodel name : other\n") == Processor(
         "AuthenticAMD", "EPYC, family 25 model 17", 25, frozenset("ab")

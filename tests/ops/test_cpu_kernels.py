@@ -1,4 +1,4 @@
-"""Every kind of CPU kernel against dense float64, on every instruction set this machine runs."""
+"""Every CPU kernel equals dense float64, on every instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Fresh tensors are full of NaN: an output element that is not written shows."""
+    """Fill new tensors with NaN, so that unwritten output elements show."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -162,7 +162,7 @@ SHAPES = {
         for block in blocks
     ],
 )
-def test_layers_that_are_cut(
+def test_layers_split_over_threads(
     isa: str, threads: int, shape: tuple[int, int], density: float, batch: int, block: int
 ) -> None:
     torch.set_num_threads(threads)
@@ -193,7 +193,7 @@ def test_dense_products_in_chunks(monkeypatch, block, density, rows_at_once) -> 
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])
-def test_what_earlier_calls_left_in_scratch_memory_does_not_show(isa: str, block: int) -> None:
+def test_scratch_memory_of_earlier_calls_has_no_effect(isa: str, block: int) -> None:
     generator = torch.Generator().manual_seed(5)
     pattern = SparsePattern.random((48, 64), 0.5, block_size=block, generator=generator)
     values = torch.randn(pattern.values_shape)
@@ -204,7 +204,7 @@ def test_what_earlier_calls_left_in_scratch_memory_does_not_show(isa: str, block
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])
-def test_infinities_stay_in_their_sample_and_feature(isa: str, block: int) -> None:
+def test_infinity_stays_in_its_sample_and_feature(isa: str, block: int) -> None:
     generator = torch.Generator().manual_seed(6)
     pattern = SparsePattern.random((48, 64), 0.3, block_size=block, generator=generator)
     values = torch.randn(pattern.values_shape, generator=generator)
@@ -233,7 +233,7 @@ def test_values_and_bias_of_any_alignment(isa: str, block: int) -> None:
 
 
 def passes(kind: str, pattern: SparsePattern, values, x, dy) -> list[Tensor]:
-    """Everything that a kind computes."""
+    """Compute all passes of a kernel."""
     p, dbias = LayerIndex(pattern.index, values), torch.empty(pattern.shape[0])
     y = KERNELS[kind].forward(x, values, p, None)
     gradients = KERNELS[kind].backward(dy, x, values, p, True, True, dbias)
@@ -258,7 +258,7 @@ def operands(shape, block, batch, density=0.3, seed=8):
         *(("torch", block, 48, (192, 160)) for block in (1, 8, 16)),
     ],
 )
-def test_calls_agree_bit_for_bit_for_any_number_of_threads(isa, kind, block, batch, shape) -> None:
+def test_results_are_equal_for_any_number_of_threads(isa, kind, block, batch, shape) -> None:
     case = operands(shape, block, batch, density=0.4)
     if kind == "bfloat16":
         case = (case[0], *(tensor.to(LOW) for tensor in case[1:]))
@@ -295,9 +295,7 @@ def test_calls_from_several_python_threads(isa: str, kind: str, block: int) -> N
 
 
 @pytest.mark.parametrize(("out", "features"), [(2000, 8), (8, 2000)])
-def test_a_bias_gets_its_gradient_from_threads_without_other_work(
-    isa: str, out: int, features: int
-) -> None:
+def test_bias_gradient_with_idle_threads(isa: str, out: int, features: int) -> None:
     generator = torch.Generator().manual_seed(10)
     pattern = SparsePattern.random((out, features), 0.3, generator=generator)
     for threads in (5, 1):
@@ -322,8 +320,8 @@ def test_offsets_past_two_to_the_31(isa: str, tmp_path: Path) -> None:
 # bfloat16 alone.
 
 
-def test_rounding_of_odd_values(isa: str) -> None:
-    """NaN stays NaN, infinities stay, halves go to the even neighbour: as torch rounds."""
+def test_rounding_of_special_values(isa: str) -> None:
+    """As torch: NaN and infinities are kept, and ties round to even."""
     odd = torch.tensor(
         [
             float("nan"),
@@ -347,7 +345,7 @@ def test_rounding_of_odd_values(isa: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("block", [1, 4, 16, 32, 64])
-def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> None:
+def test_operator_and_autocast_use_these_kernels(block: int, monkeypatch) -> None:
     """The layer's operator in bfloat16 equals the kernels, with float32 gradients of the values."""
     calls = []
 
@@ -408,8 +406,8 @@ def test_bfloat16_of_wide_layers(block: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["0", "1"])
-def test_less_than_the_processor_has(unit: str) -> None:
-    """DYNSPARSE_BF16_UNIT keeps from the matrix units, and from the dot products."""
+def test_restricted_bfloat16_unit(unit: str) -> None:
+    """DYNSPARSE_BF16_UNIT disables the matrix units, and the dot products too."""
     done = subprocess.run(
         [sys.executable, "-c", LESSER_UNIT, __file__],
         env={**os.environ, "DYNSPARSE_BF16_UNIT": unit},

@@ -1,7 +1,6 @@
-"""Products in panels: with many samples the kernels work on the entries panel by panel.
+"""Products in panels: with many samples, the kernels process the entries panel by panel.
 
-From how many on is the kernels' choice; the sizes here are those for which they do
-(csrc/linear/element/panels.cpp).
+The kernels choose the threshold; the sizes here are above it (csrc/linear/element/panels.cpp).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kern
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Fresh tensors are full of NaN: an output element that is not written shows."""
+    """Fill new tensors with NaN, so that unwritten output elements show."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -111,7 +110,7 @@ def test_panels_of_any_size(size: int) -> None:
 
 
 @pytest.mark.parametrize("kib", [16, 32, 48, 64, 128])
-def test_panels_follow_the_first_level_cache(kib: int) -> None:
+def test_panel_size_follows_the_l1_cache(kib: int) -> None:
     library = native.load()
     assert library is not None
     feature = 64 * {"v4": 4, "v3": 2}.get(str(native.describe()["isa"]), 1)  # bytes in a tile
@@ -121,7 +120,7 @@ def test_panels_follow_the_first_level_cache(kib: int) -> None:
         assert kib << 10 <= size * feature <= 2 * (kib << 10)
 
 
-def test_few_entries_want_larger_panels() -> None:
+def test_few_entries_use_larger_panels() -> None:
     library = native.load()
     assert library is not None
     sizes = [library.dynsparse_panels_size(4096, 4096, 4096 * 40, c, 1 << 15) for c in (0, 1)]
@@ -141,7 +140,7 @@ def test_rows_and_tiles_without_entries() -> None:
 
 
 def shuffled_inside(ptr: Tensor, generator: torch.Generator) -> Tensor:
-    """A permutation of the entries that leaves each in its row (or column)."""
+    """Return a permutation of the entries that keeps each in its row (or column)."""
     return torch.cat(
         [
             start + torch.randperm(int(end - start), generator=generator)
@@ -150,7 +149,7 @@ def shuffled_inside(ptr: Tensor, generator: torch.Generator) -> Tensor:
     )
 
 
-def test_an_index_in_any_order() -> None:
+def test_index_in_any_order() -> None:
     generator = torch.Generator().manual_seed(4)
     pattern = SparsePattern.random((300, 400), 0.5, generator=generator)
     values = torch.randn(pattern.nnz, generator=generator)
@@ -204,7 +203,7 @@ def by_columns(p: LayerIndex, batch: int) -> torch.Tensor | None:
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
-def test_a_thin_index_keeps_none() -> None:
+def test_inference_index_stores_no_panels() -> None:
     pattern, fat = prepared()
     nothing = fat.cols.new_empty(0)
     p = LayerIndex(
@@ -222,7 +221,7 @@ def test_a_thin_index_keeps_none() -> None:
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
-def test_made_once_and_only_where_they_pay() -> None:
+def test_panels_are_built_once_and_only_if_useful() -> None:
     pattern, p = prepared()
     for of in (panels.row_panels, by_columns):
         assert of(p, 1) is None
@@ -238,7 +237,7 @@ def test_made_once_and_only_where_they_pay() -> None:
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
-def test_made_again_when_the_index_has_changed() -> None:
+def test_panels_are_rebuilt_after_a_change() -> None:
     pattern, p = prepared()
     made = by_columns(p, 1000)
     pattern.index.csc_perm.add_(0)
@@ -247,7 +246,7 @@ def test_made_again_when_the_index_has_changed() -> None:
     assert by_columns(again, 1000) is not None
 
 
-def test_nothing_is_kept_of_a_pattern_that_is_gone() -> None:
+def test_panels_of_deleted_patterns_are_freed() -> None:
     before = len(panels._cache)
     pattern, p = prepared()
     by_columns(p, 1000)

@@ -1,4 +1,4 @@
-"""The dense way off the CPU: its figures on the CPU, its host waits on tensors without memory."""
+"""Dense products off the CPU: results checked on the CPU, host waits on fake tensors."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def close(got, wanted, dtype):
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * max(1, scale))
 
 
-def agrees(out, in_features, density, b, batch, dtype, masters=False, strided=False):
+def check_passes(out, in_features, density, b, batch, dtype, masters=False, strided=False):
     pattern = SparsePattern.random((out * b, in_features * b), density, block_size=b)
     if strided:
         pattern = shuffle_slots(pattern, torch.default_generator)
@@ -68,25 +68,25 @@ def spy(function, seen):
 )
 def test_passes(out, in_features, density, b, batch, dtype, masters, strided):
     masters = masters and dtype in (torch.bfloat16, torch.float16)
-    agrees(out, in_features, density, b, batch, dtype, masters, strided)
+    check_passes(out, in_features, density, b, batch, dtype, masters, strided)
 
 
 @pytest.mark.parametrize("b", [32, 64, 128])
 def test_large_blocks(b):
-    agrees(3, 2, 0.5, b, 7, torch.float32)
+    check_passes(3, 2, 0.5, b, 7, torch.float32)
 
 
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_the_gradient_in_panels(monkeypatch, b, rows):
     monkeypatch.setattr(dense, "PANEL_BYTES", rows * 4 * 5 * b * b + 1)
-    agrees(7, 5, 0.4, b, 6, torch.float32)
-    agrees(7, 5, 0.4, b, 6, torch.bfloat16, masters=True)
+    check_passes(7, 5, 0.4, b, 6, torch.float32)
+    check_passes(7, 5, 0.4, b, 6, torch.bfloat16, masters=True)
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE])
 @pytest.mark.parametrize("b", [1, 4])
-def test_a_layer_computes_in_the_type_of_its_activations(off_cpu, monkeypatch, dtype, b):
+def test_layer_computes_in_the_dtype_of_its_activations(off_cpu, monkeypatch, dtype, b):
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     layer = SparseLinear(48, 32, 0.3, b, dtype=wide)
     assert layer.kernel(6, dtype=dtype) == layer.kernel(6, backward=True, dtype=dtype) == "dense"
@@ -108,7 +108,7 @@ def test_a_layer_computes_in_the_type_of_its_activations(off_cpu, monkeypatch, d
     assert layer.values.grad.dtype == wide
 
 
-def test_the_dispatcher_comes_to_the_same_bits(off_cpu):
+def test_dispatcher_gives_the_same_bits(off_cpu):
     layer = SparseLinear(48, 32, 0.3, 4)
     x, dy = torch.randn(5, 48), torch.randn(5, 32)
     short = layer(x)
@@ -121,7 +121,7 @@ def test_the_dispatcher_comes_to_the_same_bits(off_cpu):
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
 
-def test_autocast_keeps_values_and_gradients_as_they_are(off_cpu):
+def test_autocast_keeps_dtypes_of_values_and_gradients(off_cpu):
     layer = SparseLinear(48, 32, 0.3)
     x = torch.randn(5, 48)
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,14 +135,14 @@ def test_autocast_keeps_values_and_gradients_as_they_are(off_cpu):
     close(y.detach(), dense_linear(*wide), y.dtype)
 
 
-def test_kinds_of_the_cpu_are_left_aside(off_cpu):
+def test_cpu_kernels_are_not_used(off_cpu):
     layer = SparseLinear(48, 32, 0.3)
     with ops.use_kernel("sparse"):
         assert layer.kernel(6) == "dense"
         layer(torch.randn(6, 48))
 
 
-def test_a_capture_keeps_the_type_of_activations_elsewhere():
+def test_capture_keeps_the_dtype_off_the_cpu():
     from dynsparse.ops.linear import products
 
     with FakeTensorMode():
@@ -158,8 +158,8 @@ def test_a_capture_keeps_the_type_of_activations_elsewhere():
 @pytest.mark.parametrize("panel", [1 << 30, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("b", [1, 4, 64])
-def test_nothing_waits_for_the_device(without_cuda, monkeypatch, panel, dtype, b):
-    """Fake tensors hold no numbers: who asks for one, as a host wait does, is refused."""
+def test_no_host_waits(without_cuda, monkeypatch, panel, dtype, b):
+    """Fake tensors raise if a number is read, which would be a host wait."""
     monkeypatch.setattr(dense, "PANEL_BYTES", panel)
     pattern = SparsePattern.random((192, 128), 0.3, block_size=b)
     products = []
@@ -191,9 +191,7 @@ def test_nothing_waits_for_the_device(without_cuda, monkeypatch, panel, dtype, b
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_weight_is_laid_out_once_where_that_takes_no_more_memory_than_x_or_values(
-    off_cpu, monkeypatch, autocast
-):
+def test_dense_weight_is_kept_for_backward_if_small(off_cpu, monkeypatch, autocast):
     made = []
     expand = dense.expand
     monkeypatch.setattr(dense, "expand", lambda *args: made.append(args) or expand(*args))
@@ -217,7 +215,7 @@ def test_a_weight_is_laid_out_once_where_that_takes_no_more_memory_than_x_or_val
     assert times(SparseLinear(32, 48, 1.0), 2) == 2  # the values are the weight
 
 
-def test_what_was_kept_is_of_the_values_of_forward(off_cpu):
+def test_kept_weight_has_the_values_of_forward(off_cpu):
     layer = SparseLinear(32, 48, 0.1)
     x = torch.randn(64, 32, requires_grad=True)
     y = layer(x)
@@ -229,7 +227,7 @@ def test_what_was_kept_is_of_the_values_of_forward(off_cpu):
 
 @pytest.mark.parametrize("b", [1, 4, 64])
 @pytest.mark.parametrize("lines", [0, 1 << 20])
-def test_passes_find_what_was_derived_when_the_index_came(monkeypatch, b, lines):
+def test_passes_reuse_data_derived_from_the_index(monkeypatch, b, lines):
     monkeypatch.setattr(dense, "KEPT_LINES", lines)
     pattern = SparsePattern.random((128, 192), 0.3, block_size=b)
     values = torch.randn(pattern.values_shape)
@@ -244,7 +242,7 @@ def test_passes_find_what_was_derived_when_the_index_came(monkeypatch, b, lines)
 
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
-def test_convolutions_find_what_was_derived_too(off_cpu, density):
+def test_convolutions_reuse_data_derived_from_the_index(off_cpu, density):
     layer = SparseConv2d(4, 8, 3, density=density)
     p = layer._state.index
     dense.derive(p)

@@ -1,4 +1,4 @@
-"""Dropout that is drawn again for the backward pass: its law, its gradient, its seeds."""
+"""Dropout that redraws its mask in backward: distribution, gradient and seeds."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ compiled = pytest.mark.skipif(native.load() is None, reason="no compiled kernels
     rate=st.sampled_from([0.1, 0.5, 0.9]),
     turned=st.booleans(),
 )
-def test_entries_are_dropped_or_scaled_and_the_gradient_follows(shape, rate, turned):
+def test_outputs_and_gradients_use_the_same_mask(shape, rate, turned):
     x = torch.rand(shape) + 1
     x = (x.transpose(0, -1) if turned and shape else x).requires_grad_()
     y = dropout(x, rate)
@@ -33,13 +33,13 @@ def test_entries_are_dropped_or_scaled_and_the_gradient_follows(shape, rate, tur
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.1, 0.5, 0.999])
-def test_the_share_is_the_rate(rate):
+def test_fraction_of_dropped_entries(rate):
     n = 4_000_000
     zeros = int((dropout(torch.ones(n), rate) == 0).sum())
     assert abs(zeros - n * rate) < 6 * (n * rate * (1 - rate)) ** 0.5
 
 
-def test_masks_are_independent_between_neighbours_lanes_chunks_and_calls():
+def test_masks_are_independent():
     n = 1 << 20
     first = (dropout(torch.ones(n), 0.5) == 0).double() - 0.5
     second = (dropout(torch.ones(n), 0.5) == 0).double() - 0.5
@@ -51,7 +51,7 @@ def test_masks_are_independent_between_neighbours_lanes_chunks_and_calls():
     assert runs.mean() == pytest.approx(2, abs=0.02)  # as for a fair coin
 
 
-def test_torchs_generator_decides():
+def test_torch_generator_determines_the_mask():
     x = torch.ones(1000)
     torch.manual_seed(3)
     first, second = dropout(x, 0.5), dropout(x, 0.5)
@@ -62,7 +62,7 @@ def test_torchs_generator_decides():
 
 
 @compiled
-def test_threads_do_not_matter():
+def test_mask_is_equal_for_any_number_of_threads():
     x = torch.rand(300, 1000)
     before = torch.get_num_threads()
     try:
@@ -87,7 +87,7 @@ def test_instruction_sets_agree():
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_recomputation_draws_the_same_mask():
+def test_checkpointing_redraws_the_same_mask():
     x = torch.ones(500, requires_grad=True)
     y = checkpoint(lambda x: dropout(x, 0.5).square(), x, use_reentrant=False)
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -102,7 +102,7 @@ def test_second_derivatives():
     torch.testing.assert_close(second, 6 * y * 4 * (y != 0) / 1.0)
 
 
-def test_evaluation_and_the_ends():
+def test_evaluation_and_rates_0_and_1():
     x = torch.rand(10)
     assert dropout(x, 0.5, training=False) is x
     assert dropout(x, 0.0) is x
@@ -115,7 +115,7 @@ def test_evaluation_and_the_ends():
     assert inplace(x) is x
 
 
-def test_under_compilers_it_is_torchs():
+def test_compile_uses_torch_dropout():
     run = torch.compile(lambda x: dropout(x, 0.5).sum(), backend="aot_eager", fullgraph=True)
     x = torch.ones(2000, requires_grad=True)
     run(x).backward()
@@ -123,6 +123,6 @@ def test_under_compilers_it_is_torchs():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
-def test_bad_rates_are_refused(rate):
+def test_bad_rates_raise(rate):
     with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\], got"):
         dropout(torch.ones(3), rate)

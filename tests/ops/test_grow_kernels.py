@@ -1,4 +1,4 @@
-"""The compiled growth against plain torch: the same positions and scores to the last bit."""
+"""Compiled growth equals plain torch, positions and scores bit for bit."""
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ def test_several_threads(b, ties, generator):
 
 
 @pytest.mark.parametrize("k", [2000, 8000, 11_000])
-def test_a_sample_that_misleads(k, generator):
-    """The scan judges a threshold by every 21st score here, and just these are made large."""
+def test_misleading_sample_for_the_threshold(k, generator):
+    """The scan estimates the threshold from every 21st score, and exactly those are made large."""
     scores = torch.rand(300, 300, generator=generator)
     scores.view(-1)[::21] += 10
     pattern = SparsePattern.random((300, 300), density=0.01, generator=generator)

@@ -1,4 +1,4 @@
-"""Growth and selection with sizes known beforehand: figures on the CPU, waits without memory."""
+"""Growth and selection with known sizes: results checked on the CPU, waits on fake tensors."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_random_numbers_in_float64_and_float32():
 
 
 @given(st.integers(0, 40), st.integers(0, 99))
-def test_random_positions_are_those_of_the_cpu(k, seed):
+def test_random_positions_equal_the_cpu(k, seed):
     pattern = SparsePattern.random((10, 12), 0.4)
     there = SparsePattern._on_device(pattern.flat, pattern)
     wanted, got = (
@@ -55,7 +55,7 @@ def test_random_positions_are_those_of_the_cpu(k, seed):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("panel_bytes", [1 << 10, 16 << 20])
-def test_nothing_waits_for_the_device(monkeypatch, dtype, b, panel_bytes):
+def test_no_host_waits(monkeypatch, dtype, b, panel_bytes):
     monkeypatch.setattr(on_device, "PANEL_BYTES", panel_bytes)
     like = SparsePattern.random((64, 128), 0.1, block_size=b)
     with FakeTensorMode():
@@ -72,8 +72,8 @@ def test_nothing_waits_for_the_device(monkeypatch, dtype, b, panel_bytes):
             topk_outside([(x, torch.empty(8, 64))], pattern, 20)
 
 
-def test_no_matrix_of_the_size_of_the_gradient_exists(monkeypatch):
-    """A panel, its keys, and what is in proportion to the pattern: nothing else."""
+def test_no_dense_gradient_is_allocated(monkeypatch):
+    """Only a panel, its keys and tensors proportional to the pattern are allocated."""
     monkeypatch.setattr(on_device, "PANEL_BYTES", 4 * 256 * 8)
     largest = 0
     like = SparsePattern.random((512, 256), 0.01)

@@ -26,7 +26,7 @@ def test_free_distinct_and_sorted(height, width, data):
     assert everything.tolist() == sorted(free)
 
 
-def test_uniform_over_the_free_positions(generator):
+def test_positions_are_uniform(generator):
     pattern = SparsePattern([0, 0, 1, 2], [1, 2, 0, 2], shape=(3, 3))
     counts = torch.zeros(9)
     for _ in range(3000):
@@ -39,12 +39,12 @@ def test_uniform_over_the_free_positions(generator):
     assert deviation.max() < 5 * (expected * (1 - 2 / 5)) ** 0.5
 
 
-def test_a_matrix_too_large_to_list(generator):
+def test_very_large_matrix(generator):
     pattern = SparsePattern.random((2**20, 2**20), nnz=1000, generator=generator)
     flat = random_outside(pattern, 1000, generator=generator)
     assert len(torch.unique(torch.cat([flat, pattern.flat]))) == 2000
 
 
-def test_more_than_is_free():
+def test_too_many_positions_raise():
     with pytest.raises(ValueError, match="cannot grow 2 positions: only 1 of 4 are free"):
         random_outside(SparsePattern([0, 0, 1], [0, 1, 0], shape=(2, 2)), 2)

@@ -1,5 +1,4 @@
-"""Growth that looks at a gradient in products of small integers first: what float64 says is what
-must come out."""
+"""Growth that screens the gradient with small-integer products first must equal float64."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ SHAPE = (210, 330)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers are screened."""
+    """Screen small layers too."""
     monkeypatch.setattr(search, "_WORTHWHILE", 0)
     monkeypatch.setattr(search, "_SAMPLE_FROM", 0)
 
@@ -45,7 +44,7 @@ def gradient(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What screens have found."""
+    """Record the results of screens."""
     made, found = search.screen_positions, []
     monkeypatch.setattr(search, "screen_positions", lambda *a: found.append(made(*a)) or found[-1])
     return found
@@ -53,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.mark.parametrize("batches", [(7,), (64,), (300,), (20, 33, 1), (5000,)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_same_choice(batches, threads, generator, calls, monkeypatch):
+def test_equals_float64(batches, threads, generator, calls, monkeypatch):
     pairs = pairs_of(generator, *batches)
     pattern = SparsePattern.random(SHAPE, 0.2, generator=generator)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -80,9 +79,9 @@ def screened(pairs, pattern, k, low, high=torch.inf):
 
 
 @pytest.mark.parametrize("side", [-1, 1])
-def test_errors_that_all_point_the_same_way(side, monkeypatch):
-    """Factors lie nearly in the middle between two of the integers that they may become, and one
-    large number that dY has nothing for makes these small: sums are off by 1.5 %."""
+def test_systematic_rounding_errors(side, monkeypatch):
+    """Factors lie halfway between two integers, and one large number without a counterpart in dY
+    makes the integers small, so sums have an error of 1.5 %."""
     scale = 32767 / 1000
     x, dy = torch.zeros(100, SHAPE[1]), torch.ones(100, SHAPE[0])
     x[0], dy[0] = 1000, 0
@@ -98,7 +97,7 @@ def test_errors_that_all_point_the_same_way(side, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["integers", "rows of all sizes", "outliers", "zeros"])
 @pytest.mark.parametrize("batch", [1, 2, 37, 4100])
-def test_nothing_is_missed_and_nothing_sure_is_wrong(kind, batch, generator):
+def test_candidates_are_complete_and_certain_ones_correct(kind, batch, generator):
     x = torch.randn(batch, SHAPE[1], generator=generator)
     dy = torch.randn(batch, SHAPE[0], generator=generator)
     if kind == "integers":
@@ -131,8 +130,8 @@ def test_nothing_is_missed_and_nothing_sure_is_wrong(kind, batch, generator):
         assert len(sure) > 1500
 
 
-def test_more_that_are_sure_than_join(generator, calls, monkeypatch):
-    """Those are ranked after all."""
+def test_more_certain_candidates_than_blocks_to_grow(generator, calls, monkeypatch):
+    """Certain candidates are then ranked too."""
     pairs = pairs_of(generator, 40)
     pattern = SparsePattern.random(SHAPE, 0.1, generator=generator)
     own = search.guess_thresholds
@@ -142,7 +141,7 @@ def test_more_that_are_sure_than_join(generator, calls, monkeypatch):
     assert len(calls) == 1
 
 
-def test_too_many_candidates_are_left_to_float32(generator):
+def test_too_many_candidates_fall_back_to_float32(generator):
     pairs = pairs_of(generator, 40)
     pattern = SparsePattern.random(SHAPE, 0.1, generator=generator)
     assert screened(pairs, pattern, 10, 1e-3) is None
@@ -152,7 +151,7 @@ def test_too_many_candidates_are_left_to_float32(generator):
     assert torch.equal(found.scores, scores)
 
 
-def test_only_where_the_bound_holds(generator):
+def test_screens_only_where_the_bound_holds(generator):
     ((x, dy),) = pairs_of(generator, 30)
     assert search.can_screen([(x, dy)], 1.0)
     assert not search.can_screen([(x * 1e20, dy)], 1.0)  # may overflow

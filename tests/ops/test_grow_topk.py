@@ -1,4 +1,4 @@
-"""Growth candidates against the dense gradient."""
+"""topk_outside equals selection from the dense gradient."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @st.composite
 def problems(draw):
-    """(pairs, pattern, k, pooling, whether sums are exact)."""
+    """Draw (pairs, pattern, k, pooling, whether sums are exact)."""
     b = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 16, 64, 128]))
     most = {64: 4, 128: 3}.get(b, 20)
     height = draw(st.integers(1, most))
@@ -42,9 +42,7 @@ def problems(draw):
 
 @settings(deadline=None, max_examples=100)
 @given(problems(), st.sampled_from([1, 256, 1000, 8 << 20]), st.sampled_from([0, 3, 10**9]))
-def test_agrees_with_the_dense_gradient_on_every_instruction_set_and_device(
-    problem, chunk_bytes, sample_from
-):
+def test_equals_the_dense_gradient(problem, chunk_bytes, sample_from):
     pairs, pattern, k, pooling, exact = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "CHUNK_BYTES", chunk_bytes)
@@ -86,7 +84,7 @@ def test_by_hand():
     assert best.scores.tolist() == [4, 3, 2]
 
 
-def test_signs_cancel_over_micro_batches_not_magnitudes():
+def test_gradients_are_summed_before_magnitudes():
     x, dy = torch.ones(1, 2), torch.tensor([[3.0, 1.0]])
     pattern = SparsePattern([], [], shape=(2, 2))
     best = topk_outside([(x, dy), (x, -dy), (x[:, :1] * torch.tensor([0.0, 1.0]), dy)], pattern, 4)
@@ -106,7 +104,7 @@ def test_pooling_of_blocks(pooling, best):
     assert found.scores.tolist() == [{"max": 5, "avg": 2}.get(pooling, 8)]
 
 
-def test_ties_go_to_the_smaller_position():
+def test_ties_are_broken_by_position():
     pattern = SparsePattern([0], [1], shape=(3, 3))
     pairs = [(torch.ones(2, 3), torch.ones(2, 3))]
     assert topk_outside(pairs, pattern, 4).flat.tolist() == [0, 2, 3, 4]
@@ -131,7 +129,7 @@ def test_strided_activations():
     assert found.flat.tolist() == topk_outside_naive([(x, dy)], pattern, 7)[0].tolist()
 
 
-def test_no_positions_need_no_pairs():
+def test_zero_positions_require_no_pairs():
     full = SparsePattern.full((3, 3))
     assert len(topk_outside([], full, 0).flat) == 0
 
@@ -155,7 +153,7 @@ def test_select_too_many():
         select(torch.ones(5), 6)
 
 
-def test_unsorted_candidates_are_in_order_of_position(generator):
+def test_unsorted_candidates_are_ordered_by_position(generator):
     x, dy = torch.randn(4, 30, generator=generator), torch.randn(4, 20, generator=generator)
     pattern = SparsePattern.random((20, 30), density=0.2, generator=generator)
     best = topk_outside([(x, dy)], pattern, 50)
@@ -194,8 +192,8 @@ def test_bad_input(pairs, k, options, error, message):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("guess", [None, 1e9])
 @pytest.mark.parametrize("b", [1, 4])
-def test_the_guessed_threshold(b, guess, monkeypatch, generator):
-    """Enough candidates, not many more; a guess far too high is mended by a second pass."""
+def test_threshold_guess(b, guess, monkeypatch, generator):
+    """It gives enough candidates and few more; a second pass corrects a guess far too high."""
     n = 1200
     x = torch.randn(30, n, generator=generator, dtype=torch.float64)
     # Outputs of very different scale, some of them dead.
@@ -224,13 +222,13 @@ def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     assert torch.equal(found.flat, topk_outside_naive([(x, dy)], pattern, k)[0])
 
 
-def test_overflow_is_an_error():
+def test_overflow_raises():
     big = torch.tensor([[3e38]])
     with pytest.raises(ValueError, match="overflow"):
         topk_outside([(big, big), (big, -big)], SparsePattern([], [], shape=(1, 1)), 1)
 
 
-def test_never_more_than_a_chunk_of_the_gradient(monkeypatch, generator):
+def test_memory_is_one_chunk_of_the_gradient(monkeypatch, generator):
     n, sizes = 512, []
     real = Scorer.chunk
 

@@ -1,4 +1,4 @@
-"""Products with weights in int8 against float64, on every instruction set this machine runs."""
+"""Products with int8 weights equal float64, on every instruction set of this machine."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ LIBRARIES = [*ISAS, None]
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Fresh tensors are full of NaN: an output element that is not written shows."""
+    """Fill new tensors with NaN, so that unwritten output elements show."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 class Layer:
-    """Random operands, and the dense weight in float64, made of single blocks."""
+    """Random operands, and the dense float64 weight, assembled block by block."""
 
     def __init__(self, generator, shape, density, block, bias=True):
         pattern = SparsePattern.random(shape, density, block_size=block, generator=generator)
@@ -78,7 +78,7 @@ def draw_layer(data, blocks):
 
 
 def spaced(generator, batch, features):
-    """Samples, and the multiples of their step to which they are rounded, none of them doubtful."""
+    """Make samples and the multiples of their step to which they round, without ties."""
     steps = torch.randint(-127, 128, (batch, features), generator=generator)
     steps[:, -1] = 127  # the largest magnitude
     size = torch.rand(batch, 1, generator=generator, dtype=torch.float64) * 100 + 1e-3
@@ -112,7 +112,7 @@ def test_int8_activations(library, data):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("int8_activations", [False, True])
-def test_threads_share_a_product(library, int8_activations):
+def test_product_split_over_threads(library, int8_activations):
     generator = torch.Generator().manual_seed(0)
     for block in (1, 4, 16):
         layer = Layer(generator, (64, 64), 0.5, block)
@@ -141,7 +141,7 @@ def test_the_largest_products_do_not_saturate(library, weight):
 
 
 @pytest.mark.parametrize("library", ISAS)
-def test_samples_without_a_step(library):
+def test_samples_of_zeros_nan_and_infinity(library):
     layer = Layer(torch.Generator().manual_seed(0), (32, 32), 1.0, 8)
     x = torch.randn(6, 32)
     x[0] = 0
@@ -156,7 +156,7 @@ def test_samples_without_a_step(library):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_order_of_the_kernels(block):
+def test_kernel_layout(block):
     shape = (3,) if block == 1 else (3, block, block)
     values = torch.randint(-128, 128, shape, dtype=torch.int8)
     arranged = arrange(values)
@@ -178,7 +178,7 @@ def test_leading_dimensions_and_the_operator():
     assert torch.equal(torch.ops.dynsparse.linear_int8(*arguments), layer(x))
 
 
-def test_operands_that_do_not_fit():
+def test_mismatched_operands_raise():
     layer = Layer(torch.Generator().manual_seed(0), (32, 16), 0.5, 8)
     x = torch.randn(2, 16)
 

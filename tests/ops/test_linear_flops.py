@@ -1,4 +1,4 @@
-"""FlopCounterMode and profilers see sparse layers."""
+"""FlopCounterMode and profilers support sparse layers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dynsparse.nn import SparseLinear
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_flops_are_counted_by_non_zeros(block):
+def test_flops_count_nonzeros(block):
     m = nn.Sequential(SparseLinear(16, 32, 0.25, block), nn.ReLU(), SparseLinear(32, 8, 0.5, block))
     first, second = m[0].values.numel(), m[2].values.numel()
     x = torch.randn(2, 5, 16)
@@ -30,7 +30,7 @@ def test_flops_are_counted_by_non_zeros(block):
     assert one.get_total_flops() == 2 * 10 * 2 * (first + second)
 
 
-def test_a_sparse_model_counts_its_share_of_the_dense_one():
+def test_sparse_model_counts_its_fraction_of_dense_flops():
     m = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     x = torch.randn(8, 64)
     with FlopCounterMode(display=False) as dense:

@@ -1,4 +1,4 @@
-"""Layers that compute with every kind of kernel, and what chooses among the kinds."""
+"""Layers with every kind of kernel, and the choice among the kinds."""
 
 import itertools
 
@@ -51,7 +51,7 @@ def test_masks_follow_the_pattern():
         torch.testing.assert_close(layer(x), dense_linear(x, layer.to_dense(), layer.bias))
 
 
-def test_dense_products_keep_out_of_autocast():
+def test_dense_products_ignore_autocast():
     layer = SparseLinear(48, 32, 0.9)
     x = torch.randn(64, 48, requires_grad=True)
     with ops.use_kernel("dense"):
@@ -61,7 +61,7 @@ def test_dense_products_keep_out_of_autocast():
     torch.testing.assert_close(x.grad, layer.to_dense().sum(0).expand(64, 48))
 
 
-def test_use_kernel_refuses_what_does_not_exist_and_ends():
+def test_use_kernel_rejects_unknown_names_and_restores():
     with pytest.raises(
         ValueError, match="kind must be one of sparse, small, dense, blocks, got 'csr'"
     ):
@@ -73,7 +73,7 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
 
 
 @pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", "", "neon"])
-def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
+def test_choice_switches_to_dense_with_density(monkeypatch, maker):
     monkeypatch.setattr(cost_table, "processor", lambda: Processor(maker, "", 25, frozenset()))
     monkeypatch.setattr(native, "supported_isas", lambda: (maker if maker == "neon" else "v3",))
     cost_table._active = cost_table.default_table()
@@ -89,8 +89,8 @@ def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
             assert sum(a != b for a, b in itertools.pairwise(kinds)) <= 1
 
 
-def test_dense_products_gain_on_arm(monkeypatch):
-    """By assumption: it loads fewer numbers a cycle for as many multiply-adds."""
+def test_dense_products_are_chosen_earlier_on_arm(monkeypatch):
+    """Assumption: ARM loads fewer numbers per cycle for the same number of multiply-adds."""
     layer = Layer(1024, 1024, 300_000, 1)
     here = Processor("AuthenticAMD", "", 25, frozenset({"avx512f"}))
     monkeypatch.setattr(cost_table, "processor", lambda: here)
@@ -106,7 +106,7 @@ def test_dense_products_gain_on_arm(monkeypatch):
     assert 1.2 < costs["neon"][0] / costs["v4"][0] < 1.34
 
 
-def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch):
+def test_single_samples_use_masks_where_available(monkeypatch):
     layer = Layer(1024, 1024, 300_000, 1)
     monkeypatch.setattr(native, "expands_masks", lambda: True)
     assert cost_table.choose(layer, 1, False) == "small"
@@ -115,7 +115,7 @@ def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch)
     assert cost_table.choose(layer, 1, False) != "small"
 
 
-def test_kernels_for_small_batches_serve_no_others(monkeypatch):
+def test_small_batch_kernels_are_not_used_for_large_batches(monkeypatch):
     monkeypatch.setattr(native, "expands_masks", lambda: True)
     layer = Layer(10, 320, 2_000, 1)
     for batch in (129, 512, 10_000):
@@ -123,7 +123,7 @@ def test_kernels_for_small_batches_serve_no_others(monkeypatch):
         assert cost_table.choose(layer, batch, True) != "small"
 
 
-def test_kernel_names_who_computes(monkeypatch):
+def test_kernel_returns_the_name(monkeypatch):
     layer = SparseLinear(32, 32, 0.01)
     assert layer.kernel(64) == layer.kernel(64, backward=True) == "sparse"
     assert SparseLinear(32, 32, 0.5, dtype=torch.float64).kernel(64) == "torch"
@@ -132,7 +132,7 @@ def test_kernel_names_who_computes(monkeypatch):
     assert layer.kernel(64) == "torch"
 
 
-def test_remembered_choices_stay_few():
+def test_cache_of_choices_is_bounded():
     layer = SparseLinear(32, 32, 0.5)
     for batch in range(1, 300):
         layer.kernel(batch)
@@ -155,7 +155,7 @@ def test_dense_products_after_inference_mode():
     )
 
 
-def test_dense_products_where_the_default_type_is_another():
+def test_dense_products_with_another_default_dtype():
     layer = SparseLinear(64, 48, 0.9, dtype=torch.float32)
     x = torch.randn(70, 64)
     expected = x @ layer.to_dense().t() + layer.bias

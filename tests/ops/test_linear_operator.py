@@ -1,4 +1,4 @@
-"""The operator as torch sees it; the kernels behind it have their own tests."""
+"""The custom operator in torch; its kernels have separate tests."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def make(block_size, grid=(4, 5), density=0.4, dtype=torch.float64, batch=(6,)):
     st.floats(0, 1),
     st.integers(0, 9),
 )
-def test_naive_passes_against_dense_float64(b, height, width, density, batch):
+def test_naive_passes_equal_dense_float64(b, height, width, density, batch):
     pattern, x, values, bias = make(b, (height, width), density, batch=(batch,))
     if batch % 2:
         pattern = shuffle_slots(pattern, torch.default_generator)
@@ -48,13 +48,13 @@ def test_naive_passes_against_dense_float64(b, height, width, density, batch):
 
 def test_naive_passes_in_chunks(monkeypatch):
     monkeypatch.setattr(naive, "_CHUNK_ELEMENTS", 7)
-    test_naive_passes_against_dense_float64.hypothesis.inner_test(2, 4, 3, 0.5, 5)
+    test_naive_passes_equal_dense_float64.hypothesis.inner_test(2, 4, 3, 0.5, 5)
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lead", [(), (7,), (2, 0, 3), (2, 3, 5)])
-def test_forward_and_backward_against_dense(block_size, dtype, lead):
+def test_forward_and_backward_equal_dense(block_size, dtype, lead):
     pattern, x, values, bias = make(block_size, dtype=dtype, batch=lead)
     y = linear(x, values, pattern, bias)
     assert (y.dtype, y.shape) == (dtype, (*lead, pattern.shape[0]))
@@ -106,7 +106,7 @@ def test_requires_grad_on_any_subset(needs):
         assert (leaf.grad is not None) == bool(need)
 
 
-def test_the_input_is_not_kept_for_a_frozen_weight():
+def test_frozen_weight_saves_no_input():
     pattern, x, values, _ = make(1)
     y = linear(x, values.detach(), pattern)
     assert y.grad_fn.saved_tensors[0] is None
@@ -163,7 +163,7 @@ def test_single_passes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_lowers_the_activations_only(dtype):
+def test_autocast_casts_activations_only(dtype):
     pattern, x, values, bias = make(1, dtype=torch.float32)
     with torch.autocast("cpu", dtype):
         y = linear(x, values, pattern, bias)
@@ -185,7 +185,7 @@ def test_capture_keeps_every_backward_pass():
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_passes_whose_gradient_is_gone_do_not_pile_up(watched):
+def test_pairs_without_gradient_are_freed(watched):
     pattern, x, values, _ = make(1, dtype=torch.float32)
     held = capture.start(pattern.row_ptr, values)
 
@@ -207,7 +207,7 @@ def test_passes_whose_gradient_is_gone_do_not_pile_up(watched):
     assert len(held) == 1
 
 
-def test_a_gradient_of_zeros_keeps_its_pairs():
+def test_zero_gradient_keeps_its_pairs():
     pattern, x, values, _ = make(1)
     held = capture.start(pattern.row_ptr, values)
     for scale in (1.0, 0.0, 0.0, 1.0):
@@ -215,7 +215,7 @@ def test_a_gradient_of_zeros_keeps_its_pairs():
     assert len(held) == 4
 
 
-def test_capture_forgets():
+def test_capture_ends_with_its_list():
     pattern, x, values, _ = make(1)
     held = capture.start(pattern.row_ptr, values)
     linear(x, values, pattern).sum().backward()
@@ -250,7 +250,7 @@ def test_wrong_tensors(change, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_operands_that_would_be_read_past_their_end(dtype):
+def test_too_short_operands_raise(dtype):
     pattern, x, values, bias = (
         t.detach() if isinstance(t, torch.Tensor) else t for t in make(1, (8, 9), dtype=dtype)
     )
@@ -276,14 +276,14 @@ def test_operands_that_would_be_read_past_their_end(dtype):
 
 
 @pytest.mark.parametrize("slots", [(0, 0, 1, 2), (0, 1, 2, 4), (-1, 0, 1, 2)])
-def test_slots_that_are_none_are_refused(slots):
+def test_invalid_slots_raise(slots):
     pattern = SparsePattern([0, 0, 1, 2], [0, 2, 1, 2], shape=(3, 3))
     index = pattern.index._replace(slots=torch.tensor(slots, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="slots must"):
         linear(torch.ones(2, 3), torch.ones(4), index)
 
 
-def test_whoever_watches_the_dispatcher_sees_the_operator():
+def test_dispatch_modes_see_the_operator():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
@@ -302,7 +302,7 @@ def test_whoever_watches_the_dispatcher_sees_the_operator():
     assert torch.equal(watched, linear(x, values, pattern, bias))
 
 
-def test_meta_tensors_get_their_shapes():
+def test_meta_tensors():
     pattern, x, values, bias = make(4, dtype=torch.float32, batch=(2, 3))
     index = [tensor.to("meta") for tensor in pattern.index]
     y = torch.ops.dynsparse.linear(
@@ -312,8 +312,8 @@ def test_meta_tensors_get_their_shapes():
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_pass_that_is_split_leaves_one_pair(watched):
-    """As pipelines without bubbles do it: first the gradient of x, later that of the weights."""
+def test_split_backward_captures_one_pair(watched):
+    """As in zero-bubble pipelines: first grad_input, later grad_weight."""
     pattern, x, values, _ = make(1, dtype=torch.float32)
     held = capture.start(pattern.row_ptr, values)
     with torch.autocast("cpu", torch.bfloat16, enabled=watched):
@@ -330,7 +330,7 @@ def test_a_pass_that_is_split_leaves_one_pair(watched):
     assert torch.equal(dw, expected[1])
 
 
-def test_layers_of_one_pattern_keep_pairs_of_their_own():
+def test_layers_sharing_a_pattern_capture_separately():
     pattern, x, _, _ = make(1, dtype=torch.float32)
     layers = [SparseLinear(*reversed(pattern.shape), pattern=pattern) for _ in range(2)]
     held = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]

@@ -1,4 +1,4 @@
-"""Derivatives of every order, and torch.func: the sparse layer against the dense one."""
+"""Higher-order derivatives and torch.func: the sparse layer equals the dense one."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def make(block, lead=(3,)):
 
 
 def both(pattern):
-    """f(x, values, bias) by the sparse operator, and by a dense product."""
+    """Return f(x, values, bias) by the sparse operator and by a dense product."""
 
     def sparse(x, values, bias):
         return linear(x, values, pattern, bias).sin()
@@ -60,7 +60,7 @@ def test_second_derivatives(block):
 
 @BLOCKS
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-def test_gradients_and_products_with_jacobians(block, lead):
+def test_vjp_and_jvp(block, lead):
     pattern, *operands = make(block, lead)
     sparse, dense = both(pattern)
     tangents = tuple(torch.randn_like(t) for t in operands)
@@ -125,7 +125,7 @@ def test_per_sample_gradients_of_a_model():
             torch.testing.assert_close(found[name][i], parameter.grad)
 
 
-def test_models_side_by_side():
+def test_stacked_models():
     first = SparseLinear(8, 6, 0.5)
     second = SparseLinear(8, 6, pattern=first.pattern)
     together = {
@@ -137,7 +137,7 @@ def test_models_side_by_side():
     torch.testing.assert_close(found, torch.stack([first(x), second(x)]))
 
 
-def test_growth_sees_the_whole_gradient_of_a_penalty():
+def test_growth_sees_the_full_gradient_of_a_penalty():
     pattern, x, values, _ = make(1)
     values = values.requires_grad_()
     dense = pattern.to_dense(values.detach()).requires_grad_()
@@ -157,7 +157,7 @@ def test_growth_sees_the_whole_gradient_of_a_penalty():
     torch.testing.assert_close(seen, dense.grad)
 
 
-def test_growth_sees_nothing_of_transforms():
+def test_transforms_are_not_captured():
     pattern, x, values, _ = make(1)
     pairs = capture.start(pattern.index.row_ptr, values.requires_grad_())
     grad(lambda v: linear(x, v, pattern).sin().sum())(values)
@@ -178,7 +178,7 @@ def test_under_autocast():
     torch.testing.assert_close(found, layer.values.grad, rtol=0.02, atol=0.02)
 
 
-def test_what_has_no_rule_says_so():
+def test_transforms_without_a_rule_raise():
     active = SparseLinear(8, 6, 0.5)
     active.active = ActiveSet(active.pattern, torch.tensor([0, 3]), torch.device("cpu"))
     machine = SparseLinear(8, 6, 0.5, target=popsparse.Target(tiles=4))
@@ -205,7 +205,7 @@ def test_what_has_no_rule_says_so():
         g.sum().backward()
 
 
-def test_a_tensor_that_has_left_its_transform():
+def test_tensor_escaped_from_its_transform():
     layer, kept = SparseLinear(4, 3, 0.5), []
 
     def keep(x):

@@ -1,4 +1,4 @@
-"""Rows of a sparse table against the dense table's, in float64."""
+"""Look-ups in a sparse table equal those in the dense table, in float64."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_ids_of_any_integer_type(dtype):
     assert torch.equal(rows, pattern.to_dense(values)[[5, 0]])
 
 
-def test_the_captured_pair_is_the_dense_gradient():
+def test_captured_pair_gives_the_dense_gradient():
     pattern, values = table()
     kept = capture.start(pattern.row_ptr, values)
     ids = torch.tensor([1, 4, 1])
@@ -89,7 +89,7 @@ def test_bad_ids(ids, error, message):
         embedding(ids, values, pattern, 4)
 
 
-def test_no_second_derivative():
+def test_second_derivative_raises():
     pattern, values = table()
     rows = embedding(torch.tensor([0, 1, 2]), values, pattern, 4)
     (grad,) = torch.autograd.grad(rows.square().sum(), values, create_graph=True)
@@ -99,7 +99,7 @@ def test_no_second_derivative():
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 8), st.integers(1, 5), st.floats(0, 1))
 def test_on_a_device(b, height, width, density):
-    """Figures, on tensors of the CPU."""
+    """Results are checked on CPU tensors."""
     pattern, values = table(b, height, width, density)
     index, values = pattern.index, values.detach()
     ids = torch.randint(height * b, (7,))
@@ -119,7 +119,7 @@ def test_on_a_device(b, height, width, density):
     torch.testing.assert_close(one_hot.t() @ x, dense.grad)
 
 
-def test_on_a_device_nothing_waits_for_it():
+def test_no_host_waits():
     pattern, _ = table(2)
     sizes = [len(pattern.row_ptr), pattern.nnz, 0]
     with FakeTensorMode():

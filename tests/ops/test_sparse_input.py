@@ -1,4 +1,4 @@
-"""Sparse inputs give what the same inputs give dense, forward, backward and for growth."""
+"""Sparse inputs equal the same inputs in dense form: forward, backward and growth."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gradients(layer, x, dy):
     layout=st.sampled_from(["csr", "coo"]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_float64(block, size, batch, share, density, bias, layout, seed):
+def test_equals_float64(block, size, batch, share, density, bias, layout, seed):
     generator = torch.Generator().manual_seed(seed)
     out_features, in_features = (n * block for n in size)
     layer = SparseLinear(
@@ -70,7 +70,7 @@ def test_it_equals_float64(block, size, batch, share, density, bias, layout, see
 
 
 @pytest.mark.skipif(native.load() is None, reason="needs the compiled kernels")
-def test_the_input_is_made_dense_above_a_share_only(monkeypatch):
+def test_input_is_densified_above_a_density(monkeypatch):
     layer = SparseLinear(64, 16, density=0.2)
     x = sparse(torch.eye(8, 64))
     monkeypatch.setattr(sparse_input, "layer_linear", None)
@@ -81,7 +81,7 @@ def test_the_input_is_made_dense_above_a_share_only(monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["float64", "autocast", "frozen", "gradient of the input"])
-def test_what_the_kernels_do_not_compute_is_made_dense(case):
+def test_unsupported_inputs_are_densified(case):
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float64 if case == "float64" else torch.float32
     layer = SparseLinear(32, 8, density=0.3, dtype=dtype)
@@ -99,7 +99,7 @@ def test_what_the_kernels_do_not_compute_is_made_dense(case):
         torch.testing.assert_close(layer(x), layer(dense))
 
 
-def test_a_training_with_rigl_equals_one_with_dense_inputs():
+def test_rigl_training_equals_dense_inputs():
     generator = torch.Generator().manual_seed(0)
     models, trainers = [], []
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_training_with_rigl_equals_one_with_dense_inputs():
     torch.testing.assert_close(models[0][0].values, models[1][0].values)
 
 
-def test_threads_do_not_change_a_bit():
+def test_results_are_equal_for_any_number_of_threads():
     layer = SparseLinear(512, 128, density=0.2)
     x = sparse(random_input(64, 512, 0.2, torch.Generator()))
     dy = torch.randn(64, 128)

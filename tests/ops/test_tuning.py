@@ -1,4 +1,4 @@
-"""Constants of the kernels' costs: measured, fitted to times, and what is concluded."""
+"""Cost constants of the kernels: measurement, fit and conclusion."""
 
 import random
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def furthest(one, other):
-    """The largest factor between costs by two sets of constants, at layers that were not fitted."""
+    """Return the largest ratio of costs by two sets of constants, at layers outside the fit."""
     factors = []
     for size, density, block, batch in [
         (512, 0.1, 1, 64), (512, 0.5, 1, 8), (768, 0.2, 4, 128), (1536, 0.05, 16, 256),
@@ -34,7 +34,7 @@ def furthest(one, other):
     return max(factors)
 
 
-def test_exact_times_give_back_the_constants_behind_them():
+def test_fit_recovers_constants_from_exact_times():
     found = fit(timings(ZEN_4.costs), ZEN_4.costs)
     assert found.error < 1e-6
     for name in FAMILIES:
@@ -42,14 +42,14 @@ def test_exact_times_give_back_the_constants_behind_them():
             assert one == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
-def test_times_of_another_machine_lead_away_from_the_table():
+def test_fit_differs_from_the_table_on_another_machine():
     found = fit(timings(AMX.costs, speed=1.7), ZEN_4.costs)
     # Only the smallest number of samples that counts stays the table's.
     assert furthest(found.costs, fit(timings(AMX.costs, speed=1.7), AMX.costs).costs) < 1.5
     assert found.error < 0.1
 
 
-def test_noise_and_outliers_spoil_little():
+def test_fit_is_robust_to_noise_and_outliers():
     chance = random.Random(0)
 
     def disturbed():
@@ -62,7 +62,7 @@ def test_noise_and_outliers_spoil_little():
     assert mean_excess(timings(AMX.costs), found.costs) < 0.02
 
 
-def test_no_cost_goes_further_than_four_times_from_the_table():
+def test_fitted_costs_stay_within_four_times_the_table():
     def absurd(one):
         return one.times | {k: t * (100 if k == "sparse" else 1) for k, t in one.times.items()}
 
@@ -73,7 +73,7 @@ def test_no_cost_goes_further_than_four_times_from_the_table():
     assert found.error > 0.5
 
 
-def test_families_without_times_keep_the_tables_constants_at_this_machines_speed():
+def test_families_without_times_scale_the_table():
     some = [cell for cell in QUICK if cell.block_size == 1]
     found = fit(timings(ZEN_4.costs, some, speed=2), ZEN_4.costs)
     for name in ("sparse blocks", "sparse blocks of 16", "small blocks"):
@@ -84,7 +84,7 @@ def test_families_without_times_keep_the_tables_constants_at_this_machines_speed
         fit([], ZEN_4.costs)
 
 
-def test_how_far_a_choice_is_from_the_best_by_hand():
+def test_regret_of_choices_by_hand():
     layer = Layer(1024, 1024, 100_000, 1)
     (slow,) = {"sparse", "small", "dense"} & {cost_table.cheapest(ZEN_4.costs, layer, 512, False)}
     others = {k: 1.0 for k in ("sparse", "dense") if k != slow}
@@ -96,13 +96,13 @@ def test_how_far_a_choice_is_from_the_best_by_hand():
     ("true", "in_force_", "words"),
     [(ZEN_4, False, "chooses as well"), (AMX, True, "over the best kinds")],
 )
-def test_what_is_concluded(true, in_force_, words):
+def test_conclusion(true, in_force_, words):
     found = tuning.evaluate_timings(timings(true.costs), ZEN_4)
     assert words in found.reason
     assert found.enabled is in_force_
 
 
-def test_times_that_nothing_explains_are_not_used():
+def test_inexplicable_times_are_rejected():
     chance = random.Random(1)
     spoiled = timings(AMX.costs, spoil=lambda: 10 ** chance.uniform(-1, 1))
     found = tuning.evaluate_timings(spoiled, ZEN_4)
@@ -110,7 +110,7 @@ def test_times_that_nothing_explains_are_not_used():
     assert "measure again" in found.reason
 
 
-def test_cells_are_timed_kind_by_kind():
+def test_cells_are_timed_by_kind():
     cell = Cell(64, 48, 4, 0.3, 5)
     with torch.autocast("cpu", torch.bfloat16):
         forward, backward = time_cell(cell, 0.0)
@@ -122,7 +122,7 @@ def test_cells_are_timed_kind_by_kind():
     assert all(0 < t < 1e9 for t in [*forward.times.values(), *backward.times.values()])
 
 
-def test_measuring_takes_one_thread_and_gives_the_others_back(monkeypatch):
+def test_measurement_uses_one_thread_and_restores(monkeypatch):
     before, seen = torch.get_num_threads(), []
     sparse = KERNELS["sparse"]
     counting = sparse._replace(forward=lambda *_: seen.append(torch.get_num_threads()))
@@ -140,13 +140,13 @@ def test_measuring_takes_one_thread_and_gives_the_others_back(monkeypatch):
     assert seen == [1] * (1 + tuning._LEAST_TIMINGS)
 
 
-def test_measuring_draws_no_random_numbers_of_the_training():
+def test_measurement_keeps_the_random_state():
     before = torch.get_rng_state()
     time_cell(Cell(32, 32, 1, 0.5, 2), 0.0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_cells_reach_every_family_in_both_halves():
+def test_cells_cover_every_family_in_both_halves():
     for cells in (QUICK, MANY):
         for half in (cells, cells[::2], cells[1::2]):
             names = {family("sparse", cell.block_size) for cell in half}

@@ -1,4 +1,4 @@
-"""Installs the package in clean environments, by each kind of compiler, and looks what computes.
+"""Install the package in clean environments with each kind of compiler, and check the kernels.
 
     python tests/packaging/installs.py [--only NAME ...] [--folder KEPT]
 
@@ -32,7 +32,7 @@ NATIVE = re.compile(r"dynsparse/_native/libdynsparse_(onnxruntime_)?(v2|v3|v4|ne
 
 
 class Way(NamedTuple):
-    """`compiler` is CXX, or None for an empty PATH; `reason` what must be said, None: native."""
+    """`compiler` is CXX, None for an empty PATH; `reason` the expected message, None if native."""
 
     compiler: str | None
     reason: str | None
@@ -67,7 +67,7 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def environment_of(way: Way, folder: Path) -> dict[str, str] | None:
-    """What pip runs in; None where this machine has no such compiler."""
+    """Return pip's environment variables, or None if this machine lacks the compiler."""
     dropped = ("CXX", "CC", "PYTHONPATH", "VIRTUAL_ENV", "DYNSPARSE_ISA", "DYNSPARSE_NATIVE")
     own = {name: value for name, value in os.environ.items() if name not in dropped}
     own.update(way.environment)
@@ -92,7 +92,7 @@ def environment_of(way: Way, folder: Path) -> dict[str, str] | None:
 
 
 def repaired_wheel(folder: Path, environment: dict[str, str]) -> Path:
-    """The wheel of this platform, as it would be published."""
+    """Build the wheel of this platform as it would be published."""
     pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "built", ROOT)
     run(*pip, env=environment)
     (built,) = (folder / "built").glob("*.whl")
@@ -113,7 +113,7 @@ def repaired_wheel(folder: Path, environment: dict[str, str]) -> Path:
 
 
 def install(name: str, way: Way, folder: Path) -> str | None:
-    """What computes in the installation, and why; None where there is no such compiler."""
+    """Return the backend of the installation and its reason, or None without such a compiler."""
     folder.mkdir(parents=True)
     environment = environment_of(way, folder)
     if environment is None:

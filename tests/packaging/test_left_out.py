@@ -1,4 +1,4 @@
-"""What cannot build the kernels installs without them, and says why: through CMake alone.
+"""Without a suitable compiler the package installs without kernels and reports why, by CMake alone.
 
 `make test-wheels` does the same with pip, in clean environments, and with kernels.
 """
@@ -29,7 +29,7 @@ exec {} -U__GNUC__ -D__GNUC__=11 -D__builtin_shufflevector=not_yet "$@"
 
 
 def installed(folder: Path, **environment: str | None) -> str:
-    """Why the kernels were left out, or "" if they were to be built."""
+    """Return why the kernels were left out, or "" if they would be built."""
     tools = pytest.importorskip("cmake")
     cmake = str(Path(tools.CMAKE_BIN_DIR) / "cmake")
     own = {**os.environ, **{k: v for k, v in environment.items() if v is not None}}
@@ -59,26 +59,26 @@ def wrapper(folder: Path, script: str) -> str:
     return str(path)
 
 
-def test_kernels_that_nobody_asked_for(tmp_path: Path):
+def test_disabled_kernels(tmp_path: Path):
     reason = installed(tmp_path, DYNSPARSE_NATIVE="0")
     assert reason == "they were not asked for (DYNSPARSE_NATIVE=0 at the installation)"
 
 
-def test_a_compiler_without_openmp_is_named(tmp_path: Path):
+def test_compiler_without_openmp_is_reported(tmp_path: Path):
     compiler = wrapper(tmp_path, REFUSES)
     reason = installed(tmp_path, CXX=compiler, DYNSPARSE_NATIVE=None)
     assert reason.startswith("they need OpenMP, which the compiler, GNU ")
     assert reason.endswith(f"({compiler}), refused")
 
 
-def test_a_compiler_that_is_too_old_is_named(tmp_path: Path):
+def test_too_old_compiler_is_reported(tmp_path: Path):
     compiler = wrapper(tmp_path, OLD)
     reason = installed(tmp_path, CXX=compiler, DYNSPARSE_NATIVE=None)
     assert reason.startswith("they need GCC 12 or Clang 12, and the compiler was GNU 11.")
     assert reason.endswith(f"({compiler})")
 
 
-def test_a_compiler_that_does_not_work(tmp_path: Path):
+def test_broken_compiler_is_reported(tmp_path: Path):
     path = tmp_path / "broken"
     path.write_text("#!/bin/sh\nexit 1\n")
     path.chmod(0o755)
@@ -87,8 +87,8 @@ def test_a_compiler_that_does_not_work(tmp_path: Path):
 
 
 @pytest.mark.skipif(not native._built_isas(), reason="needs a compiler that builds the kernels")
-def test_the_compiler_of_python_may_be_elsewhere(tmp_path: Path):
-    """The build backend sets CXX to what Python was built by: no reason to do without another."""
+def test_missing_compiler_of_python_is_ignored(tmp_path: Path):
+    """The build backend sets CXX to the compiler of Python; if it is missing, another is used."""
     if not shutil.which("c++"):
         pytest.skip("needs c++")
     assert installed(tmp_path, CXX="not-here-g++ -pthread", DYNSPARSE_NATIVE=None) == ""

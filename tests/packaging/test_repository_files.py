@@ -1,5 +1,5 @@
-"""Containers, the workflow, the citation and the page of a package index: all that CI elsewhere
-reads, checked as far as it can be here."""
+"""Containers, the workflow, the citation and the package index page, which external CI uses,
+checked as far as possible here."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def instructions() -> list[list[str]]:
-    """The Dockerfile's instructions in words, with lines joined."""
+    """Return the Dockerfile's instructions as lists of words, with lines joined."""
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
     return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def sources() -> list[str]:
-    """What the Dockerfile copies from the source tree."""
+    """Return the paths that the Dockerfile copies from the source tree."""
     copied = [words[1:-1] for words in instructions() if words[0] == "COPY"]
     return [name for words in copied if not words[0].startswith("--from") for name in words]
 
 
-def test_the_dockerfile_has_known_instructions_and_copies_what_is_there():
+def test_dockerfile_instructions_and_paths():
     known = {"FROM", "RUN", "COPY", "WORKDIR", "USER", "ENTRYPOINT", "CMD"}
     found = instructions()
     assert found[0][0] == "FROM"
@@ -45,8 +45,8 @@ def test_the_dockerfile_has_known_instructions_and_copies_what_is_there():
             assert isinstance(json.loads(" ".join(words[1:])), list)
 
 
-def test_the_image_is_given_what_the_build_reads():
-    """CMake and the build backend name files: each is copied, and none is ignored."""
+def test_image_contains_the_files_of_the_build():
+    """Files named by CMake and the build backend are copied and not ignored."""
     kept = {
         line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
     }
@@ -60,7 +60,7 @@ def test_the_image_is_given_what_the_build_reads():
 
 
 @pytest.mark.slow
-def test_the_image_builds_where_a_builder_is():
+def test_image_builds():
     commands = {"docker": "build", "podman": "build", "buildah": "bud"}
     works = [
         name
@@ -79,7 +79,7 @@ def test_the_image_builds_where_a_builder_is():
         assert "native: compiled C++" in said.stdout
 
 
-def test_the_devcontainer_makes_what_the_makefile_makes():
+def test_devcontainer_matches_the_makefile():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
     assert container["image"]
     makefile = (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
@@ -89,7 +89,7 @@ def test_the_devcontainer_makes_what_the_makefile_makes():
         assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.MULTILINE), target
 
 
-def test_the_workflow_names_files_and_commands_that_are_there():
+def test_workflow_names_existing_files_and_commands():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())
     assert set(workflow["jobs"]) == {"wheel", "source", "release"}
     platforms = workflow["jobs"]["wheel"]["strategy"]["matrix"]["include"]
@@ -110,7 +110,7 @@ def test_the_workflow_names_files_and_commands_that_are_there():
     assert (ROOT / test.group(1)).is_file()
 
 
-def test_the_citation_is_of_this_version():
+def test_citation_has_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == __version__
@@ -127,7 +127,7 @@ def index_page():
     return module
 
 
-def test_links_become_absolute_and_others_stay():
+def test_relative_links_become_absolute():
     text = "![a](docs/p.png) [b](docs/x.md#part) [c](https://e.org/y) [d](#here) [e](LICENSE)"
     assert index_page().absolute(text, "https://h.org/o/r", "v1") == (
         "![a](https://h.org/o/r/raw/v1/docs/p.png) [b](https://h.org/o/r/blob/v1/docs/x.md#part)"
@@ -135,7 +135,7 @@ def test_links_become_absolute_and_others_stay():
     )
 
 
-def test_the_page_of_a_package_index_has_no_relative_link(tmp_path: Path):
+def test_package_index_page_has_no_relative_link(tmp_path: Path):
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     command = [sys.executable, str(ROOT / ".ci" / "index_page.py"), "https://h.org/o/r", "v1"]

@@ -1,6 +1,6 @@
-"""Run in an installation: three passes, an update by RigL, and what computes; prints JSON.
+"""Run in an installation: three passes and a RigL update; prints the backend as JSON.
 
-With the word `native` it fails where nothing compiled computes.
+With the argument `native`, fails if no compiled kernels are used.
 """
 
 import json

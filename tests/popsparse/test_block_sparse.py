@@ -1,4 +1,4 @@
-"""Block-sparse products and softmax on the machine beyond the published cases."""
+"""Block-sparse products and softmax on the tile machine, beyond the published cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Params = block_sparse.MatmulParams
 
 
 def run(params, tiles=5, options=None, seed=0, spread=False):
-    """(left operand, right operand, result, profile); operands anywhere if `spread`."""
+    """Return (left operand, right operand, result, profile); `spread` maps operands randomly."""
     graph, program = Graph(Target.mk2(tiles=tiles)), Sequence()
     lhs = block_sparse.create_matmul_lhs(graph, params, options)
     rhs = block_sparse.create_matmul_rhs(graph, params, options)
@@ -90,7 +90,7 @@ def products(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(products(), st.sampled_from(PARTITION_METHODS), st.integers(1, 9), st.booleans())
-def test_products_are_those_of_float64(params, method, tiles, spread):
+def test_products_equal_float64(params, method, tiles, spread):
     left, right, found, profile = run(params, tiles, {"partition_method": method}, spread=spread)
     tolerance = {"float16": 0.02, "float32": 1e-5}[params.dtype.name]
     np.testing.assert_allclose(found, wanted(params, left, right), rtol=tolerance, atol=tolerance)
@@ -99,7 +99,7 @@ def test_products_are_those_of_float64(params, method, tiles, spread):
 
 @pytest.mark.parametrize("method", ["strip", "stripv0"])
 @pytest.mark.parametrize("kind", ["dense_sparse", "dense_dense"])
-def test_passes_share_memory_and_give_the_same(method, kind):
+def test_several_passes_use_less_memory_and_equal_float64(method, kind):
     mask = np.random.default_rng(0).random((8, 8)) < 0.4
     make = getattr(Params, f"create_{kind}")
     params = make((64, 64, 64), (8, 8, 8), mask, dtype="float32")
@@ -114,7 +114,7 @@ def test_passes_share_memory_and_give_the_same(method, kind):
     assert memory[1] < memory[0]
 
 
-def test_half_partials_and_another_type_of_result():
+def test_float16_partials_and_another_result_type():
     mask = np.ones((2, 2), bool)
     params = Params.create_dense_sparse(
         (32, 32, 32), (16, 16, 16), mask, partials_type="float16", out_dtype="float32"
@@ -123,7 +123,7 @@ def test_half_partials_and_another_type_of_result():
     np.testing.assert_allclose(found, wanted(params, left, right), rtol=0.02, atol=0.02)
 
 
-def test_cycles_go_with_the_blocks():
+def test_cycles_are_proportional_to_the_blocks():
     cycles = []
     for blocks in (1, 2, 4, 8):
         mask = np.zeros((8, 8), bool)
@@ -136,7 +136,7 @@ def test_cycles_go_with_the_blocks():
     assert 1.8 < steps[2] / steps[1] < 2.2
 
 
-def test_plans_tell_what_the_partitions_do():
+def test_plans_describe_partitions():
     rng = np.random.default_rng(0)
     params = Params.create_dense_sparse((64, 256, 256), (16, 16, 16), rng.random((16, 16)) < 0.2)
     target = Target.mk2(tiles=16)
@@ -162,7 +162,7 @@ def test_plans_tell_what_the_partitions_do():
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.9])
-def test_a_block_of_the_result_goes_where_it_costs_least(ratio):
+def test_result_blocks_are_placed_at_minimum_cost(ratio):
     mask = np.random.default_rng(3).random((9, 7)) < 0.4
     params = Params.create_dense_sparse((20, 36, 28), (4, 4, 4), mask)
     target = Target.mk2(tiles=6)
@@ -222,7 +222,7 @@ def softmax_run(values, mask, block, dtype, sub, groups=1, in_place=False, grad=
     st.sampled_from(["float16", "float32"]),
     st.booleans(),
 )
-def test_the_softmax_is_that_of_the_cpu(data, groups, sub, dtype, in_place):
+def test_softmax_equals_the_cpu(data, groups, sub, dtype, in_place):
     block = data.draw(st.sampled_from([1, 2, 4]))
     rows, cols = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     size = groups * rows * cols
@@ -317,14 +317,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("number", ERRORS)
-def test_what_is_wrong_gets_a_line(number):
+def test_wrong_arguments_raise(number):
     call, words = ERRORS[number]
     with pytest.raises((ValueError, TypeError), match=words) as told:
         call()
     assert "\n" not in str(told.value)
 
 
-def test_everything_absent():
+def test_empty_mask():
     params = Params.create_dense_dense((8, 8, 8), (4, 4, 4), np.zeros((2, 2)))
     *_, found, profile = run(params)
     assert found.shape == (0, 16)

@@ -1,4 +1,4 @@
-"""Training steps of whole models on the tile machine equal torch's own."""
+"""Training steps of models on the tile machine equal those of torch."""
 
 import copy
 import re
@@ -62,7 +62,7 @@ def digits(steps, batch=6, features=32):
 
 
 def weights(model):
-    """Dense weights and other parameters by name: slots of a pattern may be in any order."""
+    """Return dense weights and other parameters by name; slots may be in any order."""
     dense = {
         f"{name}.weight": layer.to_dense().detach()
         for name, layer in model.named_modules()
@@ -73,7 +73,7 @@ def weights(model):
 
 
 def check(make_model, make_optimizer, loss, batches, *, tolerance=1e-5, target=TARGET, **options):
-    """Train twins on the host and on the machine; returns the compiled one."""
+    """Train the model on the host and on the machine, compare, and return the compiled one."""
     host, twin = make_model(), make_model()
     torch.manual_seed(1)
     expected = train_on_host(host, make_optimizer(host), loss, batches)
@@ -217,7 +217,7 @@ def test_clipped_gradients_and_the_output():
 
 
 def half_linear(lr, **options):
-    """Weights of a float16 layer after 20 steps of gradient 1, and the cycles of one."""
+    """Return the weights of a float16 layer after 20 steps with gradient 1, and cycles per step."""
     model = nn.Linear(8, 64, bias=False).half()
     nn.init.ones_(model.weight)
     compiled = popsparse.compile(
@@ -230,7 +230,7 @@ def half_linear(lr, **options):
     return model.weight.detach().float(), compiled.profiles["step"].cycles
 
 
-def test_small_steps_of_float16_weights_are_lost_unless_rounding_is_stochastic():
+def test_small_float16_steps_require_stochastic_rounding():
     # A tenth of half the distance of float16 numbers below 1.
     lr = 2.0**-12 / 10
     nearest, cycles = half_linear(lr)
@@ -252,7 +252,7 @@ def test_small_steps_of_float16_weights_are_lost_unless_rounding_is_stochastic()
 
 @pytest.mark.parametrize("partials", ["float16", "float32"])
 def test_partial_sums_of_dense_products(partials):
-    """Those of float16 layers are of the type that the options name."""
+    """Partial sums of float16 layers have the type given in the options."""
     model = nn.Linear(4096, 1, bias=False).half()
     nn.init.constant_(model.weight, 0.25)
     compiled = popsparse.compile(
@@ -332,7 +332,7 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize(("size", "kernel", "stride", "padding", "dilation"), CONVOLUTIONS)
-def test_convolutions_as_products_against_torch(size, kernel, stride, padding, dilation):
+def test_convolutions_equal_torch(size, kernel, stride, padding, dilation):
     torch.manual_seed(0)
     x, w = torch.randn(2, 3, *size).double(), torch.randn(4, 3, *kernel).double()
     how = (stride, padding, dilation, False, [0, 0], 1)
@@ -350,7 +350,7 @@ def test_convolutions_as_products_against_torch(size, kernel, stride, padding, d
     ("size", "kernel", "stride", "padding"),
     [((8, 6), 2, 2, 0), ((7, 5), 2, 2, 0), ((8, 7), 3, 2, 1), ((6, 6), 3, 1, 1)],
 )
-def test_pooling_against_torch(size, kernel, stride, padding):
+def test_pooling_equals_torch(size, kernel, stride, padding):
     x = torch.randint(0, 4, (2, 3, *size)).double()  # equal numbers: the first is the highest
     how = ([kernel] * 2, [stride] * 2, [padding] * 2)
     y, indices = aten.max_pool2d_with_indices(x, *how)
@@ -393,7 +393,7 @@ def test_groups_of_parameters_and_decoupled_decay():
 
 
 @pytest.mark.slow
-def test_a_transformer_layer_with_dropout():
+def test_transformer_layer_with_dropout():
     class Encoder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -418,7 +418,7 @@ def test_a_transformer_layer_with_dropout():
 
 
 @pytest.mark.slow
-def test_the_transformer_of_rows_under_rigl():
+def test_row_transformer_with_rigl():
     def make_model():
         torch.manual_seed(0)
         sizes = {"hidden_length": 16, "ff_length": 12, "attention_heads": 2, "qkv_length": 4}
@@ -434,7 +434,7 @@ def test_the_transformer_of_rows_under_rigl():
 
 
 @pytest.mark.slow
-def test_a_language_model_under_rigl():
+def test_language_model_with_rigl():
     def make_model():
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "sequence_length": 8, "layers": 1, "heads": 2}
@@ -456,7 +456,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "popsparse-machine.md"
 
 
 def _networks():
-    """Networks of the page's table by how their rows begin, and their inputs."""
+    """Return {first cell of a row of the page's table: (network, inputs)}."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     yield "two dense", nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)), [32, 784]
@@ -473,7 +473,7 @@ def _networks():
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
 @pytest.mark.parametrize("number", range(4))
-def test_the_cycles_of_the_page(number):
+def test_cycles_of_the_page(number):
     begin, model, shape = list(_networks())[number]
     row = re.search(rf"^\| {begin}.*$", PAGE.read_text(), re.M)[0]
     cells = [cell.strip() for cell in row.split("|")[2:-2]]
@@ -490,7 +490,7 @@ def test_the_cycles_of_the_page(number):
 
 
 @pytest.mark.slow
-def test_the_network_of_mnist_for_a_hundred_steps():
+def test_mnist_network_for_100_steps():
     """784 x 320 x 10, as in Graphcore's application, on all tiles."""
 
     def make_model():

@@ -1,4 +1,4 @@
-"""The dense product's plan: the whole golden plan, exhaustiveness, and what it refuses."""
+"""Plans of dense products: a golden plan, optimality by brute force, and errors."""
 
 import numpy as np
 import pytest
@@ -62,8 +62,8 @@ def test_memory_proportion_trades_time():
     st.sampled_from(["float16", "float32"]),
     st.sampled_from([1, 4, 12]),
 )
-def test_no_partition_beats_the_plan(m, k, n, dtype, tiles):
-    """No split of the first vertex over (field, out, in) that fills its parts is faster."""
+def test_plan_is_optimal(m, k, n, dtype, tiles):
+    """No split over (field, out, in) with full parts is faster."""
     target = Target(tiles=tiles)
     found = dense.plan(m, k, n, dtype, target)
     kind = HALF if dtype == "float16" else FLOAT
@@ -96,7 +96,7 @@ def test_partials_narrower_than_data():
 
 
 def simulated(plan):
-    """A run of a plan whose operands lie where it wants them, without numbers."""
+    """Run a plan without numerics, with operands mapped as the plan expects."""
     graph, program = Graph(plan.target), Sequence()
     layout = Layout(plan)
     a, b = (create_operand(graph, layout, which, which) for which in "ab")
@@ -105,7 +105,7 @@ def simulated(plan):
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(256, 256, 256), (1024, 1024, 64)])
-def test_links_between_processors_are_priced(m, k, n):
+def test_links_between_processors_are_estimated(m, k, n):
     pod = Target.pod(2, tiles=32)
     plan = dense.plan(m, k, n, "float16", pod)
     assert plan.tiles_used > pod.processor_tiles
@@ -116,7 +116,7 @@ def test_links_between_processors_are_priced(m, k, n):
     assert plan.cycles == pytest.approx(run.cycles, rel=0.05)
 
 
-def test_what_links_would_slow_down_stays_on_one_processor():
+def test_plan_uses_one_processor_if_links_are_too_slow():
     pod = Target.pod(4, tiles=128)
     plan = dense.plan(256, 256, 256, "float16", pod)
     alone = dense.plan(256, 256, 256, "float16", pod.share(4))

@@ -1,4 +1,4 @@
-"""Dense products on the machine: their numbers, and how far the planner's estimate is off."""
+"""Dense products on the machine: results, and the error of the planner's estimate."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ FREE = settings(deadline=None, max_examples=30)
 
 
 def run(plan, target, *, groups=1, transposed=(False, False), foreign=False, numerics=True):
-    """The product of a plan on the machine: (result, exact result, profile)."""
+    """Run the product of a plan on the machine; return (result, exact result, profile)."""
     graph, program = Graph(target), Sequence()
     layout = Layout(plan, groups)
     rng = np.random.default_rng(0)
@@ -93,8 +93,8 @@ def test_any_plan(swapped, vertex, parts, serial, once, partials, transposed):
     assert [step.runs for step in steps] == [max(serial)]
 
 
-def test_a_reduction_in_three_stages():
-    """125 partial sums of 2000 outputs: depths and cycles are those that the planner counts."""
+def test_reduction_in_three_stages():
+    """125 partial sums of 2000 outputs: depths and cycles equal the planner's."""
     target = Target(tiles=125)
     plan = replace(dense.plan(16, 2000, 125, "float16", target), field=1, out=1, in_=125)
     found, exact, profile = run(plan, target)
@@ -118,8 +118,8 @@ BOW = Target.bow()
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("size", [256, 1024, pytest.param(4096, marks=pytest.mark.slow)])
 def test_estimate_and_run_agree(size, dtype):
-    """The planner charges all partial sums although a tile's own stay, and a synchronisation for
-    each slice; it leaves out that what a tile has already is copied to where it is used."""
+    """The planner counts all partial sums, although a tile keeps its own, and a sync per slice; it
+    ignores local copies on a tile."""
     for n in (4, 16, 64, 256, 1024, 4096):
         plan = dense.plan(size, size, n, dtype, BOW)
         *_, profile = run(plan, BOW, numerics=False)
@@ -132,9 +132,8 @@ def test_estimate_and_run_agree(size, dtype):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_estimate_and_run_of_padded_products(dtype):
-    """Sizes off the vertex's groups have to be brought into them. The planner charges that for
-    every step in time, the program does it once; and its exchanges are further supersteps, which
-    are much of a tiny product."""
+    """Sizes that are no multiples of the vertex's groups are padded. The planner counts that in
+    every serial step, the program does it once, in extra supersteps that dominate tiny products."""
     for tiles in (16, 200, 1472):
         for sizes in ((653, 340, 328), (74, 458, 38), (519, 61, 30), (1383, 183, 117)):
             target = Target.bow(tiles=tiles)

@@ -76,7 +76,7 @@ def test_spilled_buckets(partition, block, scale_type):
     np.testing.assert_array_equal(found, pattern.values_of(wanted))
 
 
-def test_an_index_out_of_range_gives_zeros():
+def test_index_out_of_range_gives_zeros():
     params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(1), 1.0, 4, 1, 8, 6)
     options = {"meta_info_bucket_oversize_proportion": 1.0}
     graph, program = Graph(Target.mk2(tiles=4)), Sequence()

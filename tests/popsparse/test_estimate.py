@@ -1,4 +1,4 @@
-"""The estimate of a model's sparse layers: sizes seen, figures of the machine, model untouched."""
+"""The estimate of a model's sparse layers on the tile machine."""
 
 import json
 
@@ -23,7 +23,7 @@ def model():
     )
 
 
-def test_figures_are_those_of_the_simulated_machine():
+def test_figures_equal_the_simulated_machine():
     network = model()
     found = estimate(network, torch.randn(24, 64), TARGET)
     assert [layer.name for layer in found.layers] == ["0", "3"]
@@ -44,7 +44,7 @@ def test_figures_are_those_of_the_simulated_machine():
     assert "grad_weight" in found.summary()
 
 
-def test_the_model_is_left_as_it_was():
+def test_model_is_unchanged():
     network = model()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     state = torch.get_rng_state()
@@ -56,7 +56,7 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_pre_hooks for module in network.modules())
 
 
-def test_all_leading_dimensions_are_the_batch_and_uses_count_each():
+def test_leading_dimensions_are_the_batch_and_every_use_counts():
     layer = ds.nn.SparseLinear(32, 32, density=0.5)
     found = estimate(nn.Sequential(layer, layer), torch.randn(2, 3, 32), TARGET, passes="forward")
     assert [one.batch for one in found.layers] == [6, 6]

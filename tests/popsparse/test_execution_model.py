@@ -1,4 +1,4 @@
-"""The execution model: kernels against the estimator, hand-made patterns, spills, passes."""
+"""The execution model: kernels compared with the estimator, hand-made patterns, spills, passes."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def pattern(size, density, edge=1, seed=0):
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(HALF, (4, 8)), (FLOAT, (2, 4))])
-def test_special_batches_take_what_the_estimator_says(dtype, exact):
+def test_special_batches_equal_the_estimator(dtype, exact):
     for z in exact:
         kernel = execution_cycles.element_product(z, dtype)
         estimate = vertex_cycles.element_forward(5, 20, z, dtype, 6)
@@ -28,7 +28,7 @@ def test_special_batches_take_what_the_estimator_says(dtype, exact):
 
 
 def test_general_batches_pay_for_each_vector():
-    """Instructions counted by hand: 13 a row, 17 + 3 y for each 8, 11 + 2 y for 4 more."""
+    """Instructions by hand: 13 per row, 17 + 3 y for each 8, 11 + 2 y for 4 more."""
     kernel = execution_cycles.element_product(28, HALF)
     assert kernel.worker(2, 2 * 5) == 33 + 2 * (13 + 3 * (17 + 3 * 5) + 4 + 11 + 2 * 5)
     kernel = execution_cycles.element_product(11, HALF)
@@ -38,7 +38,8 @@ def test_general_batches_pay_for_each_vector():
 
 
 def test_grad_input_kernels():
-    """Own buckets: 13 + 3 y for each 8, 9 + 2 y for 4 more; shared ones: 9 + 2 + 5 z / 4 a turn."""
+    """Separate buckets: 13 + 3 y for each 8, 9 + 2 y for 4 more; shared ones: 9 + 2 + 5 z / 4 per
+    iteration."""
     kernel = execution_cycles.element_product(28, HALF, grad_input=True)
     assert kernel.worker(1, 5) == 32 + 12 + 3 * (13 + 3 * 5) + 4 + 9 + 2 * 5
     kernel = execution_cycles.element_transposed(64, HALF)
@@ -59,7 +60,7 @@ def test_block_kernel_is_linear(z, edge, retain):
 
 
 def test_half_with_float_partials_loads_twice():
-    """16 x 16 blocks: 32 products a cycle with float32 partials, 64 with float16."""
+    """16 x 16 blocks: 32 products per cycle with float32 partials, 64 with float16."""
 
     def rate(partials):
         kernel = execution_cycles.block_product(6000, (16, 16), HALF, partials, 16, retain=True)
@@ -70,7 +71,7 @@ def test_half_with_float_partials_loads_twice():
 
 
 @pytest.mark.parametrize(("bytes_", "cycles"), [(0, 72), (8, 78), (48, 78), (49, 84)])
-def test_zeroing_is_a_word_an_instruction(bytes_, cycles):
+def test_zeroing_takes_one_instruction_per_word(bytes_, cycles):
     assert vertex_cycles.clear_memory(bytes_, 6) == cycles
 
 
@@ -99,14 +100,14 @@ def test_all_passes_are_predicted(edge, dtype, move):
         )
 
 
-def test_own_grad_input_buckets():
+def test_separate_grad_input_buckets():
     shared = predict(plan_for(), pattern(512, 0.1))["grad_input"]
     own = predict(plan_for(shared_buckets=False), pattern(512, 0.1))["grad_input"]
     assert own.cycles != shared.cycles
 
 
-def test_the_fullest_tile_decides():
-    """The same number of non-zeros, evenly or in one corner as far as the buckets hold them."""
+def test_fullest_tile_determines_the_time():
+    """The same number of nonzeros, spread evenly or concentrated in one corner."""
     options = {"meta_info_bucket_oversize_proportion": 9.0}
     plan = plan_for(density=0.01, **options)
     even = predict(plan, pattern(512, 0.01))["forward"]
@@ -134,7 +135,7 @@ def test_sync_is_a_cost_of_the_target():
     assert (a.compute_cycles, a.exchange_cycles) == (b.compute_cycles, b.exchange_cycles)
 
 
-def test_a_wrong_pattern():
+def test_wrong_pattern_raises():
     with pytest.raises(ValueError, match=r"expected a pattern of the shape \(512, 512\)"):
         predict(plan_for(), pattern(256, 0.1))
     with pytest.raises(ValueError, match=r"with blocks of \(1, 1\), got"):
@@ -143,7 +144,7 @@ def test_a_wrong_pattern():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "batch"), [("float16", 64), ("float16", 256), ("float32", 256)])
-def test_priced_propagation_does_better_on_patterns_that_overflow(dtype, batch):
+def test_estimated_propagation_is_better_for_overflowing_patterns(dtype, batch):
     params = MatmulParams(SparsityParams(16), 1 / 16, 1, 4096, 4096, batch)
     times = []
     for price in (False, True):
@@ -154,7 +155,7 @@ def test_priced_propagation_does_better_on_patterns_that_overflow(dtype, batch):
     assert priced < 0.95 * plain
 
 
-def test_pricing_changes_nothing_where_nothing_overflows():
+def test_estimated_propagation_without_overflow_changes_nothing():
     params = MatmulParams(SparsityParams(), 1 / 16, 1, 4096, 4096, 256)
     plain, priced = (
         matmul_plan(Target.bow(), "float16", params, {"price_propagation": price})
@@ -163,7 +164,7 @@ def test_pricing_changes_nothing_where_nothing_overflows():
     assert plain.partition == priced.partition
 
 
-def test_memory_that_cannot_hold_the_plan():
+def test_plan_larger_than_memory_raises():
     params = MatmulParams(SparsityParams(), 1 / 16, 1, 4096, 4096, 4096)
     plan = matmul_plan(Target.bow(), "float16", params)
     memory = tile_memory(plan)

@@ -1,4 +1,4 @@
-"""The figures of docs/popsparse-fidelity.md are those of the model."""
+"""The figures of docs/popsparse-fidelity.md equal those of the model."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def tables(first):
-    """The lines of all tables on the page whose head begins with these columns."""
+    """Return the rows of all tables on the page whose header starts with these columns."""
     found = re.findall(r"((?:^\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.M)
     chosen = [table.splitlines() for table in found if table.startswith(f"| {first} |")]
     assert chosen
@@ -33,7 +33,7 @@ def benchmark():
     return runpy.run_path(str(ROOT / "benchmarks" / "fidelity.py"), run_name="fidelity")
 
 
-def test_the_facts_are_those_of_the_code():
+def test_facts_equal_the_code():
     of_code = [fact for fact in vars(facts).values() if isinstance(fact, facts.Fact)]
     shown = [cells(line) for line in tables("fact | low")]
     expected = [
@@ -46,7 +46,7 @@ def test_the_facts_are_those_of_the_code():
         assert re.match(r"\[[VTMI]\] ", fact.source)
 
 
-def test_the_published_numbers_beside_the_fields_of_targets():
+def test_published_numbers_equal_the_fields_of_targets():
     bow, four = facts.Target.bow(), facts.Target.pod(4)
     links = sum(f.typical for f in (facts.PAIR_LINKS, facts.CROSS_LINKS, facts.RAIL_LINKS))
     links += facts.RAIL_LINKS.typical  # up and down
@@ -76,7 +76,7 @@ def test_the_published_numbers_beside_the_fields_of_targets():
 
 
 def rows(first, most):
-    """Lines with m = k of at most so many."""
+    """Return the rows with m = k of at most `most`."""
     place = first.split(" | ").index("m = k")
     return [line for line in tables(first) if int(cells(line)[place]) <= most]
 
@@ -114,7 +114,7 @@ def test_dynamic_products(benchmark):
 
 @pytest.mark.slow
 def test_memory_of_the_largest(benchmark):
-    """Elements of m = k = 8192 take minutes; here the sums of their row."""
+    """The elements of m = k = 8192 take minutes; this checks the sums of the row."""
     for line in tables("m = k | block | n | data"):
         size, block, n, *figures = [int(cell.replace(",", "")) for cell in cells(line)]
         if (size, block) != (8192, 1):
@@ -129,7 +129,7 @@ def test_memory_of_the_largest(benchmark):
             assert said.group(1) == f"{-left:,}"
 
 
-def test_the_medians_in_words():
+def test_medians_in_the_text():
     text = PAGE.read_text(encoding="utf-8")
     for first, said in (
         ("block | m = k | density", r"In the median (\+\d+) %"),
@@ -139,7 +139,7 @@ def test_the_medians_in_words():
         assert int(re.search(said, text).group(1)) == round(float(np.median(changes)))
 
 
-def test_how_uneven_the_sums_are(benchmark):
+def test_imbalance_of_the_sums(benchmark):
     plan = benchmark["static_plan"](4096, 8, 16, 256)
     sums, tiles = plan.sums, plan.target.tiles
     pieces = np.bincount(sums.tile, minlength=tiles)

@@ -1,4 +1,4 @@
-"""Storage formats: exact round trips against SciPy and through SparsePattern; bad input."""
+"""Storage formats: exact round trips, equality with SciPy, bad input."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_round_trip_through_any_two_formats(case, first, second):
 
 @settings(deadline=None, max_examples=30)
 @given(patterns())
-def test_agrees_with_scipy(case):
+def test_equals_scipy(case):
     pattern, values = case
     elements = CSRMatrix.from_pattern(pattern, values).with_blocks((1, 1))
     expected = scipy.sparse.csr_array(pattern.to_mask().numpy().astype(np.float32))
@@ -55,7 +55,7 @@ def test_agrees_with_scipy(case):
     assert elements.row_indices.tolist() == expected.indptr.tolist()
 
 
-def test_unsorted_coo_comes_out_sorted():
+def test_unsorted_coo_is_sorted():
     matrix = COOMatrix([1.0, 2.0, 3.0], [2, 0, 1], [1, 1, 0], (2, 3))
     assert matrix.to_csr() == CSRMatrix([3.0, 2.0, 1.0], [1, 0, 2], [0, 1, 3], (2, 3))
     assert matrix.canonical().nz_values.tolist() == [3, 2, 1]
@@ -69,7 +69,7 @@ def test_values_keep_their_type():
         assert CSCMatrix.from_pattern(pattern, values).to_pattern()[1].dtype == dtype
 
 
-def test_oblong_blocks_are_no_pattern():
+def test_non_square_blocks_have_no_pattern():
     matrix = COOMatrix(np.ones(8), [0], [0], (4, 4), (4, 2))
     with pytest.raises(ValueError, match=r"a pattern has square blocks.*with_blocks\(\(2, 2\)\)"):
         matrix.to_pattern()

@@ -1,4 +1,4 @@
-"""The passes of a sparse fully connected layer on the simulated machine, against float64."""
+"""The passes of a sparse fully connected layer on the machine equal float64."""
 
 import pickle
 from dataclasses import replace
@@ -29,7 +29,7 @@ TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 
 
 def build(out, in_, batch, density, block, dtype, tiles=12, groups=1, planned=True, **options):
-    """forward and, if asked for, grad_input of a random matrix; (engine, weights, encoded, ...)."""
+    """Build forward and optionally grad_input of a random matrix; return (engine, weights, ...)."""
     params = FullyConnectedParams.create_with_nz_ratio(
         SparsityParams(block), density, batch, groups, in_, out
     )
@@ -86,7 +86,7 @@ def test_groups():
     check(32, 48, 6, 0.3, 8, "float16", groups=2, do_grad_a_pass=True)
 
 
-def test_any_tensor_serves_as_input():
+def test_any_tensor_as_input():
     check(40, 30, 5, 0.3, 1, "float32", planned=False)
 
 
@@ -170,7 +170,7 @@ def test_layer_checks_its_use():
         layer.forward(torch.ones(8, 31))
 
 
-def test_profile_without_numbers_is_the_same():
+def test_profile_is_equal_without_numerics():
     pattern = SparsePattern.random((32, 32), 0.1, generator=torch.Generator().manual_seed(0))
     wanted = make_plan(Target.mk2(tiles=4), "float16", _params(8), {"do_grad_w_pass": True})
     with_numbers, without = Layer(wanted), Layer(wanted, numerics=False)
@@ -220,7 +220,7 @@ def test_dense_weights(sizes, dtype, groups):
     close(torch.from_numpy(layer.grad_weight(dy, x)).double(), wanted, dtype)
 
 
-def test_a_plan_of_dense_weights_brings_its_products():
+def test_plan_with_dense_weights_contains_its_products():
     def made(passes, **options):
         return plan(64, 32, 8, 0.3, 1, "float16", target, passes=passes, options=options)
 
@@ -273,7 +273,7 @@ def test_grad_weight_needs_only_the_meta_info(use_dense):
     close(found.reshape(expected.shape), expected, "float32")
 
 
-def test_meta_info_of_another_plan_is_refused():
+def test_meta_info_of_another_plan_raises():
     params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(4), 0.3, 8, 1, 16, 12)
     graph, options = Graph(Target.mk2(tiles=8)), {"do_grad_w_pass": True}
     x, words = (

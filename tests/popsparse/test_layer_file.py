@@ -1,4 +1,4 @@
-"""Layers of the tile machine in files: built again elsewhere, they give the same bits."""
+"""Layers of the tile machine loaded from files give the same bits."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def results(layer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_from_its_file_computes_the_same_bits(tmp_path, kind):
+def test_loaded_layer_gives_the_same_bits(tmp_path, kind):
     layer = Layer(plan(**{**BASIC, **KINDS[kind], "passes": ALL}))
     layer.set_weights(*drawn(layer.plan))
     layer.save(tmp_path / "layer.safetensors")
@@ -53,7 +53,7 @@ def test_a_layer_from_its_file_computes_the_same_bits(tmp_path, kind):
     }
 
 
-def test_the_weights_in_the_file_are_those_that_the_machine_holds(tmp_path):
+def test_file_contains_the_weights_of_the_machine(tmp_path):
     planned = plan(**BASIC, passes=ALL)
     layer = Layer(planned, update=Update(pooling="max", partials_type="float16"))
     layer.set_weights(*drawn(planned))
@@ -76,7 +76,7 @@ def test_without_a_pattern_and_with_fewer_passes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["blocks", "dense"])
-def test_without_numbers_the_pattern_is_kept(tmp_path, kind):
+def test_pattern_is_kept_without_numerics(tmp_path, kind):
     layer = Layer(plan(**{**BASIC, **KINDS[kind]}), numerics=False)
     layer.set_weights(*drawn(layer.plan))
     layer.save(tmp_path / "layer")
@@ -100,7 +100,7 @@ def test_groups_and_blocks_that_are_not_square(tmp_path):
 
 
 def spoiled(path, about=None, **arrays):
-    """The file with other things in it."""
+    """Rewrite the file with changed contents."""
     metadata, tensors = read_tensors(path)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()} | arrays
     save_file(tensors, path, metadata | (about or {}))
@@ -126,7 +126,7 @@ def edited(path, **changes):
         (lambda p: spoiled(p, **{"values 0": torch.zeros(3)}), "nz_values"),
     ],
 )
-def test_another_file_is_refused_in_a_line(tmp_path, spoil, words):
+def test_other_files_raise(tmp_path, spoil, words):
     file = tmp_path / "layer"
     layer = Layer(plan(**BASIC, block_size=4))
     layer.set_weights(*drawn(layer.plan))
@@ -138,7 +138,7 @@ def test_another_file_is_refused_in_a_line(tmp_path, spoil, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_layer_that_does_not_fit_says_so_as_when_it_is_built(tmp_path):
+def test_out_of_memory_raises_as_when_built(tmp_path):
     planned = plan(**{**BASIC, "density": 0.9})
     small = replace(planned, target=planned.target.with_(bytes_per_tile=4096))
     Layer(small, check_memory=False).save(tmp_path / "layer")
@@ -149,7 +149,7 @@ def test_a_layer_that_does_not_fit_says_so_as_when_it_is_built(tmp_path):
         Layer.load(tmp_path / "layer")
 
 
-def test_folders_that_are_not_there(tmp_path):
+def test_missing_folders_raise(tmp_path):
     layer = Layer(plan(**BASIC))
     with pytest.raises(FileNotFoundError):
         layer.save(tmp_path / "none" / "layer")

@@ -1,4 +1,4 @@
-"""The overflow record: its words, the offsets it keeps, the steps it predicts."""
+"""The overflow record: words, kept offsets, predicted steps."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_kept_offsets(record, offsets, steps):
     assert record.propagation_steps == steps
 
 
-def test_groups_are_merged_to_the_farthest():
+def test_groups_are_merged_to_the_maximum():
     first = info(1, 2, 1, [1, 0, 0], (3, 4, 1))
     second = info(2, 4, 1, [1, 1, 0], (3, 4, 1))
     merged = OverflowInfo.merged([first, second])

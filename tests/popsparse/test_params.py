@@ -1,4 +1,4 @@
-"""Parameters, options and constraints: what they hold and what they refuse."""
+"""Parameters, options and constraints: values and errors."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_planned_block(block, half, single):
     assert block_for_plan((block, block), FLOAT) == (single, single)
 
 
-def test_planned_block_keeps_oblong_blocks():
+def test_planned_block_keeps_non_square_blocks():
     assert block_for_plan((8, 16), HALF) == (8, 16)
 
 
@@ -62,7 +62,7 @@ def test_planned_block_keeps_oblong_blocks():
     ("block", "half", "single"),
     [((4, 4), 4, 4), ((2, 2), 4, 4), ((4, 8), 8, 8), ((16, 16), 16, 8), ((32, 32), 16, 8)],
 )
-def test_kernel_that_holds_a_block(block, half, single):
+def test_kernel_for_a_block(block, half, single):
     assert kernel_edge(block, HALF) == half
     assert kernel_edge(block, FLOAT) == single
 
@@ -144,7 +144,7 @@ def test_bad_option_values(name, value):
         Options.parse({name: value})
 
 
-def test_partials_are_repaired():
+def test_partials_are_corrected():
     half = Options(partials_type="half")
     assert half.repaired(HALF, is_element=False).partials_type is HALF
     assert half.repaired(HALF, is_element=True).partials_type is FLOAT
@@ -195,7 +195,7 @@ def test_the_spelling_of_popsparse():
         ({"dense_grad": {}}, "use Update"),
     ],
 )
-def test_texts_that_are_no_options(value, message):
+def test_invalid_option_texts(value, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Options.parse(value)
 

@@ -1,4 +1,4 @@
-"""Encoding and decoding: exact, complete, met by the propagation, clear when it cannot be."""
+"""Encoding and decoding: exact, complete, reached by the propagation; errors."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ def random_pattern(shape, nnz, block=1, seed=0):
 
 
 def met(contents, overflow, layout):
-    """How often each non-zero is met when the buckets travel as the overflow record says."""
+    """Count how often the propagation described by the overflow record reaches each nonzero."""
     parts_x, parts_y, parts_z = layout.partition
     home = contents.bucket // parts_z
     count = np.zeros(len(home), int)
@@ -101,8 +101,8 @@ def test_round_trip(case):
         assert np.array_equal(*columns)
 
 
-def test_spills_go_where_they_are_met_soonest():
-    """One non-zero too many in (0, 2) goes to (0, 1): met after one step of Y."""
+def test_spills_go_to_the_nearest_bucket():
+    """One nonzero too many in (0, 2) goes to (0, 1), reached after one step of Y."""
     pattern = SparsePattern([0, 0, 1], [4, 5, 4], shape=(2, 8))
     layout = BucketLayout(
         rows=2, cols=8, batch=1, partition=(1, 4, 1), nz_elements=2, meta_info_words=99
@@ -117,7 +117,7 @@ def test_spills_go_where_they_are_met_soonest():
     assert emptiest.info.overflow.kept_offsets == [(0, 1), (0, 2)]
 
 
-def test_partners_of_z_are_filled_before_others_and_cost_nothing():
+def test_partners_along_z_are_filled_first_without_cost():
     pattern = SparsePattern([0, 0, 0, 1], [0, 1, 2, 0], shape=(2, 6))
     layout = BucketLayout(
         rows=2, cols=6, batch=2, partition=(1, 2, 2), nz_elements=2, meta_info_words=99
@@ -128,7 +128,7 @@ def test_partners_of_z_are_filled_before_others_and_cost_nothing():
 
 
 def test_equal_pieces_over_z():
-    """41 blocks over 32 partners: 21 pieces of about two, and 11 empty buckets."""
+    """41 blocks over 32 partners: 21 parts of about two, and 11 empty buckets."""
     pattern = SparsePattern([0] * 41, range(41), shape=(1, 41))
     layout = BucketLayout(
         rows=1, cols=41, batch=32, partition=(1, 1, 32), nz_elements=4, meta_info_words=99
@@ -153,7 +153,7 @@ def test_actual_worker_costs_make_room():
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(60, 330), st.integers(0, 150))
 def test_tight_buckets_of_grad_input(seed, own, others):
-    """Either they fit and hold the same blocks, or the error says whose words ran out."""
+    """Either they fit and hold the same blocks, or the error names the buckets that overflow."""
     mask = random_pattern((24, 30), others, seed=seed)[0].to_mask()
     mask[:8, :15] = True  # A full rectangle needs 310 words.
     pattern = SparsePattern.from_mask(mask)
@@ -177,7 +177,7 @@ def test_tight_buckets_of_grad_input(seed, own, others):
     assert np.array_equal(forward, turned)
 
 
-def test_groups_have_buckets_of_their_own():
+def test_groups_have_separate_buckets():
     params = MatmulParams.create_with_nz_ratio(SparsityParams(1), 0.1, 2, 64, 48, 8)
     partitioner = Partitioner.for_params(Target.mk2(tiles=16), "float32", params)
     pairs = [random_pattern((64, 48), 300, seed=seed) for seed in (1, 2)]
@@ -191,7 +191,7 @@ def test_groups_have_buckets_of_their_own():
         partitioner.encode(*pairs[0])
 
 
-def test_formats_and_oblong_blocks():
+def test_formats_and_non_square_blocks():
     layout = BucketLayout(
         rows=24, cols=24, batch=4, partition=(3, 2, 1), nz_elements=64, meta_info_words=200,
         block=(8, 4),
@@ -223,7 +223,7 @@ def test_values_follow_a_pattern_without_encoding_it_again():
         encoded.gather(np.zeros(3))
 
 
-def test_the_example_of_the_documentation_runs():
+def test_example_of_the_documentation_runs():
     page = Path(__file__).parents[2] / "docs" / "popsparse-partitioner.md"
     code = page.read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, str(page), "exec"), {})

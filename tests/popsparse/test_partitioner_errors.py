@@ -1,4 +1,4 @@
-"""What the partitioner refuses, and what it says: capacity, shapes, broken words."""
+"""Errors of the partitioner: capacity, shapes, damaged words."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ def pattern_of(nnz, shape=(12, 12), block=1):
     return SparsePattern.random(shape, nnz=nnz, block_size=block, generator=generator)
 
 
-def test_52_more_non_zeros_than_all_buckets_hold():
+def test_52_more_nonzeros_than_capacity():
     with pytest.raises(BucketOverflowError) as caught:
         Partitioner(layout()).encode_pattern(pattern_of(60))
     message = str(caught.value)
@@ -42,8 +42,8 @@ def test_52_more_non_zeros_than_all_buckets_hold():
 
 
 @pytest.mark.parametrize("block", [1, 8])
-def test_52_the_proportion_named_does(block):
-    """Twice the non-zeros planned for: follow the advice until they fit."""
+def test_52_advised_proportion_works(block):
+    """With twice the planned nonzeros, follow the advice until they fit."""
     params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(block), 0.05, 16, 1, 256, 256)
     pattern = pattern_of(6554 // block**2, (256, 256), block)
     options = {"meta_info_bucket_oversize_proportion": 0.1, "do_grad_a_pass": True,
@@ -149,8 +149,8 @@ def test_broken_end():
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_any_broken_word_is_refused_or_decodes_to_some_pattern(data):
-    """Never another error, whatever the words."""
+def test_damaged_word_raises_or_decodes_to_a_pattern(data):
+    """No other error is raised, whatever the words."""
     block = data.draw(st.sampled_from([1, 4]))
     partitioner = Partitioner(layout(block=(block, block), nz_elements=12 * block**2))
     pattern = pattern_of(6, block=block)

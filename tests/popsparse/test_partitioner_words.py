@@ -1,4 +1,4 @@
-"""Meta-info of tiny matrices, every word written by hand from the documented layout."""
+"""Meta-info of tiny matrices, compared with words written by hand from the documented layout."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Models in stages over processors: numbers are torch's, times those of the schedules."""
+"""Pipelined models over processors: results equal torch, times equal the schedules."""
 
 import copy
 
@@ -27,7 +27,7 @@ SCHEDULES = ("grouped", "interleaved", "sequential")
 
 
 def stages(count=2, width=16, sparse=True):
-    """A model of so many stages on as many processors."""
+    """Make a model of `count` stages on as many processors."""
     torch.manual_seed(0)
     layers = []
     for stage in range(count):
@@ -50,7 +50,7 @@ def batches(steps, count, size=6, width=16):
 
 
 def train_on_host(model, optimizer, x, y):
-    """Steps of micro-batches; returns their losses [steps, batches]."""
+    """Train on micro-batches on the host; return the losses [steps, batches]."""
     losses = []
     for xs, ys in zip(x, y, strict=True):
         optimizer.zero_grad()
@@ -90,7 +90,7 @@ def check(host, optimizer_of, target, pipeline, count, steps=2, replicas=1, **si
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_numbers_are_those_of_torch(schedule):
+def test_results_equal_torch(schedule):
     compiled = check(stages(), sgd, Target.pod(2, tiles=8), schedule, 4)
     assert [stage.name for stage in compiled.stages()] == ["part 0", "part 1"]
 
@@ -105,7 +105,7 @@ def test_one_processor_accumulates_gradients():
         compiled.stages()
 
 
-def test_the_mean_of_micro_batches_is_clipped():
+def test_clipping_applies_to_the_mean_of_micro_batches():
     host = stages(1)[:1]  # without dropout
     model = copy.deepcopy(host)
     x, y = batches(2, 3)
@@ -134,7 +134,7 @@ def test_the_mean_of_micro_batches_is_clipped():
     ("replicas", "processors", "schedule", "count"),
     [(2, 2, None, 2), (2, 2, None, 6), (4, 4, None, 4), (2, 4, "interleaved", 8)],
 )
-def test_replicas_take_the_mean_gradient(replicas, processors, schedule, count):
+def test_replicas_use_the_mean_gradient(replicas, processors, schedule, count):
     model = nn.Sequential(*(m for m in stages() if not isinstance(m, nn.Dropout)))
     target = Target.pod(processors, tiles=8)
     compiled = check(model, sgd, target, schedule, count, replicas=replicas)
@@ -205,7 +205,7 @@ def test_slots_of_schedules(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_equal_stages_take_the_time_of_their_slots(schedule):
+def test_time_of_equal_stages_equals_the_slots(schedule):
     n, count = 5, 3
     graph = Graph(Target.pod(count, tiles=2))
     codelet = Codelet("pass", {"x": InOut()}, lambda v: None, lambda v: 1000, "supervisor")
@@ -224,7 +224,7 @@ def test_equal_stages_take_the_time_of_their_slots(schedule):
 
 
 @pytest.mark.slow
-def test_times_are_those_of_the_schedules():
+def test_times_equal_the_schedules():
     n, runs = 4, {}
     for schedule in SCHEDULES:
         model = stages(3, sparse=False)
@@ -267,7 +267,7 @@ def test_times_are_those_of_the_schedules():
 
 
 @pytest.mark.slow
-def test_patterns_change_on_the_processors_of_their_stages():
+def test_patterns_are_updated_on_the_stages_processors():
     model = nn.Sequential(*stages(), nn.BatchNorm1d(10))
     trainer = ds.RigL(model, sgd(model), total_steps=9, update_interval=2)
     compiled = popsparse.compile(

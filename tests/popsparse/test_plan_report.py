@@ -1,4 +1,4 @@
-"""The report of a plan, and the short way to one."""
+"""The report of a plan, and the shortcut that returns one."""
 
 import doctest
 import json
@@ -29,7 +29,7 @@ def test_terms_add_up():
     assert json.loads(json.dumps(report)) == report
 
 
-def test_runners_up_are_behind_and_say_why():
+def test_runners_up_are_slower_with_reasons():
     report = plan_report(plan(512, 512, 64, 0.1, 4, "float16", SMALL, passes=ALL))
     behind = [row["behind"] for row in report["runners_up"]]
     assert len(behind) == 10
@@ -76,7 +76,7 @@ def test_passes():
         parse_passes("backward")
 
 
-def test_short_way():
+def test_shortcut():
     found = plan(256, 128, 32, 0.1, 8, "float32", SMALL, options={"shared_buckets": False})
     assert found.sizes == (1, 256, 128, 32)
     assert list(found.costs) == ["forward"]
@@ -105,7 +105,7 @@ def test_documentation_runs():
     assert doctest.testmod(planning).failed == 0
 
 
-def test_the_page_runs():
+def test_code_of_the_page_runs():
     page = pathlib.Path(__file__).parents[2] / "docs" / "popsparse-planner.md"
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     names: dict = {}

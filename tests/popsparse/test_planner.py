@@ -1,4 +1,4 @@
-"""The planner against a slow scalar re-statement of its formulas that tries every partition."""
+"""The planner equals a brute-force scalar implementation of its formulas."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def cd(a, b):
 
 
 class Slow:
-    """One partition of one method, priced with plain integers."""
+    """The cost of one partition of one method, in plain integers."""
 
     def __init__(self, params, options, dtype, target, method, partition):
         self.p, self.o, self.dt, self.target, self.method = params, options, dtype, target, method
@@ -303,7 +303,7 @@ def test_matmul_plans_forward_and_grad_input_jointly():
     assert list(plan.costs) == ["forward", "grad_input"]
 
 
-def test_tight_memory_is_doubled_and_then_dropped():
+def test_tight_memory_limit_is_doubled_then_removed():
     roomy = make_plan(Target(tiles=8), "float16", layer())
     tight = Target(tiles=8, bytes_per_tile=4 * roomy.temporary_bytes)
     options = {"available_memory_proportion": 0.001}
@@ -316,7 +316,7 @@ def test_tight_memory_is_doubled_and_then_dropped():
     assert tiny.cycles == roomy.cycles
 
 
-def test_proportion_zero_takes_the_least_memory():
+def test_proportion_zero_minimizes_memory():
     target = Target(tiles=8)
     least = make_plan(target, "float16", layer(), {"available_memory_proportion": 0})
     roomy = make_plan(target, "float16", layer())
@@ -335,11 +335,11 @@ def test_constraints_are_kept():
     ("partition", "message"),
     [
         ({"x": 5000}, "ask for 5000 tiles a group, the target has 1472"),
-        ({"x": 500}, "x=500 leaves parts empty: 512 groups fill 256 parts as full"),
+        ({"x": 500}, "x=500 leaves parts empty: 512 groups already fit 256 parts"),
         ({"z": 5}, "z=5 must divide the 16 groups of the batch"),
     ],
 )
-def test_constraints_nothing_can_meet(partition, message):
+def test_unsatisfiable_constraints_raise(partition, message):
     with pytest.raises(ValueError, match=message):
         make_plan(Target.mk2(), "float16", layer(), {"plan_constraints": {"partition": partition}})
 
@@ -361,7 +361,7 @@ def test_batch_too_large_for_16_bit_offsets():
         matmul_plan(Target.mk2(), "float16", params)
 
 
-def test_cache_keys_hold_every_input():
+def test_cache_keys_contain_every_input():
     cache = PlanningCache()
     target = Target(tiles=8)
     first = make_plan(target, "float16", layer(), cache=cache)

@@ -1,4 +1,4 @@
-"""The code of the page on sparse products runs, in order."""
+"""The code of the page on sparse products runs in order."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "popsparse.md"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_the_page_runs(capsys):
+def test_code_of_the_page_runs(capsys):
     space: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     assert len(blocks) == 4
@@ -28,7 +28,7 @@ CITED = re.compile(r"[Ss]ections? ((?:\d[\d.]*(?:, | and | to )?)+) of docs/pops
 
 
 @pytest.mark.skipif(not FORMULAS.exists(), reason="the documentation is not part of a wheel")
-def test_every_formula_that_is_cited_stands_on_the_page():
+def test_cited_formulas_are_on_the_page():
     sections = set(re.findall(r"^##+ ([\d.]+?)\.? ", FORMULAS.read_text(), re.M))
     cited = 0
     for file in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):

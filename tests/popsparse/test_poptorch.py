@@ -1,4 +1,4 @@
-"""Many steps a call give the bits of the loop written out, for any split of the batch."""
+"""Several steps per call equal a plain loop bit for bit, for any split of the batch."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ MODES = (OutputMode.All, OutputMode.Final, OutputMode.Sum)
 
 
 class Network(nn.Module):
-    """The perceptron of PopTorch's introduction: outputs and loss from one forward."""
+    """The perceptron of PopTorch's introduction; forward returns outputs and loss."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -64,8 +64,8 @@ def same(a, b):
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("reduction", ReductionType)
-def test_the_bits_are_those_of_the_loop_written_out(accumulated, replicas, reduction, compile):
-    """Of the loop compiled likewise: a compiled program may round otherwise than an eager one."""
+def test_equals_a_plain_loop(accumulated, replicas, reduction, compile):
+    """The loop is compiled as well, as compiled programs may round differently from eager ones."""
     size, iterations, calls = 4, 5, 3
     x, labels = data(calls * iterations * accumulated * replicas * size)
     plain = network(dropout=0.2)
@@ -107,7 +107,7 @@ def test_the_bits_are_those_of_the_loop_written_out(accumulated, replicas, reduc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_environment", [False, True])
-def test_compiled_by_inductor_it_equals_a_compiled_loop(tmp_path, monkeypatch, by_environment):
+def test_inductor_equals_a_compiled_loop(tmp_path, monkeypatch, by_environment):
     if shutil.which("c++") is None:
         pytest.skip("inductor needs a C++ compiler")
     x, labels = data(3 * 8)
@@ -154,7 +154,7 @@ def test_outputs_by_mode():
     torch.testing.assert_close(loss, sum(one[1] for one in single))
 
 
-def test_training_returns_the_last_batch_unless_told_otherwise():
+def test_training_returns_the_last_batch_by_default():
     model, (x, labels) = network(), data(12)
     out, loss = poptorch.trainingModel(model, options(3), compile=False)(x, labels)
     assert out.shape == (4, 4)
@@ -181,7 +181,7 @@ def test_on_the_tile_machine():
 
 
 class TestDataLoader:
-    def test_combined_batches_are_the_product_of_the_options(self):
+    def test_combined_batch_size(self):
         set_of = TensorDataset(*data(100))
         loader = poptorch.DataLoader(options(2, 3, 2), set_of, batch_size=2)
         assert loader.combinedBatchSize == 24
@@ -191,7 +191,7 @@ class TestDataLoader:
         assert torch.equal(torch.cat([batch[0] for batch in batches]), x[:96])
 
     @pytest.mark.parametrize("mode", poptorch.DataLoaderMode)
-    def test_reading_ahead_does_not_change_what_comes(self, mode):
+    def test_prefetching_does_not_change_batches(self, mode):
         opts = options(2).randomSeed(3)
         order = []
         for noise in (False, True):
@@ -206,7 +206,7 @@ class TestDataLoader:
             order.append(torch.cat(rows))
         assert torch.equal(*order)
 
-    def test_it_reads_ahead_in_the_background(self):
+    def test_prefetching_in_the_background(self):
         asked, ahead = [], threading.Event()
 
         class Slow(Dataset):
@@ -226,7 +226,7 @@ class TestDataLoader:
         iterator.close()
         assert not any(t.name.startswith("poptorch") for t in threading.enumerate())
 
-    def test_an_error_of_the_data_set_comes_out(self):
+    def test_data_set_error_is_raised(self):
         class Broken(IterableDataset):
             def __iter__(self):
                 yield torch.zeros(1)
@@ -255,7 +255,7 @@ class TestDataLoader:
         assert asked == [0, 1, 2, 3]
         assert bool(torch.isfinite(torch.stack(seen)).all())
 
-    def test_what_is_refused(self):
+    def test_bad_arguments(self):
         set_of = TensorDataset(*data(8))
         with pytest.raises(TypeError, match="options"):
             poptorch.DataLoader(None, set_of)
@@ -266,7 +266,7 @@ class TestDataLoader:
 
 
 class TestRefused:
-    def test_a_batch_that_is_not_the_product(self):
+    def test_wrong_batch_size(self):
         training = poptorch.trainingModel(network(), options(3, 2), compile=False)
         with pytest.raises(ValueError, match="gradientAccumulation = 3 x 1 x 2, got 20 samples"):
             training(*data(20))
@@ -279,12 +279,12 @@ class TestRefused:
         with pytest.raises(ValueError, match="got none"):
             training(3)
 
-    def test_a_model_without_a_loss(self):
+    def test_model_without_loss(self):
         training = poptorch.trainingModel(network(), options(1), compile=False)
         with pytest.raises(ValueError, match="the model must return the loss"):
             training(data(4)[0])
 
-    def test_a_detached_model(self):
+    def test_detached_model(self):
         training = poptorch.trainingModel(network(), options(1), compile=False)
         training.detachFromDevice()
         assert not training.isAttachedToDevice()
@@ -313,7 +313,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="3 must divide deviceIterations, 4"):
             poptorch.inferenceModel(network(), opts, compile=False)(data(4)[0])
 
-    def test_numbers_that_are_none(self):
+    def test_invalid_numbers(self):
         opts = options(1)
         opts.Precision.enableFloatingPointExceptions(True)
         model = network()
@@ -335,7 +335,7 @@ class TestRefused:
             poptorch.identity_loss(torch.ones(2), "max")
 
 
-def test_the_optimizer_may_be_exchanged():
+def test_optimizer_may_be_replaced():
     model, (x, labels) = network(), data(8)
     training = poptorch.trainingModel(model, options(2), compile=False)
     before = model.second.weight.clone()
@@ -355,14 +355,14 @@ def test_random_seed_seeds_torch():
     assert torch.equal(first, torch.rand(3))
 
 
-def test_nothing_is_cached_where_nothing_is_compiled(tmp_path):
+def test_no_cache_without_compilation(tmp_path):
     options = poptorch.Options().enableExecutableCaching(tmp_path)
     with pytest.raises(ValueError, match="leave one of them out"):
         poptorch.inferenceModel(network(), options, compile=False)
 
 
-def test_compiling_ahead_changes_nothing():
-    """Weights, buffers, gradients, random numbers and what growth has captured."""
+def test_ahead_of_time_compilation_changes_nothing():
+    """Weights, buffers, gradients, random state and captured pairs are unchanged."""
 
     class Normed(Network):
         def __init__(self):
@@ -437,7 +437,7 @@ def test_memory_and_pages_of_a_target(tmp_path):
         poptorch.Options().modelName("a/b")
 
 
-def test_what_there_is_instead():
+def test_errors_name_alternatives():
     model = poptorch.inferenceModel(network(), compile=False)
     with pytest.raises(AttributeError, match=r"'compileAndExport' here: .*save_checkpoint"):
         model.compileAndExport("file.poptorch")

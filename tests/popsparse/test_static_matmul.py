@@ -1,4 +1,4 @@
-"""Static products on the machine, against dense products in float64."""
+"""Static products on the machine equal dense products in float64."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TOLERANCE = {"float16": 0.1, "float32": 0.01}  # Section 8.1 of docs/popsparse-f
 
 
 def random_matrix(rows, columns, block, density, seed, dtype="float32"):
-    """A matrix with integer values, so that float16 sums of a few of them are exact."""
+    """Make a matrix of integers, so that float16 sums of a few of them are exact."""
     pattern = SparsePattern.random(
         (rows, columns),
         density=density,
@@ -28,7 +28,7 @@ def random_matrix(rows, columns, block, density, seed, dtype="float32"):
 
 
 def run(matrix, n, dtype, target, *, dense_sparse=False, options=None, foreign=False, operand=None):
-    """The product on the machine: (result, exact result, profile, plan)."""
+    """Run the product on the machine; return (result, exact result, profile, plan)."""
     a, b = matrix.shape
     if dense_sparse:
         params = static.MatmulParams.create_for_dense_sparse(1, n, a, b)
@@ -132,8 +132,8 @@ def test_any_product(
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("block", [1, 8])
-def test_the_model_times_what_the_machine_does(dtype, block):
-    """Compute cycles are equal; exchange differs by what happens to be on its tile already."""
+def test_execution_model_equals_the_machine(dtype, block):
+    """Compute cycles are equal; exchange differs by data that is already on its tile."""
     matrix = random_matrix(256, 256, block, 0.1, 11)
     *_, profile, plan = run(matrix, 64, dtype, Target.mk2(tiles=24))
     time = static.predict(plan)

@@ -1,4 +1,4 @@
-"""The figures of static passes: those of the run, and what the two estimates make of it."""
+"""Measured figures of static passes, compared with the two estimates."""
 
 import itertools
 import re
@@ -50,7 +50,7 @@ def test_no_grad_weight():
         static_plans(pattern(), 20, "float16", Target(tiles=4), ["grad_weight"])
 
 
-def test_plans_that_do_not_fit():
+def test_plans_larger_than_memory():
     target = Target(tiles=2, bytes_per_tile=20_000)
     options = {"available_memory_proportion": 10}
     plans = static_plans(pattern(), 64, "float16", target, options=options)
@@ -59,7 +59,7 @@ def test_plans_that_do_not_fit():
 
 
 def _compare(shape, tiles, densities, batches):
-    """Run cycles over predicted and over planned cycles, run memory over the model's, of a grid."""
+    """Return ratios over a grid: cycles to predicted and to planned ones, memory to the model's."""
     found = []
     for density, block, n, dtype in itertools.product(
         densities, (1, 4, 8, 16), batches, ("float16", "float32")
@@ -84,8 +84,8 @@ def _compare(shape, tiles, densities, batches):
     ],
 )
 def test_estimates_and_run_agree(shape, tiles, densities, batches):
-    """The execution model's estimate differs by what lies on its tile already: on few tiles much
-    does, and is copied there instead. The planner's knows no more than the density."""
+    """The execution model ignores data that is already on its tile, which matters on few tiles; the
+    planner knows only the density."""
     predicted, planned, memory = _compare(shape, tiles, densities, batches)
     few = tiles < 1000
     assert (predicted > (0.95 if few else 0.98)).all()
@@ -98,7 +98,7 @@ def test_estimates_and_run_agree(shape, tiles, densities, batches):
         assert (memory < 1.12).all()
 
 
-def test_the_code_of_the_guide_runs(capsys):
+def test_code_of_the_guide_runs(capsys):
     guide = Path(__file__).parents[2] / "docs" / "popsparse-static.md"
     names = {}
     for code in re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL):

@@ -1,4 +1,4 @@
-"""The static planner: formulas by hand, bands and tiles by hand, brute force, errors, report."""
+"""The static planner: hand-computed formulas, bands and tiles, brute force, errors, report."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_bands_and_tiles():
     assert split_tiles(parts, 12, 2) == [Interval(0, 4), Interval(4, 8), Interval(8, 12)]
 
 
-def test_rows_with_hardly_anything_are_set_apart():
+def test_nearly_empty_rows_form_a_separate_band():
     order, kept = sort_kept_first(np.array([10, 0, 1, 10]), True)
     assert order.tolist() == [0, 2, 3, 1]
     assert kept == 3
@@ -78,7 +78,7 @@ def test_rows_with_hardly_anything_are_set_apart():
 
 
 def test_predicted_time_by_hand():
-    """A full 4 x 4 float32 matrix on 2 tiles, n = 2, neither cut: two rows a tile."""
+    """A full 4 x 4 float32 matrix on 2 tiles, n = 2, without splits: two rows per tile."""
     target = Target(tiles=2, sync_cycles=126, local_copy_cycles=5)
     options = {"num_bands": 1, "n_split": 1}
     plan = static.plan(SparsePattern.full((4, 4)), 2, "float32", target, options=options)
@@ -105,7 +105,7 @@ def test_predicted_time_by_hand():
     density=st.sampled_from([0.1, 0.5, 1.0]),
     tiles=st.sampled_from([2, 8, 12]),
 )
-def test_brute_force_finds_nothing_better(block, dtype, rows, columns, n, density, tiles):
+def test_plan_is_optimal(block, dtype, rows, columns, n, density, tiles):
     pattern = random_pattern(rows * block, columns * block, density, block)
     if not pattern.nnz:
         return
@@ -154,7 +154,7 @@ def test_every_block_has_one_tile_in_each_part(block, rows, columns, n, density,
             assert len(set(held[:-1].tolist())) <= 1
 
 
-def test_memory_is_near_what_the_machine_measures():
+def test_memory_is_close_to_the_machine():
     target = Target.mk2(tiles=24)
     pattern = random_pattern(512, 512, 0.1, 8)
     graph, program = Graph(target), Sequence()
@@ -180,7 +180,7 @@ def test_report():
     assert "Static plan" in static.plan_text(empty)
 
 
-def test_cache_keeps_patterns_and_types_apart():
+def test_cache_distinguishes_patterns_and_dtypes():
     target, cache = Target(tiles=4), static.PlanningCache()
     params = static.MatmulParams.create_for_sparse_dense(1, 16, 16, 4)
     first, second = (random_pattern(16, 16, 0.2, seed=seed) for seed in (0, 1))

@@ -1,4 +1,4 @@
-"""Where the partial sums of static products are added up, what that takes, and its code."""
+"""Reduction of partial sums of static products: placement, cycles, exchange code."""
 
 import numpy as np
 import pytest
@@ -22,16 +22,16 @@ def plan_of(size, block, density, n, dtype="float16", tiles=1472, **options):
 
 
 def test_vertices_by_hand():
-    """Strided: 15, and 13 + depth for each four halves (10 + depth for each two floats). A width
-    of three floats: 57 and 4 of checks, 11 + 19 a partial for no pair of vectors; then the last
-    two, 9 + 16, and one, 7 + 16."""
+    """Strided: 15, and 13 + depth for each four halves (10 + depth for each two floats). A width of
+    three floats: 57 and 4 of checks, 11 + 19 per partial for no pair of vectors; then the last two,
+    9 + 16, and one, 7 + 16."""
     assert vertex_cycles(16, 5, HALF) == 15 + 4 * (13 + 5)
     assert vertex_cycles(8, 2, FLOAT) == 15 + 4 * (10 + 2)
     assert vertex_cycles(3, 5, FLOAT) == 61 + (9 + 16 * 5) + (7 + 16 * 5)
     assert vertex_cycles(12, 3, HALF) == 63 + (15 + 19 * 3) + (13 + 16 * 3)
 
 
-def test_few_outputs_stay_at_home_and_many_do_not():
+def test_few_outputs_are_reduced_in_place_and_many_are_spread():
     """8 columns of elements: 2 partial vectors a partial sum at home, and no second exchange. A
     row of 16-blocks with 4,096 outputs: 1,024 vectors a partial sum, or two."""
     few = plan_of(512, 1, 0.1, 64, n_split=8, num_bands=4).sums
@@ -52,7 +52,7 @@ def test_few_outputs_stay_at_home_and_many_do_not():
     dtype=st.sampled_from(["float16", "float32"]),
     tiles=st.sampled_from([1, 2, 12, 40]),
 )
-def test_every_output_is_made_once(block, size, n, density, dtype, tiles):
+def test_every_output_is_computed_once(block, size, n, density, dtype, tiles):
     plan = plan_of(size * block, block, density, n, dtype, tiles)
     sums, outputs = plan.sums, plan.outputs
     made = np.zeros(plan.params.m * plan.n_padded, int)
@@ -74,7 +74,7 @@ def test_every_output_is_made_once(block, size, n, density, dtype, tiles):
     ("size", "block", "density", "n"),
     [(1024, 1, 0.1, 64), (1024, 8, 0.25, 128), (512, 16, 0.5, 512)],
 )
-def test_exchange_code_is_near_what_the_machine_counts(size, block, density, n):
+def test_exchange_code_is_close_to_the_machine(size, block, density, n):
     plan = plan_of(size, block, density, n)
     profile = run_plans({"forward": plan}, ignore_data=True)["forward"].profile
     found = profile.memory.by_category
@@ -88,7 +88,7 @@ def test_exchange_code_is_near_what_the_machine_counts(size, block, density, n):
 
 
 def test_memory_of_a_product_without_sums():
-    """On one tile every output is a single sum, so that nothing is added up."""
+    """On one tile every output is a single sum, so nothing is reduced."""
     plan = plan_of(16, 1, 0.5, 4, tiles=1)
     assert not len(plan.sums.tile)
     assert static.tile_memory(plan).needed > 0

@@ -1,4 +1,4 @@
-"""What `target_options` tell layers on the tile machine, and what `sparsify` puts there."""
+"""`target_options` of layers on the tile machine, and `sparsify` with a target."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ TARGET = Target.bow(tiles=12)
     ],
     ids=str,
 )
-def test_options_of_the_planner_reach_it(options):
+def test_planner_options_are_passed_on(options):
     block = 1 if "shared_buckets" in options else 4
     torch.manual_seed(0)
     here = ds.nn.SparseLinear(32, 48, 0.3, block)
@@ -52,7 +52,7 @@ def test_options_of_the_planner_reach_it(options):
     torch.testing.assert_close(there(x), x @ there.to_dense().T + there.bias)
 
 
-def test_passes_that_options_leave_out():
+def test_passes_disabled_by_options():
     layer = ds.nn.SparseLinear(32, 48, 0.3, target=TARGET, target_options={"do_grad_a_pass": False})
     layer(torch.randn(4, 32)).sum().backward()
     (made,) = layer.executor.runner.layers.values()
@@ -78,8 +78,8 @@ def test_bad_options():
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_a_table_on_a_target(block):
-    """Looked up, and tied to the logits: as on the CPU, and so is its growth."""
+def test_embedding_on_a_target(block):
+    """Look-ups, tied logits and growth equal the CPU."""
     found = {}
     ids = torch.tensor([[3, 7, 7], [0, 31, 3]])
     for target in (None, TARGET):
@@ -109,7 +109,7 @@ def test_a_table_on_a_target(block):
             table(wrong)
 
 
-def test_sparsify_onto_a_target():
+def test_sparsify_with_target():
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))

@@ -1,4 +1,4 @@
-"""Operations on whole tensors of the tile machine, beside NumPy's."""
+"""Tensor operations on the tile machine equal NumPy."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ DTYPES = {"half": (HALF, np.float16, 2e-3), "float": (FLOAT, np.float32, 1e-6)}
 
 
 def variable(graph, shape, seed, dtype=FLOAT):
-    """Elements on random tiles."""
+    """Make a variable with elements on random tiles."""
     tiles = np.random.default_rng(seed).integers(graph.target.tiles, size=shape)
     return graph.add_variable(dtype, list(shape), f"x{seed}", tiles=tiles)
 
@@ -37,7 +37,7 @@ def ran(graph, program, **values):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_element_by_element(operation, dtype):
+def test_elementwise_operations(operation, dtype):
     kind, kept, near = DTYPES[dtype]
     graph, program = Graph(TARGET), Sequence()
     count = OPERATIONS[operation].operands
@@ -57,7 +57,7 @@ def test_element_by_element(operation, dtype):
     assert profile.step(operation).compute > 0
 
 
-def test_numbers_and_results_in_place():
+def test_scalars_and_in_place_results():
     graph, program = Graph(TARGET), Sequence()
     x = graph.add_variable(FLOAT, [4, 3], "x", tiles=[0, 1, 2, 3])
     half = graph.add_variable(HALF, [4, 3], "half", tiles=[3, 2, 1, 0])
@@ -92,7 +92,7 @@ def test_reductions(shape, data):
     np.testing.assert_array_equal(engine.read(found["max"]), values.max(tuple(axes)))
 
 
-def test_what_a_reduction_moves():
+def test_exchange_of_a_reduction():
     graph, program = Graph(TARGET), Sequence()
     x = graph.add_variable(HALF, [6, 12], "x", tiles=np.arange(6))
     out = reduce(graph, x, 0, program)

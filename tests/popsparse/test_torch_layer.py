@@ -1,4 +1,4 @@
-"""A layer that trains on the tile machine equals the same layer on the CPU."""
+"""A layer trained on the tile machine equals the same layer on the CPU."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ def test_products_and_gradients(block_size, bias):
     assert machine_profiles(here) == {}
 
 
-def test_training_with_rigl_is_the_same():
+def test_rigl_training_equals_the_cpu():
     torch.manual_seed(0)
     x, wanted = torch.randn(16, 32), torch.randn(16, 8)
     losses = []
@@ -94,7 +94,7 @@ def test_bad_input():
         pair()[1](torch.randn(4, 31))
 
 
-def test_a_target_without_its_backend_says_what_to_import():
+def test_target_without_backend_names_the_import():
     code = (
         "import sys, dynsparse as ds\n"
         "try:\n    ds.nn.SparseLinear(8, 8, target='bow')\n"

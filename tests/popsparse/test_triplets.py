@@ -1,4 +1,4 @@
-"""The layer of Graphcore's application and its triplets, against NumPy."""
+"""The triplet layer of Graphcore's application equals NumPy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ OPTIONS = {"metaInfoBucketOversizeProportion": "1"}
 
 
 def triplets(block=1, seed=0, count=6, grid=(4, 3)):
-    """Random triplets in no order, and the dense [in, out] matrix written out with NumPy."""
+    """Make random unsorted triplets, and the dense [in, out] matrix in NumPy."""
     generator = np.random.default_rng(seed)
     flat = generator.choice(grid[0] * grid[1], count, replace=False)
     rows, cols = np.divmod(flat, grid[1])
@@ -25,7 +25,7 @@ def triplets(block=1, seed=0, count=6, grid=(4, 3)):
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_there_and_back(block):
+def test_round_trip(block):
     given, dense = triplets(block)
     np.testing.assert_array_equal(popsparse.dense_from_triplets(dense.shape, *given), dense)
     np.testing.assert_array_equal(popsparse.mask_from_triplets(dense.shape, *given), dense != 0)
@@ -38,7 +38,7 @@ def test_there_and_back(block):
 
 @pytest.mark.parametrize("target", [None, popsparse.Target.mk2(tiles=6)])
 @pytest.mark.parametrize("block", [1, 4])
-def test_a_layer_of_triplets(block, target):
+def test_layer_of_triplets(block, target):
     given, dense = triplets(block)
     shape, options = [2, dense.shape[0]], None if target is None else OPTIONS
     layer = SparseFcLayer.from_triplets(
@@ -111,7 +111,7 @@ def test_random_layers_and_a_trainer():
         ({"matmul_options": OPTIONS}, "target_options need a target"),
     ],
 )
-def test_layers_that_cannot_be_made(change, message):
+def test_invalid_layers_raise(change, message):
     given = {
         "density": 0.5,
         "block_size": 4,
@@ -131,6 +131,6 @@ def test_layers_that_cannot_be_made(change, message):
         (([9], [0], [1.0]), "rows|cols"),
     ],
 )
-def test_triplets_of_no_matrix(given, message):
+def test_invalid_triplets_raise(given, message):
     with pytest.raises(ValueError, match=message):
         popsparse.dense_from_triplets((4, 4), *given)

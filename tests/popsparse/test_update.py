@@ -1,4 +1,4 @@
-"""Pattern updates on the tile machine: scores, what travels, what they cost."""
+"""Pattern updates on the tile machine: scores, transfers, costs."""
 
 import json
 
@@ -23,7 +23,7 @@ def layer_of(out=96, in_=64, batch=8, block=4, dtype="float32", target=TARGET, *
 
 
 def host_scores(dy, x, pooling, block):
-    """What `ops.grow` ranks by, in float32."""
+    """Return the scores of `ops.grow`, in float32."""
     return pool((dy.float().T @ x.float()).abs(), "sum" if pooling == "none" else pooling, block)
 
 
@@ -37,7 +37,7 @@ def operands(layer, dtype, exact):
 @pytest.mark.parametrize("pooling", ["SUM", "AVG", "max", "none"])
 @pytest.mark.parametrize("block", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_scores_are_the_hosts(dtype, block, pooling):
+def test_scores_equal_the_host(dtype, block, pooling):
     layer = layer_of(block=block, dtype=str(dtype).split(".")[1], pooling=pooling)
     dy, x = operands(layer, dtype, exact=True)
     wanted = host_scores(dy, x, pooling.lower(), block)
@@ -56,7 +56,7 @@ def test_scores_are_the_hosts(dtype, block, pooling):
         assert ranks[order[:cut]].max() < cut
 
 
-def test_pooling_makes_block_area_times_fewer_bytes():
+def test_pooling_divides_bytes_by_the_block_area():
     sent = {}
     for pooling in ("none", "sum", "avg", "max"):
         layer = layer_of(block=8, pooling=pooling)
@@ -76,7 +76,7 @@ def pattern_of(layer, seed=0):
     )
 
 
-def test_the_profile_lists_the_steps():
+def test_profile_lists_the_steps():
     layer = layer_of(optimizer_slots=1)
     pattern = pattern_of(layer)
     layer.set_weights(pattern, torch.ones(pattern.values_shape))
@@ -108,7 +108,7 @@ def test_the_profile_lists_the_steps():
     ]
 
 
-def test_what_comes_down_and_goes_up():
+def test_transfers_between_host_and_machine():
     made = popsparse.plan(96, 64, 8, 0.3, 4, "float32", TARGET, passes=ALL)
     layer = popsparse.Layer(made, update={"optimizer_slots": 2})
     before, after = pattern_of(layer), pattern_of(layer, seed=1)
@@ -131,7 +131,7 @@ def test_what_comes_down_and_goes_up():
         layer.rewire(after, fresh, [state])
 
 
-def test_a_gradient_that_does_not_fit_comes_in_pieces():
+def test_large_gradient_is_transferred_in_parts():
     sizes = {"out": 256, "in_": 384, "batch": 4, "block": 16}
     whole = layer_of(**sizes)
     small = TARGET.with_(bytes_per_tile=70_000)

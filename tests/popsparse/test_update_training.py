@@ -1,4 +1,4 @@
-"""Trainings whose patterns are updated on the tile machine equal those of the CPU."""
+"""Trainings with pattern updates on the tile machine equal those on the CPU."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TARGET = Target.bow(tiles=12)
 
 
 def pictures(count, generator):
-    """Ten kinds of 28 x 28 pictures, with noise."""
+    """Make noisy 28 x 28 pictures of ten classes."""
     kinds = torch.randn(10, 784, generator=generator)
     labels = torch.arange(count) % 10
     return kinds[labels] + 0.5 * torch.randn(count, 784, generator=generator), labels
@@ -48,7 +48,7 @@ def on_cpu():
     return {dtype: train(None, dtype) for dtype in (torch.float32, torch.float64)}
 
 
-def test_a_training_of_mnists_size_is_that_of_the_cpu(on_cpu):
+def test_training_of_mnist_size_equals_the_cpu(on_cpu):
     target = Target.bow(tiles=24)
     model, losses = train(target, target_options={"dense_grad": {"partials_type": "float32"}})
     assert losses[0] > 2
@@ -91,7 +91,7 @@ def test_histories_of_several_steps_grow_on_the_host():
     assert "scores" not in popsparse.machine_profiles(layer)
 
 
-def test_half_that_overflows_and_gradients_that_are_not_numbers():
+def test_float16_overflow_and_nan_gradients():
     def one_step(loss, line):
         torch.manual_seed(0)
         layer = ds.nn.SparseLinear(64, 96, 0.3, 16, target=TARGET, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Shares of the workers: everything once, nobody empty."""
+"""Splits of work over workers: everything once, no worker empty."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_grid_by_hand():
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=60), max_size=6),
        st.integers(1, 5), st.integers(1, 6))  # fmt: skip
-def test_rows_are_shared_completely(groups, grains, workers):
+def test_rows_are_split_completely(groups, grains, workers):
     rows = np.array([len(group) for group in groups], np.int64)
     lengths = np.array([n for group in groups for n in group], np.int64)
     pieces = split_rows(rows, lengths, grains, workers)
@@ -57,7 +57,7 @@ def test_rows_are_shared_completely(groups, grains, workers):
     assert (used <= workers).all()
 
 
-def test_many_rows_are_cut_by_their_non_zeros():
+def test_many_rows_are_split_by_nonzeros():
     lengths = np.array([10] * 2 + [1] * 20)
     pieces = split_rows(np.array([22]), lengths, 3, 2)
     # 40 non-zeros: the first two rows are half the work.

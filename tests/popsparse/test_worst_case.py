@@ -1,4 +1,4 @@
-"""All non-zeros in one X/Y rectangle: correct, in the predicted number of propagation steps."""
+"""All nonzeros in one X/Y partition: correct, in the predicted number of propagation steps."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ ALL = ("forward", "grad_input", "grad_weight")
 
 
 def loop_runs(layer, name):
-    """How often the propagation's compute steps ran."""
+    """Return how often the compute steps of the propagation ran."""
     runs = {"compute": 0, "visit": 0}
     for step in layer.profiles[name].steps:
         what = step.name.split("/")[-1].split(" ")
@@ -50,7 +50,7 @@ def check(layer, pattern, dtype, tolerance):
 
 @pytest.mark.parametrize("moves", [False, True], ids=["operands", "buckets"])
 @pytest.mark.parametrize("partition", [(4, 3, 1), (3, 2, 2), (6, 1, 2), (1, 6, 2)])
-def test_everything_in_one_rectangle(partition, moves):
+def test_all_nonzeros_in_one_partition(partition, moves):
     constraints = {
         "partition": dict(zip("xyz", partition, strict=True)),
         "exchange": {"grad_w_exchange_buckets": moves},
@@ -75,8 +75,8 @@ def test_everything_in_one_rectangle(partition, moves):
         assert loop_runs(layer, name) == info.propagation_steps
 
 
-def test_the_worst_case_takes_a_step_for_every_bucket_elsewhere():
-    """Buckets without spare room, all filled from one rectangle: Nz (Nx Ny - 1) steps."""
+def test_worst_case_takes_a_step_per_other_bucket():
+    """Full buckets, all filled from one partition: Nz (Nx Ny - 1) steps."""
     nx, ny, nz = 4, 3, 2
     edge, height, width = 4, 12, 8  # of a rectangle, in blocks
     blocks = height * width

@@ -1,4 +1,4 @@
-"""The tests here import what they share from this folder."""
+"""Puts this folder on the import path."""
 
 import sys
 from pathlib import Path

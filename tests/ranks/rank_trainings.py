@@ -1,4 +1,4 @@
-"""Small trainings of every algorithm, the same on any number of ranks."""
+"""Small trainings of every algorithm that are the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALGORITHMS = {
     "granet": lambda m, o, **r: GraNet(m, o, **GRADUAL, **r),
     "static": lambda m, o, **r: ds.Static(m, o, **r),
 }
-"""Name -> (model, optimizer, **ranks) to a trainer."""
+"""{name: function of (model, optimizer, **ranks) that creates a trainer}."""
 
 
 def model_of(seed=0, block_size=1, density=0.2, dtype=torch.float64):
@@ -54,7 +54,7 @@ def model_of(seed=0, block_size=1, density=0.2, dtype=torch.float64):
 
 
 def batch(step, rank, size, samples=12, dtype=torch.float64):
-    """The share of `rank` in a batch that does not depend on how many ranks there are."""
+    """Return the samples of `rank`; the batch does not depend on the number of ranks."""
     g = torch.Generator().manual_seed(1000 + step)
     x, y = torch.randn(samples, 16, generator=g), torch.randn(samples, 8, generator=g)
     own = slice(rank * samples // size, (rank + 1) * samples // size)
@@ -68,7 +68,7 @@ def optimizer_of(model, kind="sgd"):
 
 
 def backward(forward, optimizer, step, rank=0, size=1, passes=1, which=None):
-    """Gradients of one step, in so many micro-batches; of those of the numbers `which`."""
+    """Compute the gradients of one step in `passes` micro-batches, or only of those in `which`."""
     which = range(passes) if which is None else which
     if 0 in which:
         optimizer.zero_grad()
@@ -79,14 +79,14 @@ def backward(forward, optimizer, step, rank=0, size=1, passes=1, which=None):
 
 
 def average(ranks, model):
-    """What DistributedDataParallel does with gradients."""
+    """Average gradients over ranks, as DistributedDataParallel does."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             ranks.sum(parameter.grad).div_(ranks.size)
 
 
 def steps_of(ranks, trainer, model, spoil=None, steps=3):
-    """So many steps of this rank; `spoil` may reach in between the gradients and the step."""
+    """Train this rank; `spoil(step, trainer, model)` runs between the gradients and the step."""
     for step in range(1, steps + 1):
         backward(model, trainer.optimizer, step, ranks.rank, ranks.size)
         average(ranks, model)
@@ -100,7 +100,7 @@ def layers_of(model):
 
 
 def weights(model):
-    """The patterns, and the dense weights, which show an index that is not its values'."""
+    """Return {layer: (positions, dense weight)}; the dense weight shows a wrong index."""
     layers = layers_of(model)
     return {
         name: (layer.pattern.sorted_flat.clone(), layer.to_dense().detach().clone())
@@ -109,6 +109,6 @@ def weights(model):
 
 
 def apart(one, other):
-    """Whether patterns are the same, and the largest difference of dense weights."""
+    """Return (whether patterns are equal, largest difference of dense weights)."""
     same = all(torch.equal(one[n][0], other[n][0]) for n in one)
     return same, max(float((one[n][1] - other[n][1]).abs().max()) for n in one)

@@ -1,11 +1,11 @@
-"""Errors and comparisons over ranks: all ranks raise the same."""
+"""collective_errors, check_consistent and digest: all ranks raise the same error."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from fake_ranks import in_threads
-from threaded import over, raised
+from threaded import common_error, run_on_ranks
 
 from dynsparse._core import native
 from dynsparse.ranks import (
@@ -28,18 +28,18 @@ def failing(bad, error):
 
 
 @pytest.mark.parametrize(("op", "expected"), [("max", [2, -1]), ("sum", [3, -6])])
-def test_numbers_go_along_in_the_same_move(op, expected):
+def test_numbers_share_the_collective_of_errors(op, expected):
     def work(ranks):
         numbers = [0, 0]
         with collective_errors(ranks, numbers, op):
             numbers[:] = [ranks.rank, -ranks.rank - 1]
         return numbers, ranks.calls
 
-    assert over(3, work) == [(expected, 1)] * 3
+    assert run_on_ranks(3, work) == [(expected, 1)] * 3
 
 
-def test_numbers_of_64_bits_stay_what_they_are():
-    """Behind a failed block they are those of nobody."""
+def test_64_bit_numbers_are_exact():
+    """Numbers of a block that failed on some rank are not used."""
     ends = [2**63 - 1, -(2**63)]
 
     def work(ranks, failing=False):
@@ -50,46 +50,49 @@ def test_numbers_of_64_bits_stay_what_they_are():
             numbers[:] = ends
         return numbers
 
-    assert over(2, work) == [ends, ends]
+    assert run_on_ranks(2, work) == [ends, ends]
     assert work(ALONE) == ends
-    assert raised(2, lambda ranks: work(ranks, True)) == (ValueError, "rank 1: x holds NaN")
+    assert common_error(2, lambda ranks: work(ranks, True)) == (ValueError, "rank 1: x holds NaN")
 
 
-def test_an_error_of_one_is_that_of_all():
-    assert raised(3, failing([1], ValueError("x holds NaN"))) == (ValueError, "rank 1: x holds NaN")
+def test_error_on_one_rank_is_raised_on_all():
+    assert common_error(3, failing([1], ValueError("x holds NaN"))) == (
+        ValueError,
+        "rank 1: x holds NaN",
+    )
 
 
-def test_an_error_of_all_is_said_once():
-    assert raised(3, failing([0, 1, 2], TypeError("no"))) == (TypeError, "no")
+def test_error_on_all_ranks_is_reported_once():
+    assert common_error(3, failing([0, 1, 2], TypeError("no"))) == (TypeError, "no")
 
 
-def test_several_errors_are_joined():
-    found = raised(4, failing([0, 2, 3], lambda r: ValueError(f"bad {r % 2}")))
+def test_different_errors_are_joined():
+    found = common_error(4, failing([0, 2, 3], lambda r: ValueError(f"bad {r % 2}")))
     assert found == (ValueError, "ranks 0 and 2: bad 0; rank 3: bad 1")
 
 
-def test_other_kinds_are_named_and_lines_joined():
-    found = raised(2, failing([1], KeyError("a\n b")))
+def test_other_error_types_are_named_on_one_line():
+    found = common_error(2, failing([1], KeyError("a\n b")))
     assert found == (RuntimeError, "rank 1: KeyError: 'a\\n b'")
-    assert raised(2, failing([1], ValueError("a\n b"))) == (ValueError, "rank 1: a b")
+    assert common_error(2, failing([1], ValueError("a\n b"))) == (ValueError, "rank 1: a b")
 
 
-def test_an_interrupt_stays_one_where_it_came():
+def test_keyboard_interrupt_keeps_its_type_on_its_rank():
     errors = in_threads(2, failing([1], KeyboardInterrupt()), 10)
     assert [type(e) for e in errors] == [RuntimeError, KeyboardInterrupt]
     assert str(errors[0]) == "rank 1: KeyboardInterrupt"
 
 
-def test_the_cause_is_kept_where_it_came():
+def test_error_keeps_its_cause_on_its_rank():
     errors = in_threads(2, failing([1], ValueError("no")), 10)
     assert [type(e.__cause__) for e in errors] == [type(None), ValueError]
 
 
-def test_without_an_error_nothing_happens():
-    assert over(3, failing([], None)) == [None] * 3
+def test_no_error():
+    assert run_on_ranks(3, failing([], None)) == [None] * 3
 
 
-def test_alone_an_error_is_itself():
+def test_single_rank_raises_the_original_error():
     error = KeyError("a")
     with pytest.raises(KeyError) as found, collective_errors(ALONE):
         raise error
@@ -98,8 +101,8 @@ def test_alone_an_error_is_itself():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.uint8])
 @pytest.mark.parametrize("count", [1024, 4099, 300_001])
-def test_digests_of_many_bytes_differ_where_these_do(dtype, count):
-    """Also where only the highest bits of several words do, or two words have changed places."""
+def test_digests_of_large_tensors_differ(dtype, count):
+    """Also if only the highest bits of several words differ, or if two words are swapped."""
     g = torch.Generator().manual_seed(0)
     whole = torch.randint(1, 100, (count,), generator=g).to(dtype)
     seen = {digest(whole.clone())}
@@ -118,8 +121,8 @@ def test_digests_of_many_bytes_differ_where_these_do(dtype, count):
 
 
 @pytest.mark.parametrize("count", [4096, 4097, 300_001])
-def test_digests_are_those_of_ranks_without_kernels(count, monkeypatch):
-    """Also of bytes that begin anywhere."""
+def test_digests_equal_those_without_kernels(count, monkeypatch):
+    """Also of bytes at unaligned addresses."""
     whole = torch.randint(256, (count + 3,), generator=torch.Generator().manual_seed(0))
     raw = whole.to(torch.uint8)[3:]
     compiled = digest(raw)
@@ -127,38 +130,38 @@ def test_digests_are_those_of_ranks_without_kernels(count, monkeypatch):
     assert digest(raw) == compiled
 
 
-def test_disagreement_names_what_and_who():
+def test_disagreement_names_values_and_ranks():
     def work(ranks):
         seed = 1 if ranks.rank == 2 else 0
         check_consistent(ranks, {"the schedule": "every 5", "the seed": f"{seed}"}, "give one seed")
 
-    assert raised(4, work) == (
+    assert common_error(4, work) == (
         ValueError,
         "ranks disagree on the seed: ranks 0, 1 and 3: 0, rank 2: 1; give one seed",
     )
 
 
-def test_disagreement_on_digests_names_only_the_ranks():
+def test_disagreement_on_digests_names_ranks_only():
     def work(ranks):
         pattern = torch.arange(5) + (ranks.rank == 0)
         found = {"layer 'a'": 7, "layer 'b'": digest(pattern), "layer 'c'": ranks.rank}
         check_consistent(ranks, found, "begin alike", shown=False)
 
-    assert raised(3, work) == (
+    assert common_error(3, work) == (
         ValueError,
         "ranks disagree on layer 'b' (and 1 more): rank 0 differs from ranks 1 and 2; begin alike",
     )
 
 
-def test_what_agrees_passes():
-    over(3, lambda ranks: check_consistent(ranks, {"a": "x", "b": -(2**63)}, "no"))
-    over(3, lambda ranks: check_consistent(ranks, {}, "no"))
+def test_equal_values_pass():
+    run_on_ranks(3, lambda ranks: check_consistent(ranks, {"a": "x", "b": -(2**63)}, "no"))
+    run_on_ranks(3, lambda ranks: check_consistent(ranks, {}, "no"))
     check_consistent(ALONE, {"a": "x"}, "no")
 
 
-def test_texts_of_any_length():
+def test_gather_texts_of_any_length():
     texts = ["", "a", "ü" * 500, "x\ny"]
-    assert over(4, lambda ranks: gather_texts(ranks, texts[ranks.rank])) == [texts] * 4
+    assert run_on_ranks(4, lambda ranks: gather_texts(ranks, texts[ranks.rank])) == [texts] * 4
 
 
 @pytest.mark.parametrize(
@@ -169,11 +172,11 @@ def test_texts_of_any_length():
         (range(20), "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"),
     ],
 )
-def test_ranks_are_named_shortly(ranks, text):
+def test_format_ranks(ranks, text):
     assert format_ranks([*ranks]) == text
 
 
-def test_digests_differ_where_bytes_do():
+def test_digests_of_different_tensors_differ():
     found = [
         digest(torch.arange(3)),
         digest(torch.arange(4)),

@@ -1,6 +1,6 @@
-"""Growth over ranks against `topk_outside` of one process that has all samples.
+"""Growth over ranks equals `topk_outside` in one process with all samples.
 
-Integer data has exact sums and ties by the dozen: the positions must be the same bit for bit.
+Integer data gives exact sums and many ties: the positions must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from fake_ranks import CountingRanks, in_threads
 from hypothesis import given
 from hypothesis import strategies as st
-from threaded import over
+from threaded import run_on_ranks
 
 import dynsparse as ds
 from dynsparse._core import native
@@ -30,7 +30,7 @@ from dynsparse.ranks import (
 
 @st.composite
 def layers(draw, size):
-    """Per layer its pattern, how many grow, and the pairs of each rank."""
+    """Draw per layer (pattern, number of blocks to grow, pairs of each rank)."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     integers = draw(st.booleans())
     found = []
@@ -60,7 +60,7 @@ def layers(draw, size):
     return found
 
 
-def wanted(found, rank):
+def grow_requests(found, rank):
     return [
         GrowRequest(f"layer{i}", pairs[rank], pattern, count)
         for i, (pattern, count, pairs) in enumerate(found)
@@ -70,29 +70,29 @@ def wanted(found, rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["pieces", "samples", None])
 @given(data=st.data())
-def test_it_grows_what_one_process_grows(exchange, data):
+def test_grown_positions_equal_one_process(exchange, data):
     size = data.draw(st.integers(1, 5))
     pooling = data.draw(st.sampled_from(["sum", "avg", "max", "none"]))
     found = data.draw(layers(size))
 
     def work(ranks):
-        asked = wanted(found, ranks.rank)
+        asked = grow_requests(found, ranks.rank)
         return topk_over_ranks(ranks, asked, pooling=pooling, exchange=exchange)
 
     expected = [
         topk_outside([*chain(*pairs)], pattern, count, pooling=pooling)
         for pattern, count, pairs in found
     ]
-    with chunks(data.draw(st.sampled_from([1 << 9, 1 << 12, 8 << 20]))):
-        grown = over(size, work)
+    with small_chunks(data.draw(st.sampled_from([1 << 9, 1 << 12, 8 << 20]))):
+        grown = run_on_ranks(size, work)
     for got in grown:
         for positions, one in zip(got, expected, strict=True):
             assert torch.equal(positions, one.flat.sort().values)
 
 
 @contextmanager
-def chunks(size):
-    """Rounds of few rows, so that small layers need several, and count as large ones."""
+def small_chunks(size):
+    """Lower the chunk sizes, so that small layers take several rounds like large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grow, "_CHUNK_BYTES", size)
         patch.setattr(search, "CHUNK_BYTES", size)
@@ -103,9 +103,9 @@ def chunks(size):
 
 @pytest.mark.parametrize("guess", [1e9, 3.0, -1.0])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
-    """Alone in one rank's rows, or in all."""
-    pattern, pairs = large(size, dtype=torch.float64)
+def test_too_high_threshold_guess_is_corrected(size, guess, monkeypatch):
+    """With one rank or with several."""
+    pattern, pairs = large_layer(size, dtype=torch.float64)
     own = search.guess_thresholds
     monkeypatch.setattr(
         search,
@@ -118,17 +118,17 @@ def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
         return topk_over_ranks(ranks, asked, exchange="samples")[0]
 
     expected = topk_outside([*chain(*pairs)], pattern, 500).flat.sort().values
-    with chunks(8 << 10):
-        for got in over(size, work):
+    with small_chunks(8 << 10):
+        for got in run_on_ranks(size, work):
             assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("high", [None, 0.5])
-def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
-    """The same positions as in one process, also where more exceed what is sure than join."""
+def test_large_layers_are_screened_by_integer_products(high, monkeypatch):
+    """Same positions as in one process, also if more scores are certain than blocks grow."""
     if native.load() is None or not native.load().dynsparse_grow_screens():
         pytest.skip("these kernels have no products of small integers")
-    pattern, pairs = large(2, n=512)
+    pattern, pairs = large_layer(2, n=512)
     calls = []
     made, guess = search.screen_positions, search.guess_thresholds
     monkeypatch.setattr(search, "screen_positions", lambda *a: calls.append(made(*a)) or calls[-1])
@@ -143,8 +143,8 @@ def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
 
     exact = [(x.double(), dy.double()) for x, dy in chain(*pairs)]
     expected = topk_outside(exact, pattern, 2000).flat.sort().values
-    with chunks(64 << 10):
-        for got in over(2, work):
+    with small_chunks(64 << 10):
+        for got in run_on_ranks(2, work):
             assert torch.equal(got, expected)
     assert len(calls) == 2
     if not high:
@@ -153,13 +153,13 @@ def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
 
 @pytest.mark.parametrize("exchange", [None, "samples"])
 @pytest.mark.parametrize(("b", "groups"), [(1, 1), (1, 2), (2, 1)])
-def test_convolutions_grow_as_in_one_process(b, groups, exchange, generator):
-    """Their pieces travel, whatever is asked for; the layer beside them sends its samples."""
+def test_convolutions_equal_one_process(b, groups, exchange, generator):
+    """Convolutions always exchange parts of the gradient; the linear layer may send samples."""
     conv = ds.nn.SparseConv2d(
         4, 6, (3, 2), density=0.3, block_size=b, stride=(1, 2), padding=1, groups=groups,
         generator=generator,
     )  # fmt: skip
-    fc, fc_pairs = large(2, n=24)
+    fc, fc_pairs = large_layer(2, n=24)
     pairs = []
     for batch in (3, 2):
         x = torch.randint(-3, 4, (batch, 4, 7, 6), generator=generator).float()
@@ -175,12 +175,12 @@ def test_convolutions_grow_as_in_one_process(b, groups, exchange, generator):
 
     expected = topk_outside(pairs, conv.pattern, 9).flat.sort().values
     beside = topk_outside([*chain(*fc_pairs)], fc, 7).flat.sort().values
-    for grown in over(2, work):
+    for grown in run_on_ranks(2, work):
         assert torch.equal(grown[0], expected)
         assert torch.equal(grown[1], beside)
 
 
-def large(size, seed=0, n=96, samples=16, dtype=torch.float32):
+def large_layer(size, seed=0, n=96, samples=16, dtype=torch.float32):
     g = torch.Generator().manual_seed(seed)
     pattern = SparsePattern.random((n, n), density=0.1, generator=g)
     pairs = [
@@ -190,8 +190,8 @@ def large(size, seed=0, n=96, samples=16, dtype=torch.float32):
     return pattern, pairs
 
 
-def test_the_cheaper_exchange_is_taken():
-    pattern, pairs = large(2, samples=4)
+def test_cheaper_exchange_is_selected():
+    pattern, pairs = large_layer(2, samples=4)
     k = 50
 
     def sent(exchange, pairs):
@@ -200,16 +200,16 @@ def test_the_cheaper_exchange_is_taken():
             topk_over_ranks(ranks, asked, exchange=exchange)
             return ranks.sent
 
-        return over(2, grow_)
+        return run_on_ranks(2, grow_)
 
     assert sent(None, pairs) == sent("samples", pairs) < sent("pieces", pairs)
-    _, many = large(2, samples=200)
+    _, many = large_layer(2, samples=200)
     assert sent(None, many) == sent("pieces", many) < sent("samples", many)
     pieces, samples = comm_volume(2, pattern.shape, 8, torch.float32)
     assert (pieces, samples) == (96 * 96 * 4 / 2, 8 * (96 + 48) * 4 / 2)
 
 
-def test_small_layers_share_their_moves():
+def test_small_layers_share_collectives():
     def calls(count):
         def grow_(ranks):
             g = torch.Generator().manual_seed(ranks.rank)
@@ -219,13 +219,13 @@ def test_small_layers_share_their_moves():
             topk_over_ranks(ranks, asked, exchange="pieces")
             return ranks.calls
 
-        return over(2, grow_)[0]
+        return run_on_ranks(2, grow_)[0]
 
     assert calls(1) == calls(6)
 
 
-def test_nan_on_one_rank_is_one_line_on_all():
-    pattern, pairs = large(3)
+def test_nan_on_one_rank_raises_on_all():
+    pattern, pairs = large_layer(3)
     pairs[1][0][0][3, 5] = torch.nan
 
     def work(ranks):
@@ -240,7 +240,7 @@ def test_nan_on_one_rank_is_one_line_on_all():
 
 
 class Failing(tuple):
-    """A pair that is gone once the ranks have begun."""
+    """A pair that raises MemoryError after the first collective."""
 
     ranks = None
 
@@ -254,8 +254,8 @@ class Failing(tuple):
 
 
 @pytest.mark.parametrize("exchange", ["pieces", "samples"])
-def test_a_rank_that_fails_between_moves_takes_all_along(exchange):
-    pattern, pairs = large(2)
+def test_error_between_collectives_raises_on_all(exchange):
+    pattern, pairs = large_layer(2)
 
     def work(ranks):
         own = pairs[ranks.rank]
@@ -269,8 +269,8 @@ def test_a_rank_that_fails_between_moves_takes_all_along(exchange):
     assert {type(e) for e in errors} == {MemoryError}
 
 
-def test_no_pairs_anywhere_is_refused():
-    pattern, _ = large(2)
+def test_no_pairs_on_any_rank_raises():
+    pattern, _ = large_layer(2)
 
     def work(ranks):
         topk_over_ranks(ranks, [GrowRequest("fc1", [], pattern, 7)])
@@ -278,12 +278,12 @@ def test_no_pairs_anywhere_is_refused():
     errors = in_threads(2, work)
     assert {str(e) for e in errors} == {
         "layer 'fc1': expected at least one pair (x, dY), got none on any rank: growth needs a "
-        "backward"
+        "backward pass"
     }
 
 
-def test_what_overflows_is_refused_on_all():
-    pattern, pairs = large(2)
+def test_overflow_raises_on_all_ranks():
+    pattern, pairs = large_layer(2)
     for sign, ((x, dy),) in zip((1, -1), pairs, strict=True):
         x.fill_(1e38)
         dy.fill_(sign * 1e38)
@@ -298,8 +298,8 @@ def test_what_overflows_is_refused_on_all():
 
 
 @pytest.mark.parametrize("exchange", ["pieces", "samples"])
-def test_a_thousand_ranks_send_what_the_formula_says(exchange):
-    """Counted on one of 1,024 ranks of which all bring the same."""
+def test_traffic_of_many_ranks_matches_comm_volume(exchange):
+    """Counted on one of 1,024 ranks that all pass the same arguments."""
     size, n, samples = 1024, 1024, 8
     g = torch.Generator().manual_seed(0)
     pattern = SparsePattern.random((n, n), density=0.1, generator=g)

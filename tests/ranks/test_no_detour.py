@@ -1,4 +1,4 @@
-"""Updates over ranks of layers that are not on the CPU: nothing large goes by way of the host."""
+"""Updates over ranks of layers off the CPU copy nothing large to the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from rank_trainings import ALGORITHMS, layers_of, optimizer_of
-from threaded import over
+from threaded import run_on_ranks
 from tiers import algorithms
 from torch import nn
 
@@ -32,8 +32,8 @@ def model():
 
 
 @pytest.fixture
-def crossings(monkeypatch):
-    """What would come from a device to the host: [(tensor, where)], in a step of a trainer."""
+def copies_to_host(monkeypatch):
+    """Record copies to the host during a trainer's step as [(tensor, code location)]."""
     found, inside = [], threading.local()
 
     def watch(name):
@@ -76,17 +76,17 @@ def train(name, ranks, inside):
 
 @pytest.mark.usefixtures("off_cpu")
 @pytest.mark.parametrize("name", algorithms(NAMES))
-def test_values_gradients_and_samples_stay_where_they_are(name, crossings):
-    """Positions do come: of what is dropped and grown, and the index that is made of them."""
-    found, inside = crossings
-    most = 8 * max(over(2, lambda ranks: train(name, ranks, inside)))
+def test_values_gradients_and_samples_stay_on_device(name, copies_to_host):
+    """Only positions are copied: dropped and grown ones, and the index built from them."""
+    found, inside = copies_to_host
+    most = 8 * max(run_on_ranks(2, lambda ranks: train(name, ranks, inside)))
     assert found
     for tensor, where in found:
         bound = SMALL if tensor.is_floating_point() else most
         assert tensor.nbytes <= bound, (tensor.dtype, list(tensor.shape), where)
 
 
-def test_a_backend_gets_tensors_of_its_device_as_they_are():
+def test_backend_gets_tensors_of_its_device_uncopied():
     ranks = object.__new__(GroupRanks)
     ranks.__dict__.update(_kinds={"meta"}, device=torch.device("meta"))
     tensor = torch.empty(1 << 20, device="meta")

@@ -1,4 +1,4 @@
-"""Selection over ranks against `ops.grow.select` of all scores in one place."""
+"""Selection over ranks equals `ops.grow.select` of all scores in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from fake_ranks import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
-from threaded import over
+from threaded import run_on_ranks
 
 from dynsparse.ops.grow import select
 from dynsparse.ranks import ALONE, chunk_of, gather_sorted, select_over_ranks
@@ -35,7 +35,7 @@ def problems(draw):
 
 
 @given(problems(), st.integers(1, 5), st.booleans(), st.integers(0, 2**31))
-def test_it_chooses_what_one_process_chooses(found, size, largest, seed):
+def test_selection_equals_one_process(found, size, largest, seed):
     g = torch.Generator().manual_seed(seed)
     owners = [torch.randint(size, scores.shape, generator=g) for scores, _ in found]
 
@@ -47,26 +47,26 @@ def test_it_chooses_what_one_process_chooses(found, size, largest, seed):
         return gather_sorted(ranks, own, [len(s) for s, _ in found])
 
     expected = [select(s.double(), k, largest=largest) for s, k in found]
-    for got in over(size, work):
+    for got in run_on_ranks(size, work):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_alone_it_is_a_selection():
+def test_single_rank_selects_locally():
     scores = torch.tensor([3.0, 1.0, 3.0, 2.0])
     (chosen,) = select_over_ranks(ALONE, [scores], [torch.arange(4)], [1])
     assert chosen.tolist() == [True, False, False, False]
 
 
-def test_nothing_to_choose_from():
+def test_no_scores():
     def work(ranks):
         empty = torch.zeros(0)
         chosen = select_over_ranks(ranks, [empty], [empty.long()], [0])
         return [len(c) for c in chosen], select_over_ranks(ranks, [], [], [])
 
-    assert over(3, work) == [([0], [])] * 3
+    assert run_on_ranks(3, work) == [([0], [])] * 3
 
 
-def test_more_than_there_are_is_refused_on_every_rank():
+def test_selecting_too_many_raises_on_all_ranks():
     def work(ranks):
         return select_over_ranks(ranks, [torch.ones(2)], [torch.arange(2)], [7])
 
@@ -74,7 +74,7 @@ def test_more_than_there_are_is_refused_on_every_rank():
     assert {str(e) for e in errors} == {"cannot select 7 of 6 scores"}
 
 
-def test_the_number_of_moves_does_not_grow_with_the_layers():
+def test_number_of_collectives_is_independent_of_layers():
     def work(layers):
         def select_(ranks):
             scores = [torch.rand(50) for _ in range(layers)]
@@ -82,15 +82,15 @@ def test_the_number_of_moves_does_not_grow_with_the_layers():
             select_over_ranks(ranks, scores, places, [20] * layers)
             return ranks.calls
 
-        return over(2, select_)[0]
+        return run_on_ranks(2, select_)[0]
 
     assert work(1) == work(9) == 4  # the width, and three rounds
 
 
 @pytest.mark.parametrize(("count", "size"), [(10, 3), (2, 4), (0, 2), (8, 4), (5, 5)])
-def test_chunks_are_those_of_torch(count, size):
+def test_chunk_of_equals_tensor_chunk(count, size):
     things = torch.arange(count)
-    parts = over(size, lambda ranks: things[slice(*chunk_of(ranks, count))].tolist())
+    parts = run_on_ranks(size, lambda ranks: things[slice(*chunk_of(ranks, count))].tolist())
     chunks = [part.tolist() for part in things.chunk(size)] if count else []
     assert parts == chunks + [[]] * (size - len(chunks))
 
@@ -98,8 +98,8 @@ def test_chunks_are_those_of_torch(count, size):
 @pytest.mark.parametrize("kind", ["any", "ties", "small", "falling"])
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.999])
 @pytest.mark.parametrize("largest", [True, False])
-def test_many_scores(kind, share, largest, generator):
-    """Which leave travels as bits where they lie close together, as numbers where they do not."""
+def test_many_scores_and_their_traffic(kind, share, largest, generator):
+    """Selected positions are sent as a bit mask if they are dense, else as numbers."""
     n = 50_001
     scores = {
         "any": torch.randn(n, generator=generator),
@@ -118,7 +118,7 @@ def test_many_scores(kind, share, largest, generator):
 
     expected = select(scores, k, largest=largest)
     assert torch.equal(scores.sort(stable=True, descending=largest)[1][:k].sort()[0], expected)
-    for got, sent in over(3, work):
+    for got, sent in run_on_ranks(3, work):
         assert torch.equal(got, expected)
         # Of this rank, to two others, or what was said of them.
         assert sent <= 2 * (min(4 * k, n // 3 // 8 + 1) + 24)

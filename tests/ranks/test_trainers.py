@@ -1,4 +1,4 @@
-"""Trainers on several ranks, each a thread, against the same training in one."""
+"""Training on several ranks, each a thread, equals training in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_trainings import (
     steps_of,
     weights,
 )
-from threaded import over
+from threaded import run_on_ranks
 from tiers import algorithms
 
 import dynsparse as ds
@@ -25,7 +25,7 @@ STEPS = 5
 
 
 def train(name, ranks=None, *, block_size=1, kind="sgd", passes=1, model=None, steps=STEPS):
-    """What the training came to after every step."""
+    """Return the weights after each step."""
     model = model_of(block_size=block_size) if model is None else model
     optimizer = optimizer_of(model, kind)
     trainer = ALGORITHMS[name](model, optimizer, ranks=ranks)
@@ -53,29 +53,32 @@ def check(expected, results):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", algorithms(ALGORITHMS))
-def test_ranks_train_as_one_process_does(name, size):
+def test_ranks_equal_one_process(name, size):
     expected = train(name)
     if name != "static":
         assert not apart(expected[0], expected[-1])[0], "no pattern changed"
-    check(expected, over(size, lambda ranks: train(name, ranks)))
+    check(expected, run_on_ranks(size, lambda ranks: train(name, ranks)))
 
 
 @pytest.mark.parametrize("name", ["rigl", "set", "gmp", "granet", "topkast", "deepr", "snfs"])
 @pytest.mark.parametrize("block_size", [2, 4])
-def test_blocks_too(name, block_size):
+def test_blocks_equal_one_process(name, block_size):
     expected = train(name, block_size=block_size, kind="adam")
-    check(expected, over(2, lambda ranks: train(name, ranks, block_size=block_size, kind="adam")))
+    check(
+        expected,
+        run_on_ranks(2, lambda ranks: train(name, ranks, block_size=block_size, kind="adam")),
+    )
 
 
-def test_micro_batches_count_once_each():
-    check(train("rigl", passes=3), over(2, lambda ranks: train("rigl", ranks, passes=3)))
+def test_gradient_accumulation_equals_one_process():
+    check(train("rigl", passes=3), run_on_ranks(2, lambda ranks: train("rigl", ranks, passes=3)))
 
 
 EVERY = ConstantSchedule(100, 1, 0.3)
 
 
-def test_a_layer_that_one_rank_did_not_use_counts_as_zeros_there():
-    """As one process with the samples of the rank that did."""
+def test_layer_unused_on_one_rank_has_zero_gradient_there():
+    """Equals one process with the samples of the rank that used the layer."""
 
     def run(ranks, rank, size):
         model = model_of()
@@ -109,13 +112,13 @@ def test_a_layer_that_one_rank_did_not_use_counts_as_zeros_there():
         if rank == 0:
             (model[2](first.detach()).square().mean() / 2).backward()
     trainer.step()
-    for got in over(2, work):
+    for got in run_on_ranks(2, work):
         same, difference = apart(got, weights(model))
         assert same
         assert difference < 1e-12
 
 
-def test_keyed_draws_do_not_depend_on_the_order_of_layers():
+def test_keyed_generators_do_not_depend_on_layer_order():
     model = model_of()
     backwards = torch.nn.ModuleDict({"2": model[2], "0": model[0]})
     one = ds.SET(model, optimizer_of(model), schedule=EVERY, seed=3)
@@ -125,8 +128,8 @@ def test_keyed_draws_do_not_depend_on_the_order_of_layers():
         assert torch.equal(a, b)
 
 
-def test_resizing_states_follow():
-    """Moments of Adam are as large as the values on every rank."""
+def test_optimizer_state_is_resized_on_every_rank():
+    """Adam's moments have the size of the values on every rank."""
 
     def work(ranks):
         model = model_of(density=0.6)
@@ -138,11 +141,11 @@ def test_resizing_states_follow():
             len(optimizer.state[layer.values]["exp_avg"]) for layer in layers_of(model).values()
         ]
 
-    assert len({tuple(sizes) for sizes in over(2, work)}) == 1
+    assert len({tuple(sizes) for sizes in run_on_ranks(2, work)}) == 1
 
 
 @pytest.mark.parametrize("own", [None, "auto"])
-def test_a_wrapper_in_a_world_of_one_follows_changes_of_size(own, tmp_path):
+def test_ddp_with_one_rank_follows_changes_of_size(own, tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Trainers on several ranks that differ: one line on all of them, or what the first rank says."""
+"""Trainers whose ranks differ raise the same error on all ranks, or take the first rank's state."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rank_trainings import (
     steps_of,
     weights,
 )
-from threaded import over, raised
+from threaded import common_error, run_on_ranks
 
 import dynsparse as ds
 from dynsparse.training import ConstantSchedule
 
 
-def said(size, work):
-    """The one error that all ranks raise."""
-    kind, text = raised(size, work, 20)
+def error_on_all(size, work):
+    """Return the error that all ranks raise, as text."""
+    kind, text = common_error(size, work, 20)
     return f"{kind.__name__}: {text}"
 
 
-def made(ranks, make, **model):
+def make_trainer(ranks, make, **model):
     model = model_of(**model)
     return model, make(model, optimizer_of(model))
 
@@ -71,62 +71,62 @@ OTHER = ConstantSchedule(100, 2, 0.3)
     ],
     ids=["seed", "schedule", "algorithm", "option", "argument"],
 )  # fmt: skip
-def test_other_arguments_are_one_line_on_all_ranks(make, line):
+def test_different_arguments_raise(make, line):
     class Rank:
         def __init__(self, ranks):
             model = model_of()
             self.ranks, self.rank, self.model = ranks, ranks.rank, (model, optimizer_of(model))
 
-    assert said(2, lambda ranks: make(Rank(ranks))) == line
+    assert error_on_all(2, lambda ranks: make(Rank(ranks))) == line
 
 
-def test_other_layers_are_one_line():
+def test_different_layers_raise():
     def other(ranks):
         model = model_of()
         if ranks.rank:
             model = torch.nn.Sequential(torch.nn.Tanh(), *model)
         ds.RigL(model, optimizer_of(model), schedule=EVERY, ranks=ranks)
 
-    assert said(2, other) == (
+    assert error_on_all(2, other) == (
         "ValueError: ranks disagree on the layers: rank 0: '0', '2', rank 1: '1', '3'; pass "
         "ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
     )
 
 
-def test_another_order_of_layers_is_one_line():
+def test_different_order_of_layers_raises():
     def other(ranks):
         layers = {"a": model_of()[0], "b": model_of()[2]}
         names = sorted(layers, reverse=ranks.rank == 1)
         model = torch.nn.ModuleDict({name: layers[name] for name in names})
         ds.RigL(model, optimizer_of(model), schedule=EVERY, ranks=ranks)
 
-    assert said(2, other).startswith(
+    assert error_on_all(2, other).startswith(
         "ValueError: ranks disagree on the layers: rank 0: 'a', 'b', rank 1: 'b', 'a'; "
     )
 
 
-def test_another_density_is_one_line():
+def test_different_density_raises():
     def other(ranks):
         model = model_of(density=0.3 if ranks.rank else 0.2)
         ds.RigL(model, optimizer_of(model), schedule=EVERY, ranks=ranks)
 
-    line = said(2, other)
+    line = error_on_all(2, other)
     assert line.startswith("ValueError: ranks disagree on ")
     assert "'0': [24, 16, 1, 77]" in line
     assert "'0': [24, 16, 1, 115]" in line
 
 
-def test_other_patterns_become_those_of_the_first_rank():
+def test_first_ranks_patterns_are_broadcast():
     def work(ranks):
         model = model_of(seed=ranks.rank)
         ds.Static(model, optimizer_of(model), ranks=ranks)
         return weights(model)
 
-    for got in over(3, work):
+    for got in run_on_ranks(3, work):
         assert apart(got, weights(model_of(seed=0))) == (True, 0.0)
 
 
-def test_other_patterns_with_optimizer_state_are_refused():
+def test_different_patterns_with_optimizer_state_raise():
     def work(ranks):
         model = model_of(seed=ranks.rank)
         optimizer = optimizer_of(model)
@@ -134,17 +134,19 @@ def test_other_patterns_with_optimizer_state_are_refused():
         optimizer.step()
         ds.RigL(model, optimizer, schedule=EVERY, ranks=ranks)
 
-    assert said(2, work) == (
+    assert error_on_all(2, work) == (
         "RuntimeError: layer '0' differs among the ranks, and the optimizer has state for it: load "
         "the same checkpoint on every rank"
     )
 
 
-def test_a_seed_left_out_is_that_of_the_first_rank():
+def test_default_seed_is_broadcast():
     def work(ranks):
-        return made(ranks, lambda m, o: ds.SET(m, o, schedule=EVERY, ranks=ranks))[1].growth.seed
+        return make_trainer(ranks, lambda m, o: ds.SET(m, o, schedule=EVERY, ranks=ranks))[
+            1
+        ].growth.seed
 
-    assert len(set(over(3, work))) == 1
+    assert len(set(run_on_ranks(3, work))) == 1
 
 
 def rigl(ranks, **options):
@@ -152,7 +154,7 @@ def rigl(ranks, **options):
     return model, ds.RigL(model, optimizer_of(model), schedule=OTHER, ranks=ranks, **options)
 
 
-def test_nan_on_one_rank_is_one_line_and_changes_nothing():
+def test_nan_on_one_rank_raises_and_changes_nothing():
     def spoil(step, trainer, model):
         if step == 2 and trainer.ranks.rank == 1:
             trainer._captures["2"][0][0][0, 0] = torch.nan
@@ -165,7 +167,7 @@ def test_nan_on_one_rank_is_one_line_and_changes_nothing():
             before.append((trainer.steps, weights(model)))
 
     before = []
-    assert said(3, work) == (
+    assert error_on_all(3, work) == (
         "ValueError: rank 1: layer '2': x holds NaN or infinity, and this step ends in a pattern "
         "update, which would rank by it: the training has diverged, or the loss is scaled too far"
     )
@@ -173,7 +175,7 @@ def test_nan_on_one_rank_is_one_line_and_changes_nothing():
     assert all(apart(before[0][1], other) == (True, 0.0) for _, other in before)
 
 
-def test_a_failing_function_of_the_users_on_one_rank_undoes_all():
+def test_failing_initial_value_on_one_rank_changes_nothing():
     def work(ranks):
         def start(layer, rewiring):
             if ranks.rank == 1:
@@ -187,24 +189,24 @@ def test_a_failing_function_of_the_users_on_one_rank_undoes_all():
             left.append((trainer.steps, layers_of(model)["0"].pattern))
 
     left = []
-    assert said(2, work) == "RuntimeError: rank 1: layer '0': KeyError: 'mine'"
+    assert error_on_all(2, work) == "RuntimeError: rank 1: layer '0': KeyError: 'mine'"
     assert [steps for steps, _ in left] == [1, 1]
     assert all(pattern == model_of()[0].pattern for _, pattern in left)
 
 
-def test_ranks_with_gradients_of_their_own_are_told():
+def test_unreduced_gradients_raise():
     def work(ranks):
         model, trainer = rigl(ranks)
         for step in range(1, 3):
             backward(model, trainer.optimizer, step, ranks.rank, ranks.size)
             trainer.step()
 
-    line = said(2, work)
+    line = error_on_all(2, work)
     assert line.startswith("RuntimeError: layer '0': rank 0 and rank 1 have other gradients, so ")
     assert "wrap it in DistributedDataParallel" in line
 
 
-def test_another_state_on_one_rank_is_told_before_the_update():
+def test_different_steps_raise_before_the_update():
     def work(ranks):
         model, trainer = rigl(ranks)
         if ranks.rank == 1:
@@ -216,12 +218,12 @@ def test_another_state_on_one_rank_is_told_before_the_update():
         assert due
         trainer.before_optimizer_step()
 
-    assert said(2, work).startswith(
+    assert error_on_all(2, work).startswith(
         "ValueError: ranks disagree on the step that ends in an update: rank 0: 2, rank 1: 4; "
     )
 
 
-def test_a_pattern_that_was_changed_on_one_rank_is_told_and_nothing_changes():
+def test_pattern_changed_on_one_rank_raises():
     def spoil(step, trainer, model):
         if step == 2 and trainer.ranks.rank == 1:
             layer = model[2]
@@ -237,6 +239,6 @@ def test_a_pattern_that_was_changed_on_one_rank_is_told_and_nothing_changes():
         model, trainer = rigl(ranks)
         steps_of(ranks, trainer, model, spoil)
 
-    line = said(2, work)
+    line = error_on_all(2, work)
     assert line.startswith("ValueError: ranks disagree on the pattern of layer '2' ")
     assert "rank 0 differs from rank 1" in line

@@ -1,4 +1,4 @@
-"""Tables, page and picture of made-up figures."""
+"""Tables, page and picture of the benchmark report, from made-up figures."""
 
 import copy
 import re
@@ -76,7 +76,7 @@ def test_a_table_is_markdown():
     assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
-def test_the_machine_is_stated(results):
+def test_machine_is_named(results):
     assert describe_machine(results) == (
         "A CPU, 2 cores, Linux x86_64; kernels for v4; torch 2.13, Python 3.11, MKL."
     )
@@ -85,8 +85,8 @@ def test_the_machine_is_stated(results):
     assert VIEWS["machine"](results, []).startswith("Measured 2026-01-02 on: A CPU")
 
 
-def test_what_is_special_about_a_cell_is_shown(results):
-    """What is usual stands on the pages, whose tables are compared below."""
+def test_unusual_settings_of_a_cell_are_shown(results):
+    """Usual settings are covered by the tables of the pages, compared below."""
     text = VIEWS["speed-up"](results, ["steps"])
     assert "\\* others took part of the machine in every attempt." in text
     assert "Not measured: x: y." in text
@@ -108,20 +108,20 @@ def test_overhead_is_a_difference_in_microseconds(results):
     assert row[3:] == ["14.0", "9.0", "5.0"]
 
 
-def test_trainings_have_a_row_per_seed(results):
+def test_training_table_has_a_row_per_seed(results):
     first, second = rows(VIEWS["training"](results, ["training"]))[2:]
     assert first == ["3072-64-10", "95.0 %", "1", "0", "40", "40", "5.5", "2 (5.0 % of the time)"]
     assert second[5:7] == ["not within 40", ""]
 
 
-def test_the_whole_report_has_a_section_per_benchmark(results):
+def test_report_has_a_section_per_benchmark(results):
     text = full_report(results)
     for name in results["benchmarks"]:
         assert f"## {name}\n\nabout it\n\n" in text
     assert "```\na line\n```" in text
 
 
-def test_a_page_is_filled_in_between_its_comments(results, tmp_path):
+def test_page_is_filled_in_between_its_comments(results, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A\n\n<!-- bench: law -->\nold\n<!-- /bench -->\n\nkept\n\n"
@@ -139,7 +139,7 @@ def test_a_page_is_filled_in_between_its_comments(results, tmp_path):
 
 @pytest.fixture
 def two_machines(results):
-    """The results, and those of a machine that gains half as much, noted down by hand."""
+    """Return the results, and hand-written ones of a machine with half the speedup."""
     other = copy.deepcopy(results)
     other["machine"] |= {"processor": "Another CPU", "python": None, "versions": {}}
     other["note"] = "By hand."
@@ -148,7 +148,7 @@ def two_machines(results):
     return results, other
 
 
-def test_a_page_may_show_other_machines(two_machines, tmp_path):
+def test_page_may_show_other_machines(two_machines, tmp_path):
     results, other = two_machines
     page = tmp_path / "page.md"
     page.write_text(
@@ -174,7 +174,7 @@ def test_a_page_may_show_other_machines(two_machines, tmp_path):
         ("<!-- bench: graph a -->\n<!-- /bench -->", "got 'graph'"),
     ],
 )
-def test_a_page_without_fitting_comments_is_refused(results, tmp_path, text, message):
+def test_page_without_matching_comments_raises(results, tmp_path, text, message):
     page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(ValueError, match="expected") as caught:
@@ -183,7 +183,7 @@ def test_a_page_without_fitting_comments_is_refused(results, tmp_path, text, mes
     assert page.read_text() == text
 
 
-def test_the_picture_is_drawn(results, tmp_path):
+def test_picture_is_drawn(results, tmp_path):
     pytest.importorskip("matplotlib")
     assert draw_speedups(results, tmp_path / "a.png").stat().st_size > 10_000
     del results["benchmarks"]["steps"]
@@ -198,7 +198,7 @@ FIGURES = [ROOT / "benchmarks" / "figures" / f"{name}.json"
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/when-is-it-faster.md", "docs/results.md"])
-def test_the_tables_of_a_page_are_made_of_the_figures_of_its_machines(name, tmp_path):
+def test_tables_of_a_page_match_the_figures(name, tmp_path):
     results, *others = (load_results(file) for file in FIGURES)
     page = tmp_path / "page.md"
     page.write_text((ROOT / name).read_text())
@@ -206,7 +206,7 @@ def test_the_tables_of_a_page_are_made_of_the_figures_of_its_machines(name, tmp_
     assert page.read_text() == (ROOT / name).read_text()
 
 
-def test_figures_of_machines_are_of_cells_that_are_measured():
+def test_stored_figures_belong_to_defined_cells():
     pytest.importorskip("yaml")
     spec = read_spec(find_spec()).benchmarks
     assert {file.name for file in FIGURES} == {f.name for f in FIGURES[0].parent.iterdir()}
@@ -227,7 +227,7 @@ def test_figures_of_machines_are_of_cells_that_are_measured():
     assert all(len(cells) == len(spec["elements"].cells) for cells in elements)
 
 
-def test_the_benchmark_page_fills_in_every_table_of_the_repository():
+def test_benchmark_page_contains_every_table():
     pytest.importorskip("yaml")
     covered = {b.name for b in read_spec(find_spec()).select(["page"])}
     asked = [

@@ -1,4 +1,4 @@
-"""Pictures of a record: the right numbers, the promised files, nothing left over."""
+"""Pictures of a record: numbers, files, no side effects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def record(path, shape=(6, 16), block=1, updates=3, metadata=None):
 
 
 @pytest.mark.parametrize("block", [1, 2])
-def test_connections_of_each_input_are_the_column_sums_of_the_masks(tmp_path, block):
+def test_connections_per_input_are_the_column_sums_of_the_masks(tmp_path, block):
     masks = record(tmp_path, block=block)
     found = list(inputs(Records.load(tmp_path), "fc1"))
     assert [step for step, _ in found] == [0, 1000, 2000, 3000]
@@ -59,7 +59,7 @@ def test_pictures_and_animation(tmp_path, shape):
         assert animation.info["loop"] == 0
 
 
-def test_pictures_go_into_the_record_and_do_not_spoil_it(tmp_path):
+def test_pictures_inside_the_record_folder(tmp_path):
     record(tmp_path)
     files = visualise(tmp_path)
     assert [f.relative_to(tmp_path).as_posix() for f in files] == [
@@ -70,13 +70,13 @@ def test_pictures_go_into_the_record_and_do_not_spoil_it(tmp_path):
     record(tmp_path)  # a new training may record into the same folder
 
 
-def test_a_record_without_updates_is_drawn(tmp_path):
+def test_record_without_updates(tmp_path):
     record(tmp_path, updates=0)
     files = visualise(tmp_path, animate=True)
     assert all(file.stat().st_size > 1000 for file in files)
 
 
-def test_the_permutation_of_the_pixels_is_undone(tmp_path, monkeypatch):
+def test_pixel_permutation_is_inverted(tmp_path, monkeypatch):
     # Only input 3 is connected, and it reads pixel 8: the bottom right one of 3 x 3.
     permutation = [4, 0, 6, 8, 1, 2, 3, 5, 7]
     recorder = Recorder(tmp_path, {"pixel_permutation": torch.tensor(permutation)})
@@ -94,7 +94,7 @@ def test_the_permutation_of_the_pixels_is_undone(tmp_path, monkeypatch):
     assert shown[0][1].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]
 
 
-def test_a_colour_means_the_same_number_in_every_frame(tmp_path):
+def test_colour_scale_is_equal_in_every_frame(tmp_path):
     # Input 0 keeps its two connections while others come and go: its colour never changes.
     pattern = SparsePattern([0, 1, 2], [0, 0, 1], shape=(4, 4))
     recorder = Recorder(tmp_path)
@@ -117,7 +117,7 @@ def test_a_colour_means_the_same_number_in_every_frame(tmp_path):
 
 
 @pytest.mark.slow
-def test_long_trainings_are_thinned_out(tmp_path, monkeypatch):
+def test_long_trainings_are_subsampled(tmp_path, monkeypatch):
     monkeypatch.setattr(connectivity, "_MOST_FRAMES", 3)
     record(tmp_path, updates=6)
     *_, gif = visualise(tmp_path, animate=True)
@@ -125,7 +125,7 @@ def test_long_trainings_are_thinned_out(tmp_path, monkeypatch):
         assert animation.n_frames == 3
 
 
-def test_nothing_global_is_left_behind(tmp_path):
+def test_global_state_is_unchanged(tmp_path):
     import matplotlib.pyplot as plt
 
     record(tmp_path)
@@ -135,7 +135,7 @@ def test_nothing_global_is_left_behind(tmp_path):
     assert plt.get_fignums() == []
 
 
-def test_refusals(tmp_path):
+def test_bad_input(tmp_path):
     with pytest.raises(RecordError, match=r"found no record\.json"):
         visualise(tmp_path)
     record(tmp_path / "r")
@@ -147,7 +147,7 @@ def test_refusals(tmp_path):
             visualise(tmp_path / "r")
 
 
-def test_missing_matplotlib_is_told_in_one_line(tmp_path, monkeypatch):
+def test_missing_matplotlib_raises_one_line(tmp_path, monkeypatch):
     record(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'dynsparse\[apps\]'"):

@@ -1,4 +1,4 @@
-"""Figures of models and records: what they show, and that 100 layers stay readable."""
+"""Figures of models and records: their data, and readability with 100 layers."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def record(folder, layers):
 
 
 def overlaps(page, labels):
-    """Whether texts of an axis lie over one another."""
+    """Return whether labels of an axis overlap."""
     page.draw_without_rendering()
     boxes = [label.get_window_extent() for label in labels if label.get_text()]
     return any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
@@ -86,7 +86,7 @@ def test_churn(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 7, 40, 41, 100])
-def test_names_never_lie_over_one_another(layers, tmp_path):
+def test_names_never_overlap(layers, tmp_path):
     model, trainer = record(tmp_path, layers)
     pages = [plot(model), plot(trainer, "dead units"), plot(tmp_path, "churn")]
     for page in pages:

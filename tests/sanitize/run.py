@@ -1,4 +1,4 @@
-"""Builds the kernels under sanitizers and drives them with random cases; `make sanitize`.
+"""Build the kernels under sanitizers and run them on random cases; `make sanitize`.
 
 Three ways, each over the instruction sets of this machine, with one and with three callers at a
 time, and each preceded by controls: errors in the driver that must be noticed.
@@ -76,7 +76,7 @@ def drive(driver: Path, *arguments: str, limit: float = 120, **environment: str)
 
 
 def missing_for_threads() -> str | None:
-    """What the thread sanitizer needs and this machine has not."""
+    """Return what the thread sanitizer needs and this machine lacks."""
     if shutil.which("clang++") is None:
         return "clang++"
     with tempfile.TemporaryDirectory() as folder:
@@ -92,12 +92,12 @@ def missing_for_threads() -> str | None:
 
 
 def units(isa: str) -> list[str]:
-    """What DYNSPARSE_BF16_UNIT may ask for, where there is something to ask for."""
+    """Return the values of DYNSPARSE_BF16_UNIT that differ on this machine."""
     return ["", "1", "0"] if isa == "v4" else [""]
 
 
 def go(way: str, isas: list[str], seconds: float, seed: int, folder: Path, optimize: str) -> int:
-    """Number of cases driven without a finding; raises SystemExit at the first."""
+    """Run cases and return their number; raise SystemExit at the first finding."""
     where = folder / f"{way}{optimize}"
     targets = [] if way == "guard" else [f"dynsparse_{isa}" for isa in isas]
     build(way, where, targets, optimize)

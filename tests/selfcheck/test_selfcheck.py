@@ -1,4 +1,4 @@
-"""`dynsparse check`: what is right matches, and what is wrong is found and named."""
+"""`dynsparse check`: correct kernels match, and wrong ones are found and named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dynsparse.selfcheck import (
 AVAILABLE = native.describe()["available"]
 
 
-def test_all_that_computes_here_matches():
+def test_all_backends_of_this_machine_match():
     result = run_checks(3)
     assert result.matches, result.differing
     assert [(one.where, one.name) for one in result.checks if "cuda" not in one.where] == [
@@ -33,14 +33,14 @@ def test_all_that_computes_here_matches():
     ]
 
 
-def test_a_seed_says_all():
+def test_seed_determines_the_checks():
     first, second, other = (run_checks(seed) for seed in (1, 1, 2))
     assert first == second
     assert first.checks != other.checks
     assert run_checks().seed != run_checks().seed
 
 
-def test_the_command_shows_each_line_at_once_and_ends_with_results_match(capsys, monkeypatch):
+def test_command_prints_each_line_immediately(capsys, monkeypatch):
     shown = []
     checks = selfcheck._check_isa
 
@@ -57,7 +57,7 @@ def test_the_command_shows_each_line_at_once_and_ends_with_results_match(capsys,
     assert "".join(shown).splitlines()[-1] == "Results match."
 
 
-def test_the_command_prints_json(capsys):
+def test_command_prints_json(capsys):
     assert command(["check", "--seed", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["match"], found["seed"]) == (True, 5)
@@ -67,7 +67,7 @@ def test_the_command_prints_json(capsys):
 
 @pytest.mark.skipif(not AVAILABLE, reason="the compiled kernels are not built")
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_a_wrong_kernel_is_found(capsys, monkeypatch, block_size):
+def test_wrong_kernel_is_found(capsys, monkeypatch, block_size):
     sparse = KERNELS["sparse"]
 
     def wrong(x, values, p, bias):
@@ -86,7 +86,7 @@ def test_a_wrong_kernel_is_found(capsys, monkeypatch, block_size):
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="the compiled kernels are not built")
-def test_a_kernel_that_raises_is_found(capsys, monkeypatch):
+def test_raising_kernel_is_found(capsys, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such instruction")
 
@@ -99,7 +99,7 @@ def test_a_kernel_that_raises_is_found(capsys, monkeypatch):
     assert all(check["error"] is None for check in found["checks"] if check["said"])
 
 
-def test_a_library_that_does_not_load_is_found(capsys, monkeypatch):
+def test_broken_library_is_found(capsys, monkeypatch):
     def broken(isa):
         raise AttributeError("undefined symbol: dynsparse_linear_forward")
 
@@ -111,7 +111,7 @@ def test_a_library_that_does_not_load_is_found(capsys, monkeypatch):
         assert f"{isa}, library: AttributeError: undefined symbol: dynsparse_linear_forward" in out
 
 
-def test_the_checks_of_a_gpu_on_another_device():
+def test_gpu_checks_on_another_device():
     generator = torch.Generator().manual_seed(0)
     found = list(_check_passes("cpu", torch.device("cpu"), 2e-3, generator))
     assert [one.name for one in found] == list(PASSES)
@@ -133,7 +133,7 @@ def test_errors_by_hand():
     assert Result(0, [nan]).differing == [nan]
 
 
-def test_another_instruction_set_computes_inside_the_block_alone():
+def test_another_instruction_set_is_used_inside_the_block_only():
     before = native.load
     with native.use_isa("none"):
         assert native.load() is None

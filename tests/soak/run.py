@@ -1,8 +1,8 @@
-"""Trains for long and watches the process: `python tests/soak/run.py [--steps N] [--updates N]`.
+"""Soak test of memory and open files: `python tests/soak/run.py [--steps N] [--updates N]`.
 
-Each algorithm takes its steps in turn, in one process. Resident memory and open files are sampled
-after a warm-up; what is counted must come out exact. A part of its own runs backward passes that no
-`trainer.step()` ever follows.
+The algorithms run one after the other in one process. Resident memory and open files are sampled
+after a warm-up; step and update counts must be exact. A separate part runs backward passes without
+any `trainer.step()`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARM = 0.2  # the share of the samples that is warm-up
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a part of the run showed: bytes and open files, one sample after another."""
+    """Samples of resident bytes and open files during a part of the run."""
 
     name: str
     seconds: float
@@ -43,9 +43,9 @@ class Watched:
 
     @property
     def growth(self) -> int:
-        """Bytes by which memory rose between the first and the last third of what is not warm-up.
+        """Growth of memory in bytes between the first and the last third after the warm-up.
 
-        The least of each third: what is freed again is no growth.
+        Compares the minimum of each third, so memory that is freed again does not count.
         """
         warm = self.memory[int(_WARM * len(self.memory)) :]
         third = max(len(warm) // 3, 1)
@@ -53,13 +53,13 @@ class Watched:
 
     @property
     def more_files(self) -> int:
-        """Open files more than after warm-up."""
+        """Number of open files above that after the warm-up."""
         warm = self.files[int(_WARM * len(self.files)) :]
         return max(warm) - warm[0]
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -111,10 +111,10 @@ def _batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(name: str, steps: int, updates: int) -> Watched:
-    """`steps` steps with exactly `updates` updates of one algorithm.
+    """Train one algorithm for `steps` steps with exactly `updates` updates.
 
     Raises:
-        AssertionError: a count that is not what schedule and densities say.
+        AssertionError: if a count differs from what the schedule and the densities imply.
     """
     assert steps % updates == 0, "steps must be a multiple of updates"
     interval = steps // updates
@@ -179,10 +179,10 @@ def _check_layer(layer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def backward_only(name: str, passes: int) -> Watched:
-    """Backward passes with a trainer that waits for a gradient, and never a step.
+    """Run backward passes with a trainer that captures gradients, but never step.
 
-    `name` says what becomes of the gradient between them: "none" and "zero" as by `zero_grad`,
-    "asked": `torch.autograd.grad` of the input, as saliency takes it.
+    `name` says what happens to the gradient between passes: "none" and "zero" as by `zero_grad`;
+    "asked": `torch.autograd.grad` of the input, as saliency methods do.
     """
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

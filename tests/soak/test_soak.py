@@ -1,4 +1,4 @@
-"""The short version of `make soak`: the same checks over fewer steps."""
+"""Short version of `make soak`: the same checks with fewer steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _one_thread():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", soak.ALGORITHMS)
-def test_memory_and_files_stay_flat_and_counts_are_exact(name):
+def test_training_leaks_no_memory_or_files(name):
     watched = soak.train(name, steps=2000, updates=200)
     assert watched.steps == 2000
     assert name == "gmp" or watched.updates == 200
@@ -41,6 +41,6 @@ def test_memory_and_files_stay_flat_and_counts_are_exact(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", soak.BACKWARDS)
-def test_backward_without_a_step_keeps_memory_bounded(name):
+def test_backward_without_step_leaks_no_memory(name):
     watched = soak.backward_only(name, passes=3000)
     assert watched.growth <= LIMIT, watched.memory

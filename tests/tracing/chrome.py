@@ -1,4 +1,4 @@
-"""What a reader of the Chrome trace format relies on, and shares of time."""
+"""Read and validate files in the Chrome trace format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file, after a look at every event."""
+    """Read the file and check every event."""
 
     def none(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_nesting(document: dict[str, Any]) -> None:
-    """Two spans of a thread lie in one another or apart, and the outer one comes first."""
+    """Check that spans of a thread are nested or disjoint, and that outer ones come first."""
     for thread in {event["tid"] for event in spans(document)}:
         around: list[int] = []
         before = 0
@@ -70,7 +70,7 @@ def counts(document: dict[str, Any], name: str) -> list[float]:
 
 
 def inside(document: dict[str, Any], name: str) -> set[str]:
-    """The names of the spans that lie in those of `name`."""
+    """Return the names of the spans inside those of `name`."""
     found = set()
     for outer in spans(document, name):
         for event in spans(document):
@@ -81,7 +81,7 @@ def inside(document: dict[str, Any], name: str) -> set[str]:
 
 
 def share(document: dict[str, Any]) -> float:
-    """Of the trace's time: how much lies in some span of the thread that has most of them."""
+    """Return the fraction of time covered by spans, in the thread with most spans."""
     threads = [event["tid"] for event in spans(document)]
     main = max(set(threads), key=threads.count)
     covered, until = 0.0, document["otherData"]["begin"]

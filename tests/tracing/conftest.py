@@ -1,4 +1,4 @@
-"""The helpers beside this file are imported by name."""
+"""Puts this folder on the import path."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Traces: what is in the file, and that nothing else changes."""
+"""Traces: contents of the file, and no effect on training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def steps(model, trainer, count, own_step=False):
 
 @pytest.mark.parametrize("own_step", [False, True])
 @pytest.mark.parametrize("kind", [ds.RigL, ds.SET])
-def test_a_loop_of_ones_own_has_the_spans_of_a_training(tmp_path, kind, own_step):
+def test_custom_loop_has_the_spans_of_a_training(tmp_path, kind, own_step):
     model = network()
     trainer = trainer_of(model, kind)
     file = tmp_path / "run.json"
@@ -62,14 +62,14 @@ def test_a_loop_of_ones_own_has_the_spans_of_a_training(tmp_path, kind, own_step
     assert document["otherData"]["whole"]
 
 
-def test_the_order_by_columns_is_a_span(tmp_path):
+def test_column_order_is_a_span(tmp_path):
     model = network()
     with ds.trace(tmp_path / "run.json"):
         model[0]._current().index.by_columns()
     assert names(read(tmp_path / "run.json")) == {"encode"}
 
 
-def test_spans_come_in_the_order_of_what_they_tell(tmp_path):
+def test_order_of_spans(tmp_path):
     model = network()
     trainer = trainer_of(model)
     with ds.trace(tmp_path / "run.json"):
@@ -82,7 +82,7 @@ def test_spans_come_in_the_order_of_what_they_tell(tmp_path):
     assert outer == ["forward", "backward", "optimizer"] * 4 + ["update"]
 
 
-def test_a_trace_changes_no_bit(tmp_path):
+def test_trace_does_not_change_results(tmp_path):
     models = [network(), network()]
     for model, traced in zip(models, (False, True), strict=True):
         trainer = trainer_of(model)
@@ -111,7 +111,7 @@ def test_nothing_is_left_behind(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_the_program_of_torchs_profiler_shows_the_same_names():
+def test_torch_profiler_shows_the_same_names():
     model = network()
     trainer = trainer_of(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -123,7 +123,7 @@ def test_the_program_of_torchs_profiler_shows_the_same_names():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_an_error_leaves_a_whole_file(tmp_path, error):
+def test_error_leaves_a_complete_file(tmp_path, error):
     file = tmp_path / "run.json"
     file.write_text("an older one")
     with pytest.raises(error), ds.trace(file), span("outer"), span("inner"):
@@ -132,7 +132,7 @@ def test_an_error_leaves_a_whole_file(tmp_path, error):
     assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_an_update_that_fails_leaves_no_span_open(tmp_path):
+def test_failing_update_leaves_no_open_span(tmp_path):
     model = network()
     trainer = trainer_of(model)
     trainer.drop_score = lambda values: torch.full_like(values, torch.nan)
@@ -149,7 +149,7 @@ def test_an_update_that_fails_leaves_no_span_open(tmp_path):
     assert {"drop", "grow"} <= names(document)
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_bad_arguments_raise(tmp_path):
     for place in (tmp_path, tmp_path / "none" / "run.json"):
         with pytest.raises(ValueError, match="folder that can be written"), ds.trace(place):
             pass
@@ -158,13 +158,13 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(TypeError, match="file must be a path"), ds.trace(3):
         pass
     with ds.trace(tmp_path / "run.json"):
-        with pytest.raises(ValueError, match="on already"), ds.trace(tmp_path / "other.json"):
+        with pytest.raises(ValueError, match="active already"), ds.trace(tmp_path / "other.json"):
             pass
         assert active_recorder() is not None
     assert not (tmp_path / "other.json").exists()
 
 
-def test_the_last_are_kept_where_there_are_too_many(tmp_path):
+def test_last_events_are_kept_beyond_the_limit(tmp_path):
     with ds.trace(tmp_path / "run.json", limit=3):
         for number in range(5):
             with span(f"number {number}"):
@@ -174,7 +174,7 @@ def test_the_last_are_kept_where_there_are_too_many(tmp_path):
     assert not document["otherData"]["whole"]
 
 
-def test_names_and_what_is_said_of_spans_are_any_text(tmp_path):
+def test_names_and_arguments_may_be_any_text(tmp_path):
     with ds.trace(tmp_path / "run.json"):
         with span('quoted " \n Ω', layer='"0"', size=3, share=float("nan"), shape=(1, 2)):
             counter('also " quoted', torch.tensor(2.0))
@@ -207,8 +207,8 @@ def test_each_thread_has_a_lane(tmp_path):
     assert sorted(threads) == ["MainThread", "another"]
 
 
-def test_the_share_of_time_is_that_of_spans(tmp_path, monkeypatch):
-    """By hand: a clock that goes on by a microsecond whenever it is read."""
+def test_share_of_time(tmp_path, monkeypatch):
+    """By hand, with a clock that advances by a microsecond per reading."""
     now = iter(range(1, 10**9, 1000))
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(now))
     with ds.trace(tmp_path / "run.json"):  # 0
@@ -221,7 +221,7 @@ def test_the_share_of_time_is_that_of_spans(tmp_path, monkeypatch):
     assert share(document) == pytest.approx(4 / 7)
 
 
-def test_checkpoints_and_runs_of_the_machine_are_spans(tmp_path):
+def test_checkpoints_and_machine_runs_are_spans(tmp_path):
     model = network()
     trainer = trainer_of(model)
     graph = popsparse.machine.Graph(popsparse.machine.Target(tiles=2))
@@ -236,7 +236,7 @@ def test_checkpoints_and_runs_of_the_machine_are_spans(tmp_path):
     assert len(spans(document, "machine run")) == 1
 
 
-def test_models_inside_models_and_copies_have_one_span(tmp_path):
+def test_nested_models_and_copies_have_one_span(tmp_path):
     inner = network()
     outer = nn.Sequential(inner, nn.Linear(4, 2))
     first, second = trainer_of(inner), trainer_of(outer)
@@ -249,7 +249,7 @@ def test_models_inside_models_and_copies_have_one_span(tmp_path):
     del first, second
 
 
-def test_an_error_in_forward_leaves_the_next_one_whole(tmp_path):
+def test_error_in_forward_does_not_affect_the_next_one(tmp_path):
     model = network()
     trainer = trainer_of(model)
     with ds.trace(tmp_path / "run.json"):
@@ -259,7 +259,7 @@ def test_an_error_in_forward_leaves_the_next_one_whole(tmp_path):
     assert len(spans(read(tmp_path / "run.json"), "forward")) == 2
 
 
-def test_transforms_and_compilers_go_through_a_watched_model(tmp_path):
+def test_transforms_and_compile_of_a_traced_model(tmp_path):
     model = network()
     trainer = trainer_of(model)
     x = torch.randn(4, 32)
@@ -278,7 +278,7 @@ def test_transforms_and_compilers_go_through_a_watched_model(tmp_path):
     del trainer
 
 
-def test_ranks_write_files_of_their_own(tmp_path, monkeypatch):
+def test_ranks_write_separate_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("RANK", "2")
     with ds.trace(tmp_path / "run.json"), span("a"):

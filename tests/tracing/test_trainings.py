@@ -1,6 +1,6 @@
-"""Traces of whole trainings: what they tell, and how much of the time has a name.
+"""Traces of complete trainings: contents, and the fraction of time covered by spans.
 
-The clock is that of the thread's own work, so that what other programs do counts for nothing.
+The clock measures CPU time of the thread, so that other programs have no influence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(name, tmp_path, **more):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "cifar")) for name in SMALL]
 )
-def test_nearly_all_of_a_training_has_a_name(tmp_path, name):
+def test_spans_cover_nearly_all_of_a_training(tmp_path, name):
     figures = run(name, tmp_path, checkpoint_path=tmp_path / "checkpoints")
     document = read(tmp_path / "run.json")
     assert share(document) >= 0.95
@@ -64,7 +64,7 @@ def test_nearly_all_of_a_training_has_a_name(tmp_path, name):
     assert last is None or counts(document, "loss")[-1] == pytest.approx(last)
 
 
-def test_ctrl_c_leaves_a_trace_as_far_as_it_came(tmp_path, monkeypatch):
+def test_ctrl_c_leaves_a_trace_until_then(tmp_path, monkeypatch):
     steps = 0
     optimise = Training.optimise
 
@@ -89,7 +89,7 @@ def test_ctrl_c_leaves_a_trace_as_far_as_it_came(tmp_path, monkeypatch):
     assert len(spans(document, "checkpoint")) == 1
 
 
-def test_a_dense_network_has_a_trace_too(tmp_path):
+def test_dense_network_has_a_trace(tmp_path):
     run("mnist", tmp_path, method="dense", epochs=1)
     document = read(tmp_path / "run.json")
     assert set(counts(document, "density")) == {1.0}

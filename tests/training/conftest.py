@@ -1,4 +1,4 @@
-"""What several tests share are modules of their own, found from each."""
+"""Puts this folder on the import path; helpers shared by tests are modules here."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trainings whose layers may be on a device: one network, stepped on the CPU or elsewhere."""
+"""Training of one network on the CPU or on a device."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ def model(b=1, dtype=torch.float64):
 
 
 def train(net, make, steps=21):
-    """What was computed and decided at each step."""
+    """Return (trainer, optimizer, patterns after each step, losses)."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     torch.manual_seed(0)
     trainer = make(net, optimizer)
@@ -36,7 +36,7 @@ def train(net, make, steps=21):
 
 
 def both(request, make, b=1):
-    """The training on the CPU and the same elsewhere."""
+    """Run a training on the CPU and the same off the CPU."""
     here = train(model(b), make)
     request.getfixturevalue("off_cpu")
     net = model(b)

@@ -1,8 +1,8 @@
-"""Masked dense trainings that follow the algorithms step by step.
+"""Masked dense reference trainings that repeat each algorithm step by step.
 
-The twin knows nothing of the library: dense weights, dense gradients, masks, the optimizers
-and each algorithm's rule are written here once more. Only positions that are drawn at random are
-taken over from the sparse training, after a look whether they were free.
+The reference does not use the library: dense weights, dense gradients, masks, the optimizers and
+each algorithm's rule are implemented here again. Only random positions are taken from the sparse
+training, after checking that they were free.
 """
 
 import math
@@ -73,7 +73,7 @@ class Twin:
             w *= self.mask(i)  # Adam divides zero by a small number: no weight leaves its mask
 
     def rewire(self, i, after, start=None):
-        """Survivors keep weight and state; grown blocks begin at `start` [out, in] or zero."""
+        """Kept blocks keep weight and state; grown blocks start at `start` [out, in] or zero."""
         survivors = self.spread(self.present[i] & after).double()
         grown = self.spread(after & ~self.present[i])
         for tensor in (self.weights[i], self.first[i], self.second[i]):
@@ -84,7 +84,7 @@ class Twin:
 
 
 def lowest(score, present, count):
-    """The `count` present blocks of lowest score: bool [h, w]."""
+    """Select the `count` present blocks of lowest score: bool [h, w]."""
     chosen = torch.zeros(score.numel(), dtype=torch.bool)
     ranked = score.masked_fill(~present, math.inf).flatten().sort(stable=True).indices
     chosen[ranked[:count]] = True
@@ -104,7 +104,7 @@ def magnitudes(twin):
 
 
 def lowest_of_all(scores, present, count, keep=0):
-    """The lowest scores of all layers together, by one sort of (score, layer, position)."""
+    """Select the lowest scores over all layers, by one sort of (score, layer, position)."""
     every = sorted(
         (float(s), i, p)
         for i, (score, there) in enumerate(zip(scores, present, strict=True))
@@ -122,7 +122,7 @@ def lowest_of_all(scores, present, count, keep=0):
 
 
 def adopt(layer, twin, i, count, taken):
-    """The grown positions of the sparse layer: as many as they should be, and free before."""
+    """Take the grown positions of the sparse layer; check their number and that they were free."""
     now = twin.pool(layer.pattern.to_mask().double()) > 0
     grown = now & ~taken
     assert int(grown.sum()) == count
@@ -138,7 +138,7 @@ def make_layers(b, density=0.25):
 
 
 def compare(make, rule, *, b=1, density=0.25, adam=False, updates, prepare=None):
-    """Train both; `rule(step, twin, layers, trainer)` rewires the twin after each step."""
+    """Train both and compare them; `rule(step, twin, layers, trainer)` rewires the twin."""
     layers = make_layers(b, density)
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     if adam:

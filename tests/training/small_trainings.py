@@ -1,4 +1,4 @@
-"""A small training whose steps are taken in whatever way a test wants."""
+"""A small training whose steps a test may take in different ways."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Trainings in small, and all that belongs to their state."""
+"""Small trainings, and snapshots of their complete state."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ALGORITHMS = algorithms(ALL)
 
 
 def make(name: str, optimizer: Any = None, **options: Any) -> Any:
-    """(model, trainer): two sparse layers, an update after every step."""
+    """Return (model, trainer) with two sparse layers and an update after every step."""
     torch.manual_seed(7)
     density = 1.0 if name == "gmp" else 0.5
     model = nn.Sequential(
@@ -49,14 +49,14 @@ _ONE_SIZE = ("snfs", "snfs-dense")
 
 
 def backward(model: nn.Module, trainer: Any) -> None:
-    """The gradients of one batch, which follows from how many steps there were."""
+    """Compute the gradients of a batch that depends only on the number of steps."""
     trainer.optimizer.zero_grad()
     data = torch.Generator().manual_seed(trainer.steps)
     model(torch.randn(6, 12, generator=data)).square().mean().backward()
 
 
 def state_of(model: nn.Module, trainer: Any) -> Any:
-    """Copies of weights, patterns, index, gradients, optimizer state and the trainer's own."""
+    """Copy weights, patterns, index, gradients, optimizer state and the trainer's state."""
     layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
     own = trainer.state_dict()
     return _copied(
@@ -83,7 +83,7 @@ def _copied(thing: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are equal bit for bit."""
+    """Return whether two states are equal bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False

@@ -1,4 +1,4 @@
-"""RigL, SET and Static train a small network."""
+"""RigL, SET and Static train a small network and update when due."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_set_draws_from_its_own_generator():
     assert run(False) == run(True)
 
 
-def test_a_schedule_in_place_of_the_numbers():
+def test_schedule_instead_of_numbers():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = SET(model, optimizer, schedule=ConstantSchedule(30, 10, 0.5), seed=0)

@@ -1,11 +1,11 @@
-"""The registry of algorithms: all of them, with what an application must know."""
+"""The registry of algorithms by name."""
 
 import dynsparse as ds
 from dynsparse.training import SparseTrainer
 from dynsparse.training.algorithms import BY_NAME
 
 
-def test_every_algorithm_is_there_once():
+def test_every_algorithm_is_registered_once():
     exported = {
         thing
         for name in ds.__all__
@@ -20,14 +20,14 @@ def test_every_algorithm_is_there_once():
     }
 
 
-def test_first_densities():
+def test_initial_densities():
     assert BY_NAME["gmp"].first_density(0.1) == 1.0
     assert BY_NAME["granet"].first_density(0.1) == 0.5
     assert BY_NAME["granet"].first_density(0.7) == 0.7
     assert BY_NAME["rigl"].first_density(0.1) == 0.1
 
 
-def test_what_trainers_take_is_read_from_them():
+def test_options_are_read_from_signatures():
     assert BY_NAME["static"].arguments == frozenset()
     assert "pooling" in BY_NAME["granet"].arguments
     assert "schedule" not in BY_NAME["granet"].arguments

@@ -1,4 +1,4 @@
-"""An update that fails leaves everything as it was, says which layer, and can be made up for."""
+"""A failing update changes nothing, names the layer, and can be retried."""
 
 import copy
 
@@ -13,8 +13,8 @@ from dynsparse.training import ConstantSchedule, RigL, Static
 EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.5)
 
 
-def trained(name, **options):
-    """After two steps; the third is due for an update, and its gradients are there."""
+def train_to_an_update(name, **options):
+    """Train for two steps and compute the gradients of the third, which is due for an update."""
     model, trainer = make(name, **options)
     for _ in range(2):
         backward(model, trainer)
@@ -24,9 +24,9 @@ def trained(name, **options):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_optimizer_state_that_cannot_follow(name):
-    """An error where survivors move; where they stay, a warning, which is an error here."""
-    model, trainer = trained(name)
+def test_optimizer_state_of_unknown_shape_changes_nothing(name):
+    """An error if kept values move; otherwise a warning, which the tests turn into an error."""
+    model, trainer = train_to_an_update(name)
     assert trainer._is_due(3)
     other = copy.deepcopy((model, trainer))
     # The copy has its gradients by its own backward pass.
@@ -43,14 +43,14 @@ def test_optimizer_state_that_cannot_follow(name):
     assert same(state_of(model, trainer), before)
     assert {n: len(p) for n, p in trainer._captures.items()} == pairs
     del state["sketch"]
-    # What failed is made up for, and comes out as if nothing had been.
+    # A retry gives the same result as if nothing had failed.
     assert trainer.after_optimizer_step() is not None
     assert other[1].after_optimizer_step() is not None
     assert same(state_of(model, trainer), state_of(*other))
 
 
 @pytest.mark.parametrize("name", ["rigl", "set", "snfs", "mest", "granet", "topkast"])
-def test_an_initial_value_that_raises_for_the_second_layer(name):
+def test_initial_value_that_raises_changes_nothing(name):
     broken = False
 
     def start(layer, rewiring):
@@ -59,7 +59,7 @@ def test_an_initial_value_that_raises_for_the_second_layer(name):
         shape = [len(rewiring.grown), *layer.values.shape[1:]]
         return torch.full(shape, 0.25)
 
-    model, trainer = trained(name, initial_value=start)
+    model, trainer = train_to_an_update(name, initial_value=start)
     trainer.before_optimizer_step()
     trainer.optimizer.step()
     broken = True
@@ -85,8 +85,8 @@ def test_an_initial_value_that_raises_for_the_second_layer(name):
         (lambda layer, rewiring: torch.ones(len(rewiring.grown)).bool(), "real numbers, got torch"),
     ],
 )
-def test_starts_that_do_not_fit(start, message):
-    model, trainer = trained("rigl", initial_value=0.0)
+def test_bad_initial_values_change_nothing(start, message):
+    model, trainer = train_to_an_update("rigl", initial_value=0.0)
     trainer.initial_value = start
     trainer.before_optimizer_step()
     trainer.optimizer.step()
@@ -98,8 +98,8 @@ def test_starts_that_do_not_fit(start, message):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_gradients_that_are_not_finite_are_refused_before_the_optimizers_step(name, bad):
-    model, trainer = trained(name)
+def test_nonfinite_gradient_raises_before_the_optimizer_step(name, bad):
+    model, trainer = train_to_an_update(name)
     with torch.no_grad():
         model[2].values.grad.view(-1)[1] = bad
     before = state_of(model, trainer)
@@ -110,8 +110,8 @@ def test_gradients_that_are_not_finite_are_refused_before_the_optimizers_step(na
     assert trainer.step() is not None
 
 
-def test_an_input_that_is_not_finite():
-    model, trainer = trained("deepr")
+def test_nonfinite_input_raises():
+    model, trainer = train_to_an_update("deepr")
     trainer.optimizer.zero_grad()
     model(torch.full((4, 12), torch.nan)).sum().backward()
     before = state_of(model, trainer)
@@ -121,8 +121,8 @@ def test_an_input_that_is_not_finite():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_weights_that_are_nan(name):
-    model, trainer = trained(name)
+def test_nan_weights_raise(name):
+    model, trainer = train_to_an_update(name)
     trainer.before_optimizer_step()
     trainer.optimizer.step()
     with torch.no_grad():
@@ -133,8 +133,8 @@ def test_weights_that_are_nan(name):
     assert same(state_of(model, trainer), before)
 
 
-def test_hooks_that_raise():
-    model, trainer = trained("rigl")
+def test_raising_hooks_do_not_stop_others():
+    model, trainer = train_to_an_update("rigl")
     heard = []
 
     def full(step, rewirings):
@@ -156,7 +156,7 @@ def test_hooks_that_raise():
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_copies_train_on(name, way):
+def test_copies_train_identically(name, way):
     import pickle
 
     model, trainer = make(name)
@@ -176,7 +176,7 @@ def test_copies_train_on(name, way):
     assert same(state_of(model, trainer), state_of(other, twin))
 
 
-def test_two_optimizers_over_one_layer():
+def test_layer_with_two_trainers_raises():
     layer = SparseLinear(8, 8, density=0.3)
     momentum = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for _ in range(2)]
     first = RigL(layer, momentum[0], schedule=EVERY)
@@ -198,7 +198,7 @@ def test_two_optimizers_over_one_layer():
 
 
 @pytest.mark.parametrize("window", [2**31, 2**40, None])
-def test_a_long_training_begins_at_once(window):
+def test_long_schedules_start_immediately(window):
     layer = SparseLinear(8, 8, density=0.3)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for total in (2**31, 2**40):
@@ -212,8 +212,8 @@ def test_a_long_training_begins_at_once(window):
     assert updated is not None
 
 
-def damaged(name, state):
-    """Ways to forge the state: (key, value)."""
+def damaged_states(name, state):
+    """Yield (key, value) replacements that make the state invalid."""
     for key in ("steps", "updates"):
         for value in (-1, "3", 2.5, float("nan"), None, True, torch.tensor([1, 2])):
             yield key, value
@@ -238,13 +238,13 @@ def damaged(name, state):
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "snfs-dense"])
-def test_a_damaged_state_changes_nothing(name):
-    model, trainer = trained(name)
+def test_damaged_state_changes_nothing(name):
+    model, trainer = train_to_an_update(name)
     trainer.step()
     good = copy.deepcopy(trainer.state_dict())
     before = state_of(model, trainer)
     tried = 0
-    for key, value in damaged(name, good):
+    for key, value in damaged_states(name, good):
         with pytest.raises(ValueError, match=r"state|layer|budget|history|signs"):
             trainer.load_state_dict({**copy.deepcopy(good), key: value})
         assert same(state_of(model, trainer), before), (key, value)
@@ -254,8 +254,8 @@ def test_a_damaged_state_changes_nothing(name):
     assert same(state_of(model, trainer), before)
 
 
-def test_a_piece_that_fails_to_load_takes_the_others_back(monkeypatch):
-    model, trainer = trained("deepr")
+def test_failing_part_of_a_state_rolls_back_the_others(monkeypatch):
+    model, trainer = train_to_an_update("deepr")
     good = copy.deepcopy(trainer.state_dict())
     trainer.step()
     before = state_of(model, trainer)

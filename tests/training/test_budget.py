@@ -1,4 +1,4 @@
-"""How many blocks leave and join, by cases written out by hand."""
+"""Budgets: number of dropped and grown blocks, compared with hand-computed cases."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_layer_budget():
     assert found == {"a": (4, 4), "b": (5, 5)}
 
 
-def test_global_budget_takes_the_lowest_of_all():
+def test_global_budget_drops_the_lowest_scores():
     scores = {"a": [9.0, 1.0, 8.0, 7.0], "b": [2.0, 3.0, 4.0, 5.0, 6.0, 6.0]}
     # Half of ten: 1 of a; 2, 3, 4, 5 of b, where four positions are free.
     assert GlobalBudget().counts(survey(TWO, scores)) == {"a": (1, 1), "b": (4, 4)}
@@ -64,7 +64,7 @@ def test_global_budget_takes_the_lowest_of_all():
     assert found == {"a": (0, 0), "b": (5, 5)}
 
 
-def test_lowest_of_all_and_its_ties():
+def test_lowest_of_all_with_ties():
     scores = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])]
     assert lowest_of_all(scores, 0, [2, 3]) == [0, 0]
     assert lowest_of_all(scores, 2, [2, 3]) == [1, 1]
@@ -76,7 +76,7 @@ def test_lowest_of_all_and_its_ties():
         lowest_of_all([torch.tensor([float("nan")])], 1, [1])
 
 
-def test_scores_that_are_compared_stay_where_they_are(monkeypatch):
+def test_compared_scores_stay_on_device(monkeypatch):
     def fetch(self, *args, **kwargs):
         raise AssertionError("scores came to the CPU")
 
@@ -97,7 +97,7 @@ def test_gradual_budget_by_layer():
     assert found == {"a": (1, 0), "b": (0, 0)}
 
 
-def test_gradual_budget_of_all_layers_leaves_one_block_each():
+def test_global_gradual_budget_keeps_one_block_per_layer():
     budget = GradualBudget(0.25, scope="global")
     patterns = {"a": pattern(4), "b": pattern(6)}
     budget.begin(patterns)
@@ -108,7 +108,7 @@ def test_gradual_budget_of_all_layers_leaves_one_block_each():
     assert found == {"a": (3, 0), "b": (2, 0)}
 
 
-def test_gradual_budget_that_also_replaces():
+def test_gradual_budget_with_replacement():
     budget = GradualBudget(0.2)
     full = {"a": pattern(10)}
     budget.begin(full)
@@ -135,7 +135,7 @@ def test_soft_budget():
 
 
 class Means(LastStep):
-    """A history whose mean magnitudes are given."""
+    """A history with given mean magnitudes."""
 
     def __init__(self, **means):
         super().__init__()
@@ -161,7 +161,7 @@ def test_momentum_budget():
         MomentumBudget().counts(survey(three, history=Means(a=1.0, b=float("nan"), c=1.0)))
 
 
-def test_momentum_budget_without_room_for_all():
+def test_momentum_budget_of_nearly_full_layers():
     found = MomentumBudget().counts(
         survey({"a": pattern(9), "b": pattern(8)}, history=Means(a=1.0, b=1.0))
     )
@@ -207,7 +207,7 @@ def test_bad_budgets():
             budget.begin(mixed)
 
 
-def test_capacity_really_falls():
+def test_pruning_frees_memory():
     model = nn.Sequential(SparseLinear(64, 64, density=1.0), nn.ReLU(), SparseLinear(64, 8, 1.0))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trainer = ds.GMP(model, optimizer, total_steps=40, update_interval=5, final_density=0.1)

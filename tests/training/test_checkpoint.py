@@ -1,4 +1,4 @@
-"""Checkpoints: exact resumption in a new process, atomic writes, and refusal of bad files."""
+"""Checkpoints: exact resume in a new process, atomic writes, and rejection of bad files."""
 
 import os
 import random
@@ -68,7 +68,7 @@ def load(path, parts, data=None):
 
 
 def snapshot(parts):
-    """Everything of a training as a flat list of comparable things."""
+    """Return the complete state of a training as a flat list that can be compared."""
     model, opt, trainer, scheduler = parts
     flat = []
 
@@ -108,7 +108,7 @@ t.save(sys.argv[4], parts, data)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_epochs_are_one_and_one_in_a_new_process(tmp_path, algorithm):
+def test_resume_in_a_new_process_is_exact(tmp_path, algorithm):
     parts, data = make(ALGORITHMS[algorithm]), seed_all()
     epoch(*parts, data)  # ends on an update step
     save(tmp_path / "one", parts, data, extra={"epoch": 1})
@@ -151,7 +151,7 @@ def test_every_kind_of_generator(tmp_path):
     assert draw() == first
 
 
-def test_the_model_alone_and_random_state_left_alone(tmp_path):
+def test_load_model_only_without_random_state(tmp_path):
     parts, data = make(), seed_all()
     epoch(*parts, data)
     save(tmp_path / "c", parts)
@@ -165,7 +165,7 @@ def test_the_model_alone_and_random_state_left_alone(tmp_path):
         assert torch.equal(p, q)
 
 
-def test_extra_comes_back(tmp_path):
+def test_extra_round_trips(tmp_path):
     parts = make()
     extra = {"epoch": 3, "best": [0.5, None], "curve": torch.arange(3), "names": ("a", True)}
     save(tmp_path / "c", parts, extra=extra)
@@ -174,7 +174,7 @@ def test_extra_comes_back(tmp_path):
     assert back == {"epoch": 3, "best": [0.5, None], "names": ("a", True)}
 
 
-def test_code_is_not_saved(tmp_path):
+def test_objects_are_not_saved(tmp_path):
     parts = make()
     with pytest.raises(TypeError, match=r"only tensors, numbers, .* found .*Linear"):
         save(tmp_path / "c", parts, extra={"model": nn.Linear(2, 2)})
@@ -184,7 +184,7 @@ def test_code_is_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failing_write_leaves_the_previous_file(tmp_path, monkeypatch, call):
+def test_failing_write_keeps_the_previous_file(tmp_path, monkeypatch, call):
     parts = make()
     save(tmp_path / "c", parts, extra={"n": 1})
     before = (tmp_path / "c").read_bytes()
@@ -199,7 +199,7 @@ def test_a_failing_write_leaves_the_previous_file(tmp_path, monkeypatch, call):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_missing_folder(tmp_path):
+def test_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
         save(tmp_path / "none" / "c", make())
 
@@ -217,7 +217,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_whole_file_is_there(tmp_path):
+def test_kill_during_save_leaves_a_complete_file(tmp_path):
     path = tmp_path / "c"
     for delay in (0.0, 0.003, 0.01, 0.02, 0.035):
         child = subprocess.Popen(
@@ -242,8 +242,8 @@ def saved(tmp_path):
     return tmp_path / "c"
 
 
-def refused(path, parts, message):
-    """Loading raises one line that matches, and changes nothing."""
+def check_rejected(path, parts, message):
+    """Check that loading raises a one-line error that matches, and changes nothing."""
     before = snapshot(parts)
     with pytest.raises(CheckpointError, match=message) as error:
         load(path, parts)
@@ -277,37 +277,41 @@ def flipped(data, at):
 )
 def test_bad_files(saved, change, message):
     damage(saved, change)
-    refused(saved, make(), message)
+    check_rejected(saved, make(), message)
 
 
-def test_files_of_others_and_of_another_version(saved, tmp_path):
+def test_foreign_files_and_other_versions(saved, tmp_path):
     ds.save_safetensors(make()[0], tmp_path / "weights")
-    refused(tmp_path / "weights", make(), "is not a dynsparse checkpoint")
+    check_rejected(tmp_path / "weights", make(), "is not a dynsparse checkpoint")
     torch.save({"model": {}}, tmp_path / "pickled")
-    refused(tmp_path / "pickled", make(), "is truncated or not a checkpoint")
+    check_rejected(tmp_path / "pickled", make(), "is truncated or not a checkpoint")
     edit_header(saved, lambda header: header.update(version=0))
-    refused(saved, make(), "has format version 0, this dynsparse reads version 1")
+    check_rejected(saved, make(), "has format version 0, this dynsparse reads version 1")
 
 
-def test_of_something_else(saved, tmp_path):
-    refused(saved, make(hidden=20), r"layer '0' was saved with .* the model has \[20, 16, 1, 96\]")
-    refused(saved, make(block_size=2), "layer '0' was saved with")
-    refused(saved, make(optimizer=torch.optim.SGD), "holds the state of Adam, not of SGD")
-    refused(saved, make(SET), "its algorithm is 'RigL', here it is 'SET'")
-    refused(saved, make(drop_fraction=0.1), "its schedule is")
-    refused(saved, make(pooling="max"), "its growth is .*'sum'.*, here it is .*'max'")
+def test_checkpoint_of_another_training(saved, tmp_path):
+    check_rejected(
+        saved, make(hidden=20), r"layer '0' was saved with .* the model has \[20, 16, 1, 96\]"
+    )
+    check_rejected(saved, make(block_size=2), "layer '0' was saved with")
+    check_rejected(saved, make(optimizer=torch.optim.SGD), "holds the state of Adam, not of SGD")
+    check_rejected(saved, make(SET), "its algorithm is 'RigL', here it is 'SET'")
+    check_rejected(saved, make(drop_fraction=0.1), "its schedule is")
+    check_rejected(saved, make(pooling="max"), "its growth is .*'sum'.*, here it is .*'max'")
     model, opt, trainer, scheduler = make()
-    refused(saved, (nn.Sequential(model, nn.Linear(2, 2)), opt, trainer, scheduler), "only one of")
+    check_rejected(
+        saved, (nn.Sequential(model, nn.Linear(2, 2)), opt, trainer, scheduler), "only one of"
+    )
     double = make()
     double[0].double()
-    refused(saved, double, r"saved as torch\.float32 .* the model has torch\.float64")
+    check_rejected(saved, double, r"saved as torch\.float32 .* the model has torch\.float64")
     groups = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
-    refused(saved, (model, groups, trainer, scheduler), "saved with groups of")
+    check_rejected(saved, (model, groups, trainer, scheduler), "saved with groups of")
     other = torch.optim.lr_scheduler.StepLR(opt, 3)
-    refused(saved, (model, opt, trainer, other), "CosineAnnealingLR, not of StepLR")
+    check_rejected(saved, (model, opt, trainer, other), "CosineAnnealingLR, not of StepLR")
 
     save_checkpoint(tmp_path / "bare", model=model, optimizer=opt)
-    refused(tmp_path / "bare", (model, opt, trainer, scheduler), "saved without a trainer")
+    check_rejected(tmp_path / "bare", (model, opt, trainer, scheduler), "saved without a trainer")
     with pytest.raises(CheckpointError, match="saved without a lr_scheduler"):
         load_checkpoint(tmp_path / "bare", model=model, lr_scheduler=scheduler)
     with pytest.raises(CheckpointError, match="holds no generator 'data'"):
@@ -317,15 +321,15 @@ def test_of_something_else(saved, tmp_path):
         load_checkpoint(tmp_path / "data", model=model, generators={"data": random.Random()})
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none", make())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
-def test_optimizer_state_that_is_not_finite(saved, tmp_path, key, bad):
-    """Saved, it would replace a good checkpoint; loaded, it would make weights of NaN."""
+def test_nonfinite_optimizer_state_is_neither_saved_nor_loaded(saved, tmp_path, key, bad):
+    """Saving it would replace a good checkpoint; loading it would give NaN weights."""
     parts = make()
     epoch(*parts, seed_all())
     before = saved.read_bytes()
@@ -338,10 +342,10 @@ def test_optimizer_state_that_is_not_finite(saved, tmp_path, key, bad):
     place = next(n for n, p in enumerate(parts[0].parameters()) if p is parts[0][3].values)
     numbers[place][key].view(-1)[1] = bad
     write_parts(saved, payload)
-    refused(saved, make(), rf"{key} of '3.values' holds NaN or infinity")
+    check_rejected(saved, make(), rf"{key} of '3.values' holds NaN or infinity")
 
 
-def holding_itself():
+def recursive_list():
     made = []
     made.append(made)
     return made
@@ -357,10 +361,10 @@ def holding_itself():
             TypeError,
             r"no tensors of torch\.qint8",
         ),
-        (holding_itself, ValueError, "holds itself"),
+        (recursive_list, ValueError, "holds itself"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, extra, error, message):
+def test_unloadable_values_are_not_saved(tmp_path, extra, error, message):
     model, optimizer, _, _ = make()
     with pytest.raises(error, match=message) as caught:
         save_checkpoint(tmp_path / "c", model=model, optimizer=optimizer, extra={"a": extra()})

@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: parts of the wrong type, and small files that stand for much."""
+"""Untrusted checkpoints: parts of the wrong type, and small files that claim a large content."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def parts(good):
     return read_parts(good)
 
 
-def check_refused(file, match):
+def check_file_rejected(file, match):
     layer, optimizer = training()
     model = copy.deepcopy(layer.state_dict())
     state = torch.get_rng_state()
@@ -55,7 +55,7 @@ def check_refused(file, match):
 def refused(tmp_path):
     def check(parts, match):
         write_parts(tmp_path / "bad", parts)
-        check_refused(tmp_path / "bad", match)
+        check_file_rejected(tmp_path / "bad", match)
 
     return check
 
@@ -76,7 +76,7 @@ def test_parts_of_the_wrong_type(refused, parts):
     refused({**parts, "generators": {"a": 1}}, "expected a kind and a state")
 
 
-def test_what_is_inside_the_parts_changes_nothing_either(refused, parts):
+def test_damaged_parts_change_nothing(refused, parts):
     for key in ("torch", "numpy", "python"):
         refused({**parts, "random": {**parts["random"], key: 1}}, "the random state is dam")
         rest = {name: value for name, value in parts["random"].items() if name != key}
@@ -91,37 +91,37 @@ def test_what_is_inside_the_parts_changes_nothing_either(refused, parts):
     refused({**parts, "patterns": {"": 3}}, "layer '' was saved with")
 
 
-def test_json_that_is_nested_too_deep(good):
+def test_deeply_nested_json(good):
     deep: list = []
     for _ in range(120):
         deep = [deep]
     edit_header(good, lambda header: header["state"]["extra"].update(a=deep))
-    check_refused(good, "nested at most 100 deep")
+    check_file_rejected(good, "nested at most 100 deep")
 
 
 def test_json_beyond_the_limit(good, monkeypatch):
     monkeypatch.setenv(VARIABLE, "16000")
-    check_refused(good, f"expected at most 1,000 bytes of JSON.*set {VARIABLE}")
+    check_file_rejected(good, f"expected at most 1,000 bytes of JSON.*set {VARIABLE}")
 
 
-def test_one_tensor_in_many_places(good):
+def test_tensor_referenced_twice(good):
     def repeat(header):
         header["state"]["extra"] = {k: {"$": ["tensor", "model/values"]} for k in "ab"}
 
     edit_header(good, repeat)
-    check_refused(good, "the tensor 'model/values' is named twice")
+    check_file_rejected(good, "the tensor 'model/values' is named twice")
 
 
-def test_a_length_far_beyond_the_file(tmp_path):
+def test_length_beyond_the_file(tmp_path):
     (tmp_path / "bad").write_bytes(struct.pack("<Q", 1 << 62) + b"x")
-    check_refused(tmp_path / "bad", "truncated or not a checkpoint")
+    check_file_rejected(tmp_path / "bad", "truncated or not a checkpoint")
     head = json.dumps({"a": {"dtype": "F32", "shape": [1 << 60], "data_offsets": [0, 1 << 62]}})
     (tmp_path / "bad").write_bytes(struct.pack("<Q", len(head)) + head.encode())
-    check_refused(tmp_path / "bad", "truncated or not a checkpoint")
+    check_file_rejected(tmp_path / "bad", "truncated or not a checkpoint")
 
 
-def test_reading_takes_no_more_than_the_file_and_its_content(tmp_path):
-    """The whole checkpoint path under a bound on memory."""
+def test_reading_memory_is_bounded(tmp_path):
+    """Reading `extra` takes no more memory than the content of the file."""
     layer = SparseLinear(1000, 1000, density=0.5)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     save_checkpoint(tmp_path / "good", model=layer, optimizer=optimizer)

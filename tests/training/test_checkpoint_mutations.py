@@ -1,4 +1,4 @@
-"""Every part of a checkpoint dropped, of another type, of another length: nothing changes."""
+"""Checkpoints with any part missing or of another type or length change nothing."""
 
 import copy
 
@@ -67,7 +67,7 @@ def same(first, second):
 
 
 def mutations(value, path=()):
-    """(path, what, the mutated whole) for every node: dropped, of other types, of other lengths."""
+    """Yield (path, description, mutated copy) per node: removed, or of another type or length."""
     inner = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -101,7 +101,7 @@ def mutations(value, path=()):
     ("kind", "optimizer"),
     [("RigL", "Adam"), ("TopKAST", "SGD"), ("GMP", "Adam"), ("GraNet", "SGD")],
 )
-def test_no_mutation_changes_anything_unless_it_is_loaded_whole(kind, optimizer, tmp_path):
+def test_mutated_checkpoint_loads_completely_or_changes_nothing(kind, optimizer, tmp_path):
     made = parts(kind, optimizer)
     train(made, 5)
     save_checkpoint(tmp_path / "good", **made, extra={"epoch": 1})

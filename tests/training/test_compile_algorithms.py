@@ -1,4 +1,4 @@
-"""Compiled models train as others do when layers change their size or use some of their slots."""
+"""Compiled training equals eager training if layers change size or use an active subset."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Trainings with sparse convolutions: every algorithm, step by step beside two other models.
+"""Training with sparse convolutions, compared step by step with two reference models.
 
-One has a linear layer over the unfolded input in place of each convolution, which the trainers
-treat as any other; the other is a masked dense `nn.Conv2d` that knows nothing of the library.
+One replaces each convolution by a sparse linear layer over the unfolded input; the other is a
+masked dense `nn.Conv2d` that does not use the library.
 """
 
 import copy
@@ -67,7 +67,7 @@ def sgd(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_algorithm_as_on_the_unfolded_input(name, b):
+def test_every_algorithm_equals_unfolded_linear_layers(name, b):
     algorithm = BY_NAME[name]
     model = network(b, algorithm.first_density(0.25))
     other = nn.Sequential(*[
@@ -103,7 +103,7 @@ def test_every_algorithm_as_on_the_unfolded_input(name, b):
 
 
 @pytest.mark.parametrize("b", [1, 2])
-def test_rigl_as_masked_dense_convolutions(b):
+def test_rigl_equals_masked_dense_convolutions(b):
     model = network(b, 0.25)
     dense = ds.densify(copy.deepcopy(model))
     places = [i for i, m in enumerate(model) if isinstance(m, SparseConv2d)]
@@ -164,8 +164,8 @@ def rewired(conv, mask, gradient, share, optimizer, b):
 
 
 @pytest.mark.parametrize("name", ["rigl", "snfs", "topkast"])
-def test_a_resumed_training_goes_on_to_the_same_bits(name, tmp_path):
-    """Checkpoints hold what growth has seen, which of convolutions are views."""
+def test_resume_is_exact(name, tmp_path):
+    """Checkpoints contain the captured pairs, which are views for convolutions."""
 
     def begin():
         model = network(1, 0.25)
@@ -198,7 +198,7 @@ def test_a_resumed_training_goes_on_to_the_same_bits(name, tmp_path):
     assert whole[0][0].pattern == second[0][0].pattern
 
 
-def test_growth_of_groups_and_of_one_dimension():
+def test_growth_of_grouped_and_1d_convolutions():
     for layer, size in (
         (SparseConv2d(6, 12, (3, 2), 2, 1, groups=3, density=0.2, block_size=2), (7, 6)),
         (SparseConv1d(6, 4, 3, padding="same", groups=2, density=0.2), (9,)),

@@ -1,4 +1,4 @@
-"""DeepR, MEST, Top-KAST and gradient starts on a few weights, written out by hand."""
+"""DeepR, MEST, Top-KAST and gradient starts, compared with hand-computed cases."""
 
 import math
 
@@ -27,7 +27,7 @@ def backward(layer, gradient):
     (layer(torch.eye(gradient.shape[1])) * gradient.t()).sum().backward()
 
 
-def test_deepr_drops_what_crosses_zero():
+def test_deepr_drops_weights_that_change_sign():
     layer = layer_of([1.0, -1.0, 0.1, -0.1], [0, 1, 2, 3])
     trainer = ds.DeepR(
         layer, torch.optim.SGD(layer.parameters(), lr=1.0), total_steps=9, l1=0.0, seed=1
@@ -45,7 +45,7 @@ def test_deepr_drops_what_crosses_zero():
     assert trainer.step() is None  # zero has crossed nothing
 
 
-def test_deepr_pulls_to_zero_and_adds_noise():
+def test_deepr_applies_l1_and_noise():
     layer = layer_of([1.0, -1.0], [0, 5])
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     trainer = ds.DeepR(layer, optimizer, total_steps=99, update_interval=50, l1=0.2)
@@ -63,7 +63,7 @@ def test_deepr_pulls_to_zero_and_adds_noise():
     assert abs(float(noise.mean())) < 0.01
 
 
-def test_deepr_of_blocks_looks_at_their_sum():
+def test_deepr_uses_the_sum_of_a_block():
     pattern = SparsePattern.from_flat(torch.tensor([0, 1]), shape=(2, 6), block_size=2)
     layer = SparseLinear(6, 2, pattern=pattern, bias=False)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_mest_score():
     assert MagnitudeGradient(0.5)(blocks).tolist() == [8]
 
 
-def test_mest_spares_what_the_loss_pulls_at():
+def test_mest_keeps_weights_with_large_gradients():
     layer = layer_of([3.0, -1.0, 0.5, 2.0], [0, 1, 2, 3])
     trainer = ds.MEST(
         layer, torch.optim.SGD(layer.parameters(), lr=1e-9), gradient_weight=0.5,
@@ -110,7 +110,7 @@ def test_gradient_step():
     assert layer.values.tolist() == pytest.approx([4, -0.07, 0.05, -3])
 
 
-def test_random_growth_may_start_by_gradient_too():
+def test_gradient_start_with_random_growth():
     layer = layer_of([4.0, 1.0, 2.0, -3.0], [0, 2, 3, 5])
     trainer = ds.SET(
         layer, torch.optim.SGD(layer.parameters(), lr=1e-3), initial_value=GradientStep(),
@@ -123,7 +123,7 @@ def test_random_growth_may_start_by_gradient_too():
 
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12)])
-def test_the_active_set_against_dense(b, shape, generator):
+def test_active_set_equals_dense(b, shape, generator):
     layer = SparseLinear(12, 8, 0.5, b, generator=generator, dtype=torch.float64)
     slots = torch.arange(0, layer.pattern.nnz, 3)
     layer.active = ActiveSet(layer.pattern, slots, layer.values.device)
@@ -146,7 +146,7 @@ def test_the_active_set_against_dense(b, shape, generator):
     torch.testing.assert_close(found[2], expected[2])
 
 
-def test_the_active_set_under_autocast_and_in_float32():
+def test_active_set_under_autocast_and_in_float32():
     layer = SparseLinear(16, 8, 0.5)
     slots = torch.arange(0, layer.pattern.nnz, 2)
     layer.active = ActiveSet(layer.pattern, slots, layer.values.device)
@@ -160,7 +160,7 @@ def test_the_active_set_under_autocast_and_in_float32():
     torch.testing.assert_close(y.float(), exact, atol=0.05, rtol=0.05)
 
 
-def test_an_active_set_ends_with_its_pattern():
+def test_new_pattern_removes_the_active_set():
     layer = SparseLinear(8, 8, 0.5)
     layer.active = ActiveSet(layer.pattern, torch.arange(3), layer.values.device)
     layer.set_pattern(SparsePattern.random((8, 8), nnz=32))
@@ -170,7 +170,7 @@ def test_an_active_set_ends_with_its_pattern():
             ActiveSet(layer.pattern, torch.tensor(slots), layer.values.device)
 
 
-def test_top_kast_by_hand():
+def test_topkast_by_hand():
     layer = layer_of([4.0, 1.0, 2.0, -3.0], [0, 2, 3, 5])
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     trainer = ds.TopKAST(
@@ -196,7 +196,7 @@ def test_top_kast_by_hand():
     assert torch.equal(layer(torch.eye(3)).t(), trained)
 
 
-def test_top_kast_keeps_choosing_when_nothing_is_replaced():
+def test_topkast_updates_the_active_set_without_exploration():
     layer = layer_of([4.0, 1.0, 2.0, -3.0], [0, 2, 3, 5])
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     trainer = ds.TopKAST(
@@ -207,7 +207,7 @@ def test_top_kast_keeps_choosing_when_nothing_is_replaced():
     assert layer.active.slots.tolist() == [0, 1]
 
 
-def test_top_kast_refuses_embedding_tables():
+def test_topkast_rejects_embedding_tables():
     model = nn.Sequential(SparseEmbedding(10, 4, 0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(TypeError, match="layer '0' is an embedding table"):

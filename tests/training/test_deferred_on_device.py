@@ -1,4 +1,4 @@
-"""What a device tells of an update after it: bad numbers, records and telemetry."""
+"""Results of an update that are read from the device later: errors, records and telemetry."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from dynsparse.training.records.files import pending_recorders
 
 
 @pytest.mark.parametrize("make", [ds.RigL, ds.SNFS])
-def test_grown_weights_that_start_with_nan_are_told_of_later_or_at_once(off_cpu, monkeypatch, make):
-    """As a device finds out, who does not tell before it is asked."""
+def test_nan_initial_values_raise_later_or_at_once(off_cpu, monkeypatch, make):
+    """The check is deferred, unless the update changes sizes."""
     monkeypatch.setattr(update, "is_finite", lambda tensor: True)
     net = model(1, torch.float32)
 
@@ -44,7 +44,7 @@ def test_grown_weights_that_start_with_nan_are_told_of_later_or_at_once(off_cpu,
         own.step()
 
 
-def test_weights_that_are_nan_are_told_of_by_topkast_later(off_cpu):
+def test_topkast_raises_for_nan_weights_later(off_cpu):
     net = model(1, torch.float32)
     own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.0), **TIMES, exploration=0.0)
     with torch.no_grad():
@@ -62,8 +62,8 @@ def test_weights_that_are_nan_are_told_of_by_topkast_later(off_cpu):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, tmp_path, late):
-    """They are what they are where updates come at once."""
+def test_records_and_telemetry_of_deferred_updates(off_cpu, monkeypatch, tmp_path, late):
+    """They equal those of updates that are read at once."""
     came = not late
     monkeypatch.setattr(HostCopy, "is_ready", property(lambda own: came))
     net = model(1, torch.float32)
@@ -107,7 +107,7 @@ def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, t
     assert figures["all/exploration"] == ever / sum(p.total for p in patterns[0])
 
 
-def test_a_state_is_never_ahead_of_its_record(off_cpu, monkeypatch, tmp_path):
+def test_state_dict_flushes_the_record(off_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(HostCopy, "is_ready", property(lambda own: False))
     net = model(1, torch.float32)
     own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
@@ -123,7 +123,7 @@ def test_a_state_is_never_ahead_of_its_record(off_cpu, monkeypatch, tmp_path):
     recorder.truncate(5, {name: layer.pattern for name, layer in own.layers.items()})
 
 
-def test_an_update_that_would_rank_by_infinity_does_not_happen_and_is_told_of_later(off_cpu):
+def test_update_with_infinite_gradient_is_skipped_and_raises_later(off_cpu):
     net = model(1, torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     trainer = ds.RigL(net, optimizer, **TIMES)
@@ -156,7 +156,7 @@ def test_an_update_that_would_rank_by_infinity_does_not_happen_and_is_told_of_la
     assert net[0].pattern != first
 
 
-def test_a_change_of_size_is_refused_at_once(off_cpu):
+def test_change_of_size_with_nan_gradient_raises_at_once(off_cpu):
     net = model(1, torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = ds.GMP(net, optimizer, **TIMES, final_density=0.1)
@@ -173,7 +173,7 @@ def test_a_change_of_size_is_refused_at_once(off_cpu):
 
 
 class Event:
-    """What a device passes when it comes to it."""
+    """A stand-in for a CUDA event."""
 
     passed = False
 
@@ -184,7 +184,7 @@ class Event:
         self.passed = True
 
 
-def test_answers_that_have_not_arrived_are_waited_for_by_nobody():
+def test_pending_results_are_not_waited_for():
     layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
     for answer in (torch.tensor(False), torch.tensor(True)):
         deferred_checks.defer_check(layers["fc"], answer, "odd")
@@ -197,7 +197,7 @@ def test_answers_that_have_not_arrived_are_waited_for_by_nobody():
     assert layers["fc"] not in deferred_checks._pending
 
 
-def test_what_is_not_finite():
+def test_any_not_finite():
     good = [torch.ones(3), torch.zeros(0), torch.arange(4), torch.full((2,), 6e4).half()]
     assert not bool(deferred_checks.any_not_finite(good))
     for bad in (torch.inf, -torch.inf, torch.nan):

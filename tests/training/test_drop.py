@@ -1,4 +1,4 @@
-"""Drop scores and the selection of what leaves."""
+"""Drop scores and the selection of dropped blocks."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_magnitude_of_elements_and_blocks():
     assert not magnitude(torch.ones(2, requires_grad=True)).requires_grad
 
 
-def test_the_reference_case():
+def test_reference_case():
     # Of 10, 20, 30, 40, 50 the two smallest leave, whatever the signs.
     assert lowest(magnitude(torch.tensor([10.0, 20, 30, 40, 50])), 2).tolist() == [0, 1]
     assert lowest(magnitude(torch.tensor([50.0, -10, 30, -40, 20])), 3).tolist() == [1, 2, 4]
@@ -41,7 +41,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("scores", [[3.0, 1, 2, 1, 1, 5], [6.0, 5, 4, 3, 2, 1], [0.0] * 6])
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 6])
-def test_equal_scores_leave_by_position_whatever_their_slots(scores, count):
+def test_ties_are_dropped_by_position(scores, count):
     rows, cols = torch.tensor([2, 0, 1, 0, 2, 1]), torch.tensor([1, 2, 0, 0, 0, 2])
     pattern = SparsePattern._in_order(rows, cols, shape=(3, 3), block_size=1)
     slots = sorted(range(6), key=lambda i: (scores[i], rows[i], cols[i]))[:count]

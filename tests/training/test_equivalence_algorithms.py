@@ -1,4 +1,4 @@
-"""Algorithms that keep the size of every layer equal, step by step, masked dense trainings."""
+"""Algorithms of fixed capacity equal masked dense trainings, step by step."""
 
 import pytest
 import torch

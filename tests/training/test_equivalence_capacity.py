@@ -1,4 +1,4 @@
-"""Algorithms that change the size of layers equal, step by step, masked dense trainings."""
+"""Algorithms that change the capacity equal masked dense trainings, step by step."""
 
 import math
 
@@ -22,7 +22,7 @@ import dynsparse as ds
 
 
 def share(total, weights, most):
-    """In proportion to `weights`; what a full layer cannot take is shared among the others."""
+    """Share `total` in proportion to `weights`; the excess of full layers goes to the others."""
     quota = [total * w / sum(weights) for w in weights]
     full = [q >= m for q, m in zip(quota, most, strict=True)]
     if any(full):

@@ -1,4 +1,4 @@
-"""The two growths as the trainer calls them."""
+"""Gradient and random growth, called as by the trainer."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dynsparse.training import GradientGrowth, RandomGrowth
 PATTERN = SparsePattern([0, 1], [0, 2], shape=(2, 3))
 
 
-def test_gradient_growth_takes_the_largest():
+def test_gradient_growth_selects_the_largest():
     x, dy = torch.eye(3), torch.tensor([[1.0, 3.0], [-4.0, 0.0], [2.0, -5.0]])
     growth = GradientGrowth()
     assert growth.needs_gradients
@@ -30,14 +30,14 @@ def test_random_growth_stays_outside_and_resumes():
     assert [again.choose([request], step)[0].tolist() for step in range(20)] == first
 
 
-def test_a_state_without_a_seed_is_refused():
+def test_state_without_a_seed_raises():
     state = RandomGrowth(seed=4).state_dict()
     del state["seed"]
     with pytest.raises(ValueError, match="must hold an integer as its seed, got None"):
         RandomGrowth(seed=4).check_state(state)
 
 
-def test_random_growth_without_a_seed_follows_the_global_one():
+def test_random_growth_without_a_seed_uses_the_global_generator():
     torch.manual_seed(7)
     first = RandomGrowth().seed
     torch.manual_seed(7)

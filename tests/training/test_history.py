@@ -1,4 +1,4 @@
-"""The gradient that growth looks at: of the last step, or its momentum."""
+"""The gradient used for growth: of the last step, or its momentum."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def dense(pairs):
 
 
 @pytest.mark.parametrize("b", [1, 2])
-def test_gradient_at_against_dense(b, generator):
+def test_gradient_at_equals_dense(b, generator):
     pairs = steps(1, generator, micro_batches=3)[0]
     pattern = SparsePattern.random((6, 8), 0.4, block_size=b, generator=generator)
     torch.testing.assert_close(gradient_at(pairs, pattern), pattern.values_of(dense(pairs)))
@@ -74,7 +74,7 @@ def test_momentum_is_a_weighted_sum_of_gradients(make, expected, micro_batches, 
         assert history.has("fc")
 
 
-def test_a_window_holds_so_many_steps_only(generator):
+def test_window_keeps_a_limited_number_of_steps(generator):
     history = WindowMomentum(0.9, 4)
     for pairs in steps(9, generator):
         history.observe("fc", pairs)
@@ -82,7 +82,7 @@ def test_a_window_holds_so_many_steps_only(generator):
     assert sum(x.numel() + dy.numel() for x, dy in history.pairs("fc")) == 4 * 3 * (8 + 6)
 
 
-def test_an_input_buffer_may_be_filled_anew(generator):
+def test_input_buffers_may_be_reused(generator):
     history, momentum = WindowMomentum(0.5, 3), torch.zeros(6, 8, dtype=torch.float64)
     buffer = [torch.empty(3, 8, dtype=torch.float64), torch.empty(3, 6, dtype=torch.float64)]
     for pairs in steps(3, generator):
@@ -97,7 +97,7 @@ def test_an_input_buffer_may_be_filled_anew(generator):
     ("window", "captured"),
     [(3, [8, 9, 10, 18, 19, 20, 28, 29, 30]), (10, range(1, 31)), (None, range(1, 31))],
 )
-def test_gradients_are_kept_in_the_steps_that_count(window, captured):
+def test_gradients_are_captured_within_the_window(window, captured):
     layer = SparseLinear(8, 8, density=0.3)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     # T_end is 37.5: the last update is at step 30.
@@ -111,7 +111,7 @@ def test_gradients_are_kept_in_the_steps_that_count(window, captured):
     assert found == list(captured)
 
 
-def test_a_layer_whose_gradient_came_earlier_in_the_window_still_counts():
+def test_layer_used_earlier_in_the_window_is_updated():
     model = nn.Sequential(SparseLinear(8, 8, density=0.3), SparseLinear(8, 8, density=0.3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = ds.SNFS(model, optimizer, total_steps=50, update_interval=4, window=4)
@@ -122,8 +122,8 @@ def test_a_layer_whose_gradient_came_earlier_in_the_window_still_counts():
     assert list(rewirings) == ["0", "1"]
 
 
-def test_a_history_from_a_checkpoint_goes_on_where_the_layers_are():
-    """States are loaded on the CPU; tensors without memory stand for those of a device."""
+def test_loaded_history_moves_to_the_layers_device():
+    """States are loaded on the CPU; meta tensors stand for those of a device."""
     here = torch.randn(3, 4), torch.randn(3, 6)
     there = tuple(tensor.to("meta") for tensor in here)
     for made in (WindowMomentum(), DenseMomentum()):

@@ -1,4 +1,4 @@
-"""How far the resident memory rises: a fact of the machine's allocator, so on Linux only."""
+"""Peak resident memory of trainings; depends on the allocator, so on Linux only."""
 
 import ctypes
 import json
@@ -31,7 +31,7 @@ def test_a_large_layer_trains_and_changes_its_pattern_in_300_megabytes(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_benchmark_says_what_the_memory_is_made_of(tmp_path):
+def test_benchmark_reports_the_parts_of_memory(tmp_path):
     result = tmp_path / "memory.json"
     command = [sys.executable, str(BENCHMARK), "--size", "1024", "--density", "0.1", "--steps", "2"]
     subprocess.run([*command, "--json", str(result)], check=True)
@@ -75,7 +75,7 @@ def is_glibc() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not is_glibc(), reason="of glibc")
 @pytest.mark.parametrize("how", ["keep", "as it comes"])
-def test_freed_memory_stays_where_it_is_asked_to(how):
+def test_keep_freed_memory(how):
     command = [sys.executable, "-c", FREED, how]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, left = map(int, done.stdout.split())
@@ -83,6 +83,6 @@ def test_freed_memory_stays_where_it_is_asked_to(how):
     assert left >= 75 if how == "keep" else left <= 40
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
+def test_other_c_libraries_are_not_changed(monkeypatch):
     monkeypatch.setattr(memory, "_of_glibc", lambda name: None)
     assert ds.training.keep_memory() is False

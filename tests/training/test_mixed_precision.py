@@ -1,4 +1,4 @@
-"""Autocast in bfloat16 and float16, with a scaler of the loss, on the CPU and elsewhere."""
+"""Autocast in bfloat16 and float16, with GradScaler, on and off the CPU."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def made(b):
 
 
 def train(model, dtype, how=None, steps=30):
-    """The losses of a training that changes patterns every five steps."""
+    """Return the losses of a training with an update every five steps."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     trainer = ds.RigL(model, optimizer, total_steps=steps, update_interval=5, drop_fraction=0.3)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
@@ -48,7 +48,7 @@ def train(model, dtype, how=None, steps=30):
 
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_training_in_sixteen_bits_follows_that_in_float32(place, dtype, b):
+def test_16_bit_training_follows_float32(place, dtype, b):
     exact, low = train(made(b), torch.float32), train(made(b), dtype)
     assert low[-1] < 0.6 * low[0]
     for one, other in zip(low, exact, strict=True):
@@ -56,11 +56,11 @@ def test_training_in_sixteen_bits_follows_that_in_float32(place, dtype, b):
 
 
 @pytest.mark.parametrize("how", [True, False])
-def test_checkpointing_comes_to_the_same_bits(place, how):
+def test_activation_checkpointing_is_exact(place, how):
     assert train(made(1), torch.float16) == train(made(1), torch.float16, how)
 
 
-def test_a_step_that_the_scaler_skips_is_none(place):
+def test_step_skipped_by_the_scaler_does_not_count(place):
     model = made(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = ds.RigL(model, optimizer, total_steps=9, update_interval=1, drop_fraction=0.3)
@@ -129,8 +129,8 @@ def test_updates_by_hand_equal_those_in_float32():
     assert torch.equal(grown[1], expected)
 
 
-def test_a_momentum_is_that_of_gradients_without_their_scale():
-    """The scale halves and grows between the steps of the momentum."""
+def test_momentum_uses_unscaled_gradients():
+    """The loss scale changes between the steps of the momentum."""
     found = []
     for dtype in (torch.float32, torch.float16):
         model = made(1)
@@ -150,7 +150,7 @@ def test_a_momentum_is_that_of_gradients_without_their_scale():
         torch.testing.assert_close(found[1][name], momentum, rtol=1e-6, atol=0)
 
 
-def test_an_optimizer_that_skips_steps_unnoticed_is_refused():
+def test_optimizer_that_skips_steps_silently_raises():
     model = made(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     fused = torch.optim.Adam(model.parameters(), fused=True)

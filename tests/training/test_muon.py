@@ -1,4 +1,4 @@
-"""MuonAdamW: torch's Muon and AdamW, step by step, through updates, checkpoints and schedulers."""
+"""MuonAdamW equals torch's Muon and AdamW, also with updates, checkpoints and schedulers."""
 
 import copy
 
@@ -51,7 +51,7 @@ def rigl(model, optimizer):
     return ds.RigL(model, optimizer, schedule=ConstantSchedule(100, 3, 0.3))
 
 
-def test_equals_the_two_optimizers_of_torch():
+def test_equals_torch_muon_and_adamw():
     model = build()
     reference = copy.deepcopy(model)
     optimizer = MuonAdamW(model, 0.01, 0.05, adamw="head", momentum=0.9, betas=(0.8, 0.99))
@@ -86,7 +86,7 @@ def test_equals_the_two_optimizers_of_torch():
         torch.testing.assert_close(tensor, state[name], msg=name)
 
 
-def test_a_checkpoint_resumes_exactly(tmp_path):
+def test_resume_is_exact(tmp_path):
     def start():
         model = build()
         optimizer = MuonAdamW(model, 0.01)
@@ -108,7 +108,7 @@ def test_a_checkpoint_resumes_exactly(tmp_path):
             assert torch.equal(tensor, other[0].state_dict()[name]), name
 
 
-def test_what_takes_muon():
+def test_parameters_assigned_to_muon():
     model = Model()
     model.head.weight = model.embed.weight
     model.blocks.requires_grad_(False)

@@ -1,6 +1,6 @@
-"""Memory that runs out at any moment of an update leaves the state before it, or the one after it.
+"""Running out of memory at any point of an update leaves the state before or after it.
 
-Every tensor that a step makes, and every array of a pattern, is refused once.
+Each allocation of a tensor or of an array of a pattern fails once.
 """
 
 import pytest
@@ -15,8 +15,8 @@ from dynsparse.training.update import prepare_changes
 _SMALL = 32  # bytes; below lie numbers, and single entries
 
 
-class Scarce(TorchDispatchMode):
-    """Refuses the n-th result that lies in memory of its own."""
+class FailingAllocator(TorchDispatchMode):
+    """Fails the n-th operation whose result has new memory."""
 
     def __init__(self, refused):
         super().__init__()
@@ -42,8 +42,8 @@ def _memory(tensor):
 
 
 def update(trainer, refused, monkeypatch):
-    """The update, during which that allocation fails; how many there were up to then."""
-    scarce = Scarce(refused)
+    """Run the update; allocation number `refused` fails. Return (allocations, error or None)."""
+    scarce = FailingAllocator(refused)
     empty = index_arrays.empty
 
     def refusing(*shape, dtype, **more):
@@ -65,7 +65,7 @@ def update(trainer, refused, monkeypatch):
     ("name", "optimizer"),
     [*((name, "Adam") for name in ALL), ("rigl", "Adagrad"), ("granet", "Adagrad")],
 )
-def test_memory_runs_out_at_every_point_of_an_update(name, optimizer, monkeypatch):
+def test_out_of_memory_at_every_point_of_an_update(name, optimizer, monkeypatch):
     def ready():
         kind = getattr(torch.optim, optimizer)
         more = {"initial_accumulator_value": 0.1} if optimizer == "Adagrad" else {}
@@ -101,7 +101,7 @@ def test_memory_runs_out_at_every_point_of_an_update(name, optimizer, monkeypatc
     assert same(state_of(model, trainer), after)
 
 
-def test_what_changes_over_takes_no_memory(monkeypatch):
+def test_applying_prepared_changes_allocates_nothing(monkeypatch):
     model, trainer = make("rigl")
     seen = []
 
@@ -109,7 +109,7 @@ def test_what_changes_over_takes_no_memory(monkeypatch):
         change_over = prepare_changes(changes, ranks, patterns)
 
         def counted():
-            with Scarce(None) as scarce:
+            with FailingAllocator(None) as scarce:
                 change_over()
             seen.append(scarce.count)
 

@@ -1,7 +1,7 @@
-"""State of torch's optimizers in every configuration follows the updates of a training.
+"""State of torch's optimizers, in every configuration, follows pattern updates.
 
-What an update has to do is known here by position: a connection in both patterns keeps its state,
-one that is new has the state of a new weight.
+Checked by position: a connection in both patterns keeps its state, a new one has the state of a
+new weight.
 """
 
 import inspect
@@ -39,7 +39,7 @@ INITIAL = {"Adagrad": {"sum": "initial_accumulator_value"}, "Rprop": {"step_size
 
 
 def configurations():
-    """(class, its options): each of OPTIONS with each switch and number that the class takes."""
+    """Return (class, options): each of OPTIONS with each flag and number that the class accepts."""
     for name, cases in OPTIONS.items():
         kind = getattr(torch.optim, name)
         takes = inspect.signature(kind).parameters
@@ -60,8 +60,8 @@ def label(case):
     return "-".join([name, *(k for k in options if k != "lr" or torch.is_tensor(options[k]))])
 
 
-def laid_out(layer, optimizer):
-    """Each state with an entry for each block, by flat position: [all blocks, ...]."""
+def dense_states(layer, optimizer):
+    """Return each state with an entry per block, by flat position: [all blocks, ...]."""
     pattern, found = layer.pattern, {}
     for key, tensor in optimizer.state[layer.values].items():
         if torch.is_tensor(tensor) and tensor.dim() and len(tensor) == pattern.nnz:
@@ -70,8 +70,8 @@ def laid_out(layer, optimizer):
     return found
 
 
-def present(pattern):
-    """bool [all blocks]."""
+def present_mask(pattern):
+    """Return the mask of present blocks: bool [all blocks]."""
     return torch.zeros(pattern.total, dtype=torch.bool).index_fill(0, pattern.flat, True)
 
 
@@ -91,7 +91,7 @@ def test_state_follows_by_position(case, block_size, algorithm):
 
     def remember():
         before.clear()
-        before.update(laid_out(layer, optimizer), mask=present(layer.pattern))
+        before.update(dense_states(layer, optimizer), mask=present_mask(layer.pattern))
         return take()
 
     trainer._after = remember
@@ -102,10 +102,10 @@ def test_state_follows_by_position(case, block_size, algorithm):
         layer(x).square().mean().backward()
         if not trainer.step():
             continue
-        mask = present(layer.pattern)
+        mask = present_mask(layer.pattern)
         kept, grown = before["mask"] & mask, mask & ~before["mask"]
         assert kept.any()
-        after = laid_out(layer, optimizer)
+        after = dense_states(layer, optimizer)
         assert after.keys() == before.keys() - {"mask"}
         for key, state in after.items():
             option = INITIAL.get(name, {}).get(key)

@@ -1,4 +1,4 @@
-"""Every optimizer's state follows a pattern update, worked out by hand."""
+"""State of every optimizer follows a pattern update; compared with hand-computed cases."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ START = {("adagrad", "sum"): 0.25, ("rprop", "step_size"): 0.1}
 
 
 def trained(kind, block_size):
-    """A 2 x 3 grid with blocks 0, 2, 5 present, after two steps of the optimizer."""
+    """Take two optimizer steps of a 2 x 3 grid with blocks 0, 2, 5 present."""
     b = block_size
     pattern = SparsePattern([0, 0, 1], [0, 2, 2], shape=(2 * b, 3 * b), block_size=b)
     layer = SparseLinear(3 * b, 2 * b, pattern=pattern)
@@ -49,7 +49,7 @@ def trained(kind, block_size):
 
 @pytest.mark.parametrize("block_size", [1, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_survivors_keep_and_grown_start_anew(kind, block_size):
+def test_kept_blocks_keep_state_and_grown_blocks_reset(kind, block_size):
     layer, optimizer = trained(kind, block_size)
     # Slot 1 (position 2) leaves and position 4 joins: the blocks become 0, 4, 5.
     rewiring = Rewiring.make(layer.pattern, torch.tensor([1]), torch.tensor([4]))
@@ -81,7 +81,7 @@ def test_survivors_keep_and_grown_start_anew(kind, block_size):
     assert layer.values.isfinite().all()
 
 
-def test_state_that_follows_no_pattern_is_refused():
+def test_state_of_unknown_shape_raises():
     layer, optimizer = trained("adam", 1)
     optimizer.state[layer.values]["sketch"] = torch.zeros(2)
     drop, grow = torch.tensor([0]), torch.tensor([4])
@@ -90,7 +90,7 @@ def test_state_that_follows_no_pattern_is_refused():
         rewire_state(optimizer, layer.values, rewiring)
 
 
-def test_an_optimizer_that_has_not_stepped_has_nothing_to_follow():
+def test_optimizer_without_state():
     layer = SparseLinear(4, 4, density=0.5)
     optimizer = torch.optim.Adam(layer.parameters())
     rewiring = Rewiring.make(layer.pattern, torch.tensor([]), torch.tensor([]))

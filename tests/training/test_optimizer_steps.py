@@ -1,4 +1,4 @@
-"""The trainer follows the optimizer's steps, whoever takes them, and takes each of them once."""
+"""The trainer counts each optimizer step once, however it is taken."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from dynsparse.training import scaled_step
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_optimizers_own_step_is_the_trainers(name):
+def test_optimizer_step_equals_trainer_step(name):
     one, other = make(name), make(name)
     for step in range(6):
         backward(*one)
@@ -26,7 +26,7 @@ def test_the_optimizers_own_step_is_the_trainers(name):
     assert one[1].steps == other[1].steps == 6
 
 
-def by_closure(model, optimizer, trainer, step):
+def step_with_closure(model, optimizer, trainer, step):
     def closure():
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -36,7 +36,7 @@ def by_closure(model, optimizer, trainer, step):
     assert optimizer.step(closure) is not None
 
 
-def by_named_closure(model, optimizer, trainer, step):
+def step_with_named_closure(model, optimizer, trainer, step):
     def closure():
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -44,7 +44,7 @@ def by_named_closure(model, optimizer, trainer, step):
     optimizer.step(closure=closure)
 
 
-def by_scaler(model, optimizer, trainer, step):
+def step_with_scaler(model, optimizer, trainer, step):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # a power of two: the same bits
     optimizer.zero_grad()
     scaler.scale(loss_of(model, step)).backward()
@@ -52,7 +52,7 @@ def by_scaler(model, optimizer, trainer, step):
     scaler.update()
 
 
-def by_hand(model, optimizer, trainer, step):
+def step_in_two_parts(model, optimizer, trainer, step):
     optimizer.zero_grad()
     loss_of(model, step).backward()
     trainer.before_optimizer_step()
@@ -60,16 +60,25 @@ def by_hand(model, optimizer, trainer, step):
     trainer.after_optimizer_step()
 
 
-def in_parts(model, optimizer, trainer, step):
-    """Micro-batches, whose gradients are added up."""
+def step_with_micro_batches(model, optimizer, trainer, step):
+    """Accumulate the gradients of two micro-batches."""
     optimizer.zero_grad()
     (loss_of(model, step) / 2).backward()
     (loss_of(model, step) / 2).backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize("take", [by_closure, by_named_closure, by_scaler, by_hand, in_parts])
-def test_ways_to_take_a_step(take):
+@pytest.mark.parametrize(
+    "take",
+    [
+        step_with_closure,
+        step_with_named_closure,
+        step_with_scaler,
+        step_in_two_parts,
+        step_with_micro_batches,
+    ],
+)
+def test_equivalent_ways_to_step(take):
     expected, parts = reference(), small()
     for step in range(7):
         take(*parts, step)
@@ -78,13 +87,13 @@ def test_ways_to_take_a_step(take):
 
 
 class Scheduled(torch.optim.Adam):
-    """Whose steps contain those of its base, as many people's do."""
+    """Calls the step of its base class, as many custom optimizers do."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
-def test_a_step_inside_a_step_is_one():
+def test_nested_step_counts_once():
     torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # after which torch tells of its steps, too
     expected, parts = reference(torch.optim.Adam), small(Scheduled)
     for step in range(7):
@@ -103,7 +112,7 @@ class Failing(Scheduled):
         return super().step(closure)
 
 
-def test_a_step_after_one_that_failed_inside_the_optimizer():
+def test_step_after_a_failed_optimizer_step():
     expected, parts = reference(torch.optim.Adam), small(Failing)
     for step in range(7):
         parts[1].zero_grad()
@@ -117,7 +126,7 @@ def test_a_step_after_one_that_failed_inside_the_optimizer():
     assert_same(parts, expected)
 
 
-def test_with_a_learning_rate_scheduler():
+def test_learning_rate_scheduler():
     model, optimizer, trainer = small()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for step in range(3):
@@ -128,7 +137,7 @@ def test_with_a_learning_rate_scheduler():
 
 
 @pytest.mark.parametrize("first", ["trainer", "optimizer"])
-def test_a_step_taken_twice_is_an_error(first):
+def test_stepping_twice_raises(first):
     model, optimizer, trainer = small(schedule=EVERY)
     takers = [trainer.step, optimizer.step]
     names = ["trainer.step()", "optimizer.step()"]
@@ -156,7 +165,7 @@ def test_a_step_taken_twice_is_an_error(first):
     assert trainer.steps == 4
 
 
-def test_the_part_after_a_step_that_was_heard_is_an_error():
+def test_after_optimizer_step_twice_raises():
     model, optimizer, trainer = small()
     loss_of(model, 0).backward()
     optimizer.step()
@@ -173,7 +182,7 @@ def test_the_part_after_a_step_that_was_heard_is_an_error():
     assert trainer.steps == 2
 
 
-def test_an_update_that_failed_behind_the_optimizers_own_step_is_made_up_for():
+def test_update_that_failed_in_the_optimizer_step_can_be_retried():
     model, optimizer, trainer = small(schedule=EVERY)
     broken = True
 
@@ -193,7 +202,7 @@ def test_an_update_that_failed_behind_the_optimizers_own_step_is_made_up_for():
     assert trainer.steps == 1
 
 
-def test_the_trainer_made_last_leads():
+def test_last_trainer_of_an_optimizer_is_active():
     model, optimizer, first = small(schedule=EVERY)
     second = ds.Static(model, optimizer)
     loss_of(model, 0).backward()
@@ -211,7 +220,7 @@ def test_the_trainer_made_last_leads():
     assert (first.steps, second.steps) == (2, 1)
 
 
-def test_trainers_of_several_models_in_one_optimizer_all_follow():
+def test_trainers_of_several_models_share_an_optimizer():
     models = [SparseLinear(8, 8, density=0.3) for _ in range(2)]
     optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
     trainers = [ds.RigL(model, optimizer, schedule=EVERY) for model in models]
@@ -230,7 +239,7 @@ def test_copies_follow_their_own_optimizer(way):
     assert (trainer.steps, parts[2].steps) == (1, 0)
 
 
-def test_a_loaded_checkpoint_leaves_the_hooks(tmp_path):
+def test_loading_a_checkpoint_keeps_hooks(tmp_path):
     from dynsparse.training import load_checkpoint, save_checkpoint
 
     model, optimizer, trainer = small()
@@ -244,10 +253,10 @@ def test_a_loaded_checkpoint_leaves_the_hooks(tmp_path):
     assert (trainer.steps, heard) == (1, [1])
 
 
-def test_a_scaled_step_and_the_scalers_own_are_the_same():
+def test_scaled_step_equals_scaler_step():
     expected = small()
     for step in range(7):
-        by_scaler(*expected, step)
+        step_with_scaler(*expected, step)
     model, optimizer, trainer = parts = small()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(7):

@@ -1,4 +1,4 @@
-"""Optimizers of other libraries: survivors keep their state exactly, grown weights start anew."""
+"""Optimizers of other libraries: kept weights keep their state exactly, grown ones reset."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_state_follows_updates(library, name, block_size):
 
 
 def tensors_of(optimizer, layer):
-    """By key: what is kept for each weight, as numbers or codes; and that of a fresh weight."""
+    """Return {key: (state per weight, as numbers or codes; state of a fresh weight)}."""
     found = {}
     for _, state in states_of(optimizer, layer.values):
         for key, tensor in state.items():
@@ -92,7 +92,7 @@ def tensors_of(optimizer, layer):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_the_page_lists_what_is_tested():
+def test_page_lists_tested_optimizers():
     table = PAGE.read_text().split("<!-- optimizers tested -->")[1].split("<!--")[0]
     rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
     listed = {library: re.findall(r"`(\w+)`", names) for library, names in rows}

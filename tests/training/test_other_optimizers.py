@@ -1,4 +1,4 @@
-"""Optimizers around others, and those that torch's hooks do not reach."""
+"""Optimizers that wrap others, and optimizers without torch's hooks."""
 
 import warnings
 
@@ -10,8 +10,8 @@ import dynsparse as ds
 from dynsparse.training import ConstantSchedule
 
 
-class Around(torch.optim.Optimizer):
-    """As libraries put one around another: it knows when to step, and has no hooks of its own."""
+class EveryNthStep(torch.optim.Optimizer):
+    """A wrapper without hooks that steps the wrapped optimizer every n-th call."""
 
     def __init__(self, optimizer, every):
         self.optimizer, self.every, self.calls = optimizer, every, 0
@@ -22,8 +22,8 @@ class Around(torch.optim.Optimizer):
             self.optimizer.step()
 
 
-class Deaf(torch.optim.SGD):
-    """Which torch's constructor never saw."""
+class WithoutHooks(torch.optim.SGD):
+    """An optimizer that does not call torch's constructor."""
 
     def __init__(self, parameters):
         made = torch.optim.SGD(parameters, lr=0.05)
@@ -36,9 +36,9 @@ class Deaf(torch.optim.SGD):
                     p.sub_(p.grad, alpha=group["lr"])
 
 
-def test_an_optimizer_around_another():
+def test_wrapped_optimizer():
     model, optimizer, _ = small()
-    around = Around(optimizer, 2)
+    around = EveryNthStep(optimizer, 2)
     trainer = ds.RigL(model, around, schedule=EVERY)
     made = []
     for step in range(4):
@@ -49,10 +49,12 @@ def test_an_optimizer_around_another():
     assert trainer.optimizer is optimizer
 
 
-def test_an_optimizer_without_hooks_is_stepped_by_the_trainer():
+def test_optimizer_without_hooks():
     expected = reference()
     model, _, _ = small()
-    trainer = ds.RigL(model, Deaf(model.parameters()), schedule=ConstantSchedule(100, 3, 0.4))
+    trainer = ds.RigL(
+        model, WithoutHooks(model.parameters()), schedule=ConstantSchedule(100, 3, 0.4)
+    )
     for step in range(7):
         model.zero_grad()
         loss_of(model, step).backward()
@@ -60,7 +62,7 @@ def test_an_optimizer_without_hooks_is_stepped_by_the_trainer():
     assert_same((model, None, trainer), expected)
 
 
-def test_accelerate_counts_what_was_stepped():
+def test_accelerate_counts_steps_taken():
     accelerate = pytest.importorskip("accelerate")
 
     def run(prepare_first, by_trainer=False):

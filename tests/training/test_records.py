@@ -1,4 +1,4 @@
-"""Records: what is written is what is read, and damage is told in one line."""
+"""Records round-trip, and damaged ones raise a one-line error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rewire(pattern: SparsePattern, count: int, generator: torch.Generator) -> Re
 
 
 def write(path: Path, updates: int = 4, seed: int = 0, overwrite: bool = False, **metadata):
-    """A record of two layers, and the patterns it should give back at each index."""
+    """Write a record of two layers; return the patterns expected at each index."""
     generator = torch.Generator().manual_seed(seed)
     now = {
         "fc1": SparsePattern.random((12, 20), 0.2, generator=generator),
@@ -48,7 +48,7 @@ def write(path: Path, updates: int = 4, seed: int = 0, overwrite: bool = False, 
     return recorder, history
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_round_trip(tmp_path):
     _, history = write(tmp_path / "r", seed=3, dataset="digits", permutation=torch.arange(3))
     records = Records.load(tmp_path / "r")
     assert records.layers == {
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(tmp_path):
         assert records.pattern(name, -1) == history[-1][name]
 
 
-def test_measures_of_a_case_written_out_by_hand(tmp_path):
+def test_measures_by_hand(tmp_path):
     # 2 x 3 positions:  0 1 2 / 3 4 5
     first = SparsePattern.from_flat(torch.tensor([0, 1, 3]), shape=(2, 3))
     second = Rewiring.make(first, torch.tensor([0]), torch.tensor([5]))  # 5 1 3
@@ -97,7 +97,9 @@ def test_measures_of_a_case_written_out_by_hand(tmp_path):
     updates=st.integers(0, 4),
     seed=st.integers(0, 1000),
 )
-def test_measures_agree_with_masks(tmp_path_factory, height, width, block, density, updates, seed):
+def test_measures_equal_those_of_masks(
+    tmp_path_factory, height, width, block, density, updates, seed
+):
     generator = torch.Generator().manual_seed(seed)
     shape = (height * block, width * block)
     pattern = SparsePattern.random(shape, density, block_size=block, generator=generator)
@@ -133,7 +135,7 @@ def test_positions_are_int32_where_they_fit(tmp_path):
     assert Records.load(tmp_path).pattern("large", 0) == large
 
 
-def test_starting_again_replaces_the_record(tmp_path):
+def test_restart_replaces_the_record(tmp_path):
     write(tmp_path, updates=4)
     recorder, history = write(tmp_path, updates=1, seed=9, overwrite=True)
     assert recorder.has_record
@@ -143,7 +145,7 @@ def test_starting_again_replaces_the_record(tmp_path):
     assert records.pattern("fc1", 1) == history[1]["fc1"]
 
 
-def test_truncating_and_going_on_equals_never_having_stopped(tmp_path):
+def test_truncating_and_continuing_equals_an_uninterrupted_record(tmp_path):
     write(tmp_path / "whole", updates=4)
     _, history = write(tmp_path / "resumed", updates=4)
     recorder = Recorder(tmp_path / "resumed")
@@ -164,7 +166,7 @@ def test_truncating_and_going_on_equals_never_having_stopped(tmp_path):
         assert [p for _, p in resumed.patterns(name)] == [p for _, p in whole.patterns(name)]
 
 
-def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
+def test_truncated_line_is_skipped(tmp_path):
     write(tmp_path, updates=2)
     with (tmp_path / "telemetry.jsonl").open("a") as file:
         file.write('{"step": 30, "lo')
@@ -175,7 +177,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     assert [t["step"] for t in Records.load(tmp_path).telemetry] == [10, 20, 21]
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failing_write_changes_nothing(tmp_path, monkeypatch):
     recorder, history = write(tmp_path, updates=2)
 
     def fail(file, **arrays):
@@ -208,32 +210,32 @@ class TestRefusals:
             read()
         assert "\n" not in str(caught.value)
 
-    def test_a_folder_of_other_files(self, tmp_path):
+    def test_folder_with_other_files(self, tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(RecordError, match="holds other files"):
             Recorder(tmp_path)
         assert (tmp_path / "notes.txt").read_text() == "mine"
 
-    def test_a_file_in_place_of_the_folder(self, tmp_path):
+    def test_file_instead_of_folder(self, tmp_path):
         (tmp_path / "r").write_text("")
         with pytest.raises(RecordError, match="got the file"):
             Recorder(tmp_path / "r")
 
-    def test_nothing_there(self, tmp_path):
+    def test_missing_record(self, tmp_path):
         self.check(tmp_path / "none", r"found no record\.json")
 
-    def test_a_record_that_was_not_started(self, record):
+    def test_record_not_started(self, record):
         for file in record.glob("update-*"):
             file.unlink()
         self.check(record, "holds no patterns yet")
 
-    def test_a_foreign_head(self, record):
+    def test_foreign_header(self, record):
         (record / "record.json").write_text("[]")
         self.check(record, "is not a record")
         with pytest.raises(RecordError, match="is not a record"):
             Recorder(record)
 
-    def test_a_truncated_head(self, record):
+    def test_truncated_header(self, record):
         (record / "record.json").write_text('{"format": "dynsp')
         self.check(record, "is damaged")
 
@@ -247,28 +249,28 @@ class TestRefusals:
             ("metadata", 3),
         ],
     )
-    def test_a_wrong_head(self, record, key, value):
+    def test_wrong_header(self, record, key, value):
         head = json.loads((record / "record.json").read_text())
         (record / "record.json").write_text(json.dumps(head | {key: value}))
         self.check(record, "is damaged")
 
-    def test_another_version(self, record):
+    def test_other_version(self, record):
         head = json.loads((record / "record.json").read_text())
         (record / "record.json").write_text(json.dumps(head | {"version": 2}))
         self.check(record, "format version 2, this dynsparse reads 1")
 
-    def test_a_missing_update(self, record):
+    def test_missing_update(self, record):
         (record / "update-000001.npz").unlink()
         self.check(record, "update-000001.npz is missing")
 
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-    def test_a_truncated_update(self, record, share):
+    def test_truncated_update(self, record, share):
         file = record / "update-000002.npz"
         data = file.read_bytes()
         file.write_bytes(data[: int(share * len(data))])
         self.check(record, r"update-000002\.npz is damaged")
 
-    def test_a_flipped_byte(self, record):
+    def test_flipped_byte(self, record):
         file = record / "update-000001.npz"
         with np.load(file) as archive:
             arrays = dict(archive)
@@ -279,7 +281,7 @@ class TestRefusals:
         file.write_bytes(data)
         self.check(record, r"update-000001\.npz is damaged")
 
-    def test_a_foreign_array_file(self, record):
+    def test_foreign_array_file(self, record):
         with (record / "update-000001.npz").open("wb") as file:
             np.save(file, np.zeros(3))
         self.check(record, "not part of a record: File is not a zip file")
@@ -306,7 +308,7 @@ class TestRefusals:
         np.savez(file, **(arrays | changes))
         self.check(record, match)
 
-    def test_an_array_that_unpacks_to_too_much(self, record, monkeypatch):
+    def test_array_larger_than_the_limit(self, record, monkeypatch):
         file = record / "update-000001.npz"
         np.savez_compressed(file, step=np.int64(9), **{"dropped/fc1": np.zeros(1 << 17, "i8")})
         monkeypatch.setenv("DYNSPARSE_READ_LIMIT", str(1 << 18))
@@ -320,7 +322,7 @@ class TestRefusals:
             "[" * 900,
         ],
     )
-    def test_array_headers_that_promise_something_else(self, record, header):
+    def test_array_header_contradicts_its_data(self, record, header):
         content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
         with zipfile.ZipFile(record / "update-000001.npz", "w") as archive:
             archive.writestr("step.npy", content + bytes(16))
@@ -346,7 +348,7 @@ class TestRefusals:
         with pytest.raises(RecordError, match="it begins at step 5"):
             recorder.truncate(4)
 
-    def test_updates_that_do_not_follow(self, tmp_path):
+    def test_updates_that_do_not_match_the_record(self, tmp_path):
         recorder, history = write(tmp_path / "r", updates=1)
         later = rewire(history[1]["fc1"], 2, torch.Generator().manual_seed(0))
         with pytest.raises(RecordError, match="got step 10 after step 10"):
@@ -386,18 +388,20 @@ class TestRefusals:
         with pytest.raises(IndexError, match="got the index -5"):
             records.pattern("fc1", -5)
 
-    def test_an_earlier_record_is_kept(self, record):
+    def test_earlier_record_is_not_overwritten(self, record):
         before = {file.name: file.read_bytes() for file in record.iterdir()}
         patterns = {"w": SparsePattern.full((2, 2))}
         recorder = Recorder(record)
-        with pytest.raises(RecordError, match="holds the record of an earlier training: go on"):
+        with pytest.raises(
+            RecordError, match="holds the record of an earlier training: continue it"
+        ):
             recorder.start(patterns)
         assert {file.name: file.read_bytes() for file in record.iterdir()} == before
         recorder.start(patterns, overwrite=True)
         assert Records.load(record).steps == [0]
         Recorder(record).start(patterns)  # of nothing but first patterns: no loss
 
-    def test_a_leftover_of_a_kill_is_not_foreign(self, tmp_path):
+    def test_temporary_file_of_a_killed_training_is_ignored(self, tmp_path):
         (tmp_path / ".record.json.0123abcd.tmp").write_text("{")
         Recorder(tmp_path).start({"w": SparsePattern.full((2, 2))})
         assert Records.load(tmp_path).steps == [0]

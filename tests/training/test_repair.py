@@ -1,4 +1,4 @@
-"""Blocks of a pruned model that learn to give the outputs of the dense model's blocks."""
+"""Repair: blocks of a pruned model are trained to reproduce the outputs of the dense model."""
 
 import copy
 
@@ -54,7 +54,7 @@ def error(block, x, z, scale):
     return float(difference / sum(b.square().sum() for b in z))
 
 
-def test_a_block_is_trained_as_a_masked_dense_block_would_be(capsys):
+def test_repair_equals_masked_dense_training(capsys):
     model, dense, batches = pruned()
     reference = copy.deepcopy(model).eval()
     masks = {n: pattern.to_mask() for n, pattern in patterns(reference).items()}
@@ -97,7 +97,7 @@ def test_a_block_is_trained_as_a_masked_dense_block_would_be(capsys):
     assert printed[0] == f"blocks.0: error {results[0].before:.4g} -> {results[0].after:.4g}"
 
 
-def test_a_block_that_does_not_get_better_stays():
+def test_block_without_improvement_is_unchanged():
     model, dense, batches = pruned()
     before = copy.deepcopy(model.state_dict())
     results = repair(model, dense, batches, epochs=1, lr=1.0, verbose=False)
@@ -105,7 +105,7 @@ def test_a_block_that_does_not_get_better_stays():
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
-def test_an_interrupt_leaves_complete_blocks(monkeypatch):
+def test_interrupt_leaves_complete_blocks(monkeypatch):
     model, dense, batches = pruned()
     before = copy.deepcopy(model.state_dict())
     calls = []
@@ -123,7 +123,7 @@ def test_an_interrupt_leaves_complete_blocks(monkeypatch):
         assert changed is (name.startswith("blocks.0.") and not name.endswith(("rows", "cols")))
 
 
-def test_frozen_parameters_stay():
+def test_frozen_parameters_do_not_change():
     model, dense, batches = pruned()
     for parameter in (*model.blocks[0].parameters(), model.blocks[1].up.values):
         parameter.requires_grad_(False)
@@ -135,7 +135,7 @@ def test_frozen_parameters_stay():
     assert not torch.equal(model.blocks[1].down.values, before["blocks.1.down.values"])
 
 
-def test_models_that_cannot_be_repaired():
+def test_unsupported_models_raise():
     model, dense, batches = pruned()
     with pytest.raises(ValueError, match="the model has no sparse layers: call"):
         repair(dense, dense, batches)

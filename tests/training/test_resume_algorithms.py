@@ -1,4 +1,4 @@
-"""Every algorithm continues bit by bit where it was saved, also after layers changed their size."""
+"""Every algorithm resumes bit for bit, also after layers changed their size."""
 
 import copy
 
@@ -96,7 +96,7 @@ def test_resume_is_exact(name, at, tmp_path):
     assert telemetry.figures() == watching.figures()
 
 
-def test_state_dicts_alone_resize_the_layers():
+def test_state_dicts_resize_the_layers():
     model, trainer = make("gmp", 0)
     run(model, trainer, 20, torch.Generator().manual_seed(1))
     again, other = make("gmp", 0)
@@ -112,7 +112,7 @@ def test_state_dicts_alone_resize_the_layers():
     compare(model, trainer, again, other)
 
 
-def test_a_layer_of_fixed_size_still_refuses_another_number_of_blocks(tmp_path):
+def test_fixed_size_layer_rejects_another_number_of_blocks(tmp_path):
     model, trainer = make("gmp", 0)
     run(model, trainer, 20, torch.Generator().manual_seed(1))
     save_checkpoint(tmp_path / "state", model=model, optimizer=trainer.optimizer)
@@ -128,7 +128,7 @@ def test_a_layer_of_fixed_size_still_refuses_another_number_of_blocks(tmp_path):
     assert torch.equal(plain(x), model(x))
 
 
-def test_another_block_size_does_not_fit_a_layer_that_may_be_resized(tmp_path):
+def test_resizable_layer_rejects_another_block_size(tmp_path):
     model, trainer = make("gmp", 0)
     save_checkpoint(tmp_path / "state", model=model, optimizer=trainer.optimizer)
     blocks = nn.Sequential(
@@ -140,7 +140,7 @@ def test_another_block_size_does_not_fit_a_layer_that_may_be_resized(tmp_path):
         load_checkpoint(tmp_path / "state", model=blocks)
 
 
-def test_top_kast_needs_the_model_that_its_state_belongs_to():
+def test_topkast_state_requires_its_model():
     model, trainer = make("topkast", 0)
     run(model, trainer, 9, torch.Generator().manual_seed(1))
     different, other = make("topkast", 5)
@@ -149,7 +149,7 @@ def test_top_kast_needs_the_model_that_its_state_belongs_to():
         other.load_state_dict(trainer.state_dict())
 
 
-def test_options_must_agree():
+def test_options_must_match():
     model, trainer = make("deepr", 0)
     other = ds.DeepR(model, trainer.optimizer, total_steps=40, l1=0.1, temperature=1e-5)
     with pytest.raises(ValueError, match=r"its options is .*'l1': 0\.05"):

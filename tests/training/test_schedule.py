@@ -1,4 +1,4 @@
-"""Schedules against values worked out by hand."""
+"""Schedules, compared with hand-computed values."""
 
 import math
 from functools import partial
@@ -23,7 +23,7 @@ def due(schedule, steps):
     return [t for t in range(1, steps + 1) if schedule.is_due(t)]
 
 
-def test_cosine_of_the_paper():
+def test_cosine_values_of_the_paper():
     schedule = CosineSchedule(total_steps=400, update_interval=100, drop_fraction=0.4)
     assert due(schedule, 400) == [100, 200]  # T_end = 300
     # 0.2 (1 + cos(pi/3)) = 0.3 and 0.2 (1 + cos(2 pi/3)) = 0.1
@@ -32,7 +32,7 @@ def test_cosine_of_the_paper():
     assert schedule.drop_count(100, 9) == 2  # 2.7, rounded down
 
 
-def test_cosine_to_the_very_end():
+def test_cosine_until_the_last_step():
     schedule = CosineSchedule(200, 40, 0.5, end_fraction=1.0)
     assert due(schedule, 200) == [40, 80, 120, 160]
 
@@ -90,12 +90,12 @@ def test_application_cosine_delay_and_period():
         ({"drop_fraction": "0.3"}, TypeError, "drop_fraction must be a number"),
     ],
 )
-def test_bad_arguments_of_all(kind, arguments, error, message):
+def test_bad_arguments_of_every_schedule(kind, arguments, error, message):
     with pytest.raises(error, match=message):
         kind(**{"total_steps": 10, **arguments})
 
 
-def test_bad_arguments_of_one():
+def test_bad_arguments_of_single_schedules():
     with pytest.raises(ValueError, match=r"end_fraction must lie in \(0, 1\], got 0"):
         CosineSchedule(10, end_fraction=0)
     with pytest.raises(ValueError, match=r"zero_steps must be below .* = 10, got 10"):
@@ -108,7 +108,7 @@ def test_bad_arguments_of_one():
         CosineSchedule(10, rounding="nearest")
 
 
-def test_elastic_schedule_ends_with_an_update_of_nothing():
+def test_elastic_schedule_ends_without_drops():
     schedule = ElasticSchedule(total_steps=100, update_interval=20, drop_fraction=0.5)
     assert [t for t in range(1, 101) if schedule.is_due(t)] == [20, 40, 60, 75]
     assert schedule.drop_count(60, 100) > 0
@@ -150,14 +150,14 @@ schedules = st.one_of(
 
 @given(schedules, st.integers(1, 70), st.one_of(st.none(), st.integers(1, 100)))
 @settings(max_examples=500, deadline=None)
-def test_what_is_due_next_is_the_first_step_that_is_due(schedule, step, window):
+def test_next_due_is_the_first_due_step(schedule, step, window):
     expected = next((s for s in range(step, 200) if schedule.is_due(s)), None)
     assert schedule.next_due(step) == expected
     end = 200 if window is None else step + window
     assert is_due_within(schedule, step, window) == any(map(schedule.is_due, range(step, end)))
 
 
-def test_a_schedule_of_ones_own_is_asked_step_by_step():
+def test_next_due_of_a_custom_schedule():
     class Twice(ConstantSchedule):
         def is_due(self, step):
             return step in (3, 7)

@@ -1,4 +1,4 @@
-"""Updates that leave survivors in their slots: whatever has an entry for a weight stays right."""
+"""Updates keep values in their slots, so state with an entry per weight stays valid."""
 
 import collections
 import copy
@@ -25,7 +25,7 @@ def network(block=1):
 
 
 def update(layer, optimizer, generator):
-    """SET by hand, with whichever weights leave."""
+    """Apply an update that drops random weights and grows random positions."""
     pattern = layer.pattern
     count = pattern.nnz * 2 // 5
     drop = torch.randperm(pattern.nnz, generator=generator)[:count]
@@ -50,7 +50,7 @@ def train(model, optimizer, after=lambda: None):
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_survivors_keep_their_slots(block):
+def test_kept_blocks_keep_their_slots(block):
     model = network(block)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for rewiring in train(model, optimizer):
@@ -69,8 +69,8 @@ def test_survivors_keep_their_slots(block):
     torch.testing.assert_close(layer(x), x @ layer.to_dense().t() + layer.bias)
 
 
-def test_it_is_the_training_of_values_in_row_major_order(monkeypatch):
-    """The kernels add every sum in the same order, so to the last bit; without them to rounding."""
+def test_training_equals_that_in_row_major_order(monkeypatch):
+    """Bit for bit with kernels, which add each sum in the same order; else up to rounding."""
     found = []
     make = Rewiring.make
     for row_major in (False, True):
@@ -97,7 +97,7 @@ def test_it_is_the_training_of_values_in_row_major_order(monkeypatch):
 
 
 class InLists(torch.optim.Optimizer):
-    """Keeps a moment in a list, where nobody looks for it."""
+    """Keeps a moment in a list, where updates do not find it."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-2})
@@ -110,7 +110,7 @@ class InLists(torch.optim.Optimizer):
             p.add_(moment, alpha=-1e-2)
 
 
-def test_state_in_lists_is_right_for_survivors_and_said_of_grown():
+def test_state_in_lists_stays_valid_for_kept_weights_and_warns():
     model = network()
     optimizer = InLists(model.parameters())
     moments = []
@@ -138,9 +138,9 @@ def test_state_in_lists_is_right_for_survivors_and_said_of_grown():
     assert torch.equal(moments[2][kept], wanted[kept])
 
 
-class Around(torch.optim.Optimizer):
-    """Steps an optimizer that it holds, and has no state of its own, as ZeroRedundancyOptimizer,
-    Lookahead and SAM."""
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer and has no state of its own, as ZeroRedundancyOptimizer, Lookahead and
+    SAM."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.Adam(parameters, lr=1e-2)
@@ -152,9 +152,9 @@ class Around(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_an_optimizer_inside_another_is_as_by_itself(block):
+def test_wrapped_optimizer_equals_the_bare_one(block):
     found = []
-    for make in (Around, lambda parameters: torch.optim.Adam(parameters, lr=1e-2)):
+    for make in (Wrapper, lambda parameters: torch.optim.Adam(parameters, lr=1e-2)):
         model = network(block)
         optimizer = make(model.parameters())
         trainer = ds.RigL(model, optimizer, total_steps=100, update_interval=2)
@@ -170,9 +170,9 @@ def test_an_optimizer_inside_another_is_as_by_itself(block):
     assert all(map(torch.equal, *found))
 
 
-class Slow(torch.optim.Optimizer):
-    """Pulls weights back to a slow copy after the steps of the optimizer that it holds, as
-    Lookahead; like timm's it has hooks, but does not call torch's constructor."""
+class LookaheadWrapper(torch.optim.Optimizer):
+    """Pulls weights back to a slow copy after each step of the wrapped optimizer, as Lookahead;
+    like timm's, it has hooks but does not call torch's constructor."""
 
     def __init__(self, parameters):
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -193,10 +193,10 @@ class Slow(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("by_trainer", [True, False])
 @pytest.mark.parametrize("algorithm", ["RigL", "GMP"])
-def test_an_update_comes_after_the_outermost_step(algorithm, by_trainer):
-    """Grown weights are zero then, and the outer optimizer's state follows, too."""
+def test_update_follows_the_outermost_step(algorithm, by_trainer):
+    """Grown weights are zero afterwards, and the outer optimizer's state follows the pattern."""
     model = network()
-    optimizer = Slow(model.parameters())
+    optimizer = LookaheadWrapper(model.parameters())
     more = {"final_density": 0.05} if algorithm == "GMP" else {}
     trainer = getattr(ds, algorithm)(model, optimizer, total_steps=40, update_interval=2, **more)
     assert trainer.optimizer is optimizer
@@ -218,8 +218,8 @@ def test_an_update_comes_after_the_outermost_step(algorithm, by_trainer):
     assert any(seen) == (algorithm == "RigL")
 
 
-class Sharp(torch.optim.Optimizer):
-    """Steps the optimizer that it holds in a method of its own, as SAM."""
+class SamLikeWrapper(torch.optim.Optimizer):
+    """Steps the wrapped optimizer in `second_step`, as SAM."""
 
     def __init__(self, parameters):
         self.base_optimizer = torch.optim.Adam(parameters, lr=1e-2)
@@ -242,9 +242,9 @@ class Sharp(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-def test_a_step_of_the_inner_optimizer_alone_counts():
+def test_step_of_the_inner_optimizer_counts():
     model = network()
-    optimizer = Sharp(model.parameters())
+    optimizer = SamLikeWrapper(model.parameters())
     trainer = ds.RigL(model, optimizer, total_steps=100, update_interval=2)
     for _ in range(STEPS):
         x = torch.randn(16, IN)
@@ -257,7 +257,7 @@ def test_a_step_of_the_inner_optimizer_alone_counts():
 
 
 class Codes(torch.optim.SGD):
-    """Keeps a code per weight beside a table of what codes stand for, as bitsandbytes."""
+    """Keeps a code per weight and a table of the codes' values, as bitsandbytes."""
 
     def keep(self, values):
         table = torch.linspace(-1, 1, 255)
@@ -266,7 +266,7 @@ class Codes(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_grown_codes_stand_for_zero(block):
+def test_codes_of_grown_weights_mean_zero(block):
     model = network(block)
     optimizer = Codes(model.parameters(), lr=0.1)
     values, pattern = model[0].values, model[0].pattern
@@ -284,7 +284,7 @@ def test_grown_codes_stand_for_zero(block):
         rewire_state(optimizer, values, rewiring)
 
 
-def test_state_in_lists_is_refused_where_survivors_move():
+def test_state_in_lists_raises_if_kept_values_move():
     model = network()
     optimizer = InLists(model.parameters())
     model(torch.randn(16, IN)).sum().backward()
@@ -298,8 +298,8 @@ def test_state_in_lists_is_refused_where_survivors_move():
         rewire_state(optimizer, model[0].values, rewiring)
 
 
-def test_an_average_kept_as_a_list_of_tensors():
-    """Of a weight that is there all the time it is the average of that weight."""
+def test_average_in_a_list_of_tensors():
+    """For a weight that is always present, it is the average of that weight."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     average = [p.detach().clone() for p in model.parameters()]
@@ -321,9 +321,9 @@ def test_an_average_kept_as_a_list_of_tensors():
 
 @pytest.mark.parametrize("name", ["RigL", "GMP", "DeepR"])
 @pytest.mark.parametrize("with_optimizer", [False, True])
-def test_back_to_an_earlier_model_in_a_training(name, with_optimizer):
-    """Moments of connections that are in both patterns stay theirs, all others start anew; those
-    that are loaded, too, are taken as they are."""
+def test_loading_an_earlier_model_during_training(name, with_optimizer):
+    """Connections in both patterns keep their moments and the others reset, unless the optimizer's
+    state is loaded too."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     more = {"final_density": 0.1} if name == "GMP" else {}
@@ -367,7 +367,7 @@ def test_back_to_an_earlier_model_in_a_training(name, with_optimizer):
     assert trainer.steps == 14
 
 
-def test_a_rewiring_of_the_same_blocks_in_other_slots_is_refused():
+def test_rewiring_of_a_pattern_with_other_slots_raises():
     layer = network()[0]
     pattern = layer.pattern
     order = torch.randperm(pattern.nnz, generator=torch.Generator().manual_seed(0))
@@ -378,7 +378,7 @@ def test_a_rewiring_of_the_same_blocks_in_other_slots_is_refused():
         layer.rewire(rewiring)
 
 
-def test_values_without_their_positions_are_refused():
+def test_values_without_positions_raise():
     model, other = network(), network()
     state = {key: t for key, t in other.state_dict().items() if not key.endswith(("rows", "cols"))}
     with pytest.raises(RuntimeError, match=r"0\.values without 0\.rows and 0\.cols"):
@@ -386,7 +386,7 @@ def test_values_without_their_positions_are_refused():
     model.load_state_dict({}, strict=False)
 
 
-def test_trainers_go_on_from_files_and_from_copies_that_keep_slots(tmp_path):
+def test_training_continues_from_files_and_copies(tmp_path):
     model = network()
     train(model, torch.optim.Adam(model.parameters(), lr=1e-2))
     wanted = model[0].to_dense()
@@ -414,7 +414,7 @@ def test_trainers_go_on_from_files_and_from_copies_that_keep_slots(tmp_path):
     assert torch.equal(ds.densify(copy.deepcopy(model))[0].weight, wanted)
 
 
-def test_a_target_refuses_slots_in_another_order():
+def test_target_rejects_slots_not_in_row_major_order():
     layer = SparseLinear(16, 8, 0.5, target=popsparse.Target.bow())
     before = copy.deepcopy(layer.state_dict())
     flipped = {name: before[name].flip(0) for name in ("rows", "cols", "values")}

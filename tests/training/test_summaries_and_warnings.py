@@ -1,4 +1,4 @@
-"""What trainers say of themselves, and of what looks like a mistake."""
+"""The repr of trainers, and warnings about likely mistakes."""
 
 import gc
 import warnings
@@ -9,7 +9,7 @@ from small_trainings import loss_of, small
 import dynsparse as ds
 
 
-def test_a_trainer_that_nobody_keeps_is_told_of():
+def test_unreferenced_trainer_warns():
     model, optimizer, trainer = small()
     del trainer
     gc.collect()
@@ -24,7 +24,7 @@ def test_a_trainer_that_nobody_keeps_is_told_of():
     optimizer.step()  # it has been used: a warning would be an error
 
 
-def test_a_schedule_without_an_update_is_told_of():
+def test_schedule_without_updates_warns():
     model, optimizer, _ = small()
     with pytest.warns(UserWarning, match=r"the pattern never changes: CosineSchedule\(total_ste"):
         ds.RigL(model, optimizer, total_steps=100, update_interval=100)
@@ -34,7 +34,7 @@ def test_a_schedule_without_an_update_is_told_of():
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 10, 50, 100, 999, 1000, 5000])
 @pytest.mark.parametrize("kind", [ds.RigL, ds.SET, ds.SNFS, ds.MEST, ds.TopKAST, ds.GMP, ds.GraNet])
-def test_short_trainings_have_updates_unless_told_otherwise(kind, steps):
+def test_default_interval_of_short_trainings(kind, steps):
     model, optimizer, _ = small()
     final = {"final_density": 0.1} if kind in (ds.GMP, ds.GraNet) else {}
     with warnings.catch_warnings(record=True) as said:
@@ -46,7 +46,7 @@ def test_short_trainings_have_updates_unless_told_otherwise(kind, steps):
     assert len(due) >= 7 or steps < 10
 
 
-def test_what_a_trainer_says_of_itself():
+def test_repr():
     model, optimizer, trainer = small(schedule=None, total_steps=40, update_interval=10)
     text = "RigL(layers=2, density=0.3281, steps=0 of 40, updates=0, next_update=after step 10)"
     assert repr(trainer) == text
@@ -67,7 +67,7 @@ def test_what_a_trainer_says_of_itself():
     assert "next_update=as Own says" in repr(ds.SET(model, optimizer, schedule=Own()))
 
 
-def test_a_training_past_its_schedule_is_told_of_once():
+def test_training_past_its_schedule_warns_once():
     model, optimizer, trainer = small(schedule=None, total_steps=4, update_interval=2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -86,7 +86,7 @@ def test_a_training_past_its_schedule_is_told_of_once():
         optimizer.step()  # a warning would be an error
 
 
-def test_gradients_removed_before_an_update_are_told_of():
+def test_zero_grad_before_an_update_raises():
     model, optimizer, trainer = small(schedule=None, total_steps=40, update_interval=2)
     for step in range(2):
         optimizer.zero_grad()

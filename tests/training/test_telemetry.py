@@ -1,4 +1,4 @@
-"""The figures of the connectivity, counted once more with masks."""
+"""Connectivity figures, compared with counts of masks."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("kind", ["set", "snfs", "granet"])
-def test_against_masks(kind, b):
+def test_equals_counts_of_masks(kind, b):
     g = torch.Generator().manual_seed(0)
     model = nn.Sequential(
         SparseLinear(18, 14, 0.3, b, generator=g), nn.ReLU(), SparseLinear(14, 6, 0.4, b)
@@ -87,7 +87,7 @@ def test_against_masks(kind, b):
         assert figures["all/exploration"] == pytest.approx(float(whole))
 
 
-def test_states_of_other_layers():
+def test_state_of_other_layers_raises():
     model = nn.Sequential(SparseLinear(8, 8, 0.3), SparseLinear(8, 8, 0.3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = Telemetry(ds.Static(model, optimizer)).state_dict()

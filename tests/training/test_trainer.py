@@ -1,4 +1,4 @@
-"""The trainer: what an update does, worked out by hand, and that it gets along with the rest."""
+"""Updates by the trainer, compared with hand-computed cases, and interplay with torch features."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.5)
 
 
 def small_layer(block_size=1):
-    """2 x 3 blocks; 0, 2, 3 and 5 are present, with magnitudes 4, 1, 2, 3."""
+    """Make 2 x 3 blocks, of which 0, 2, 3 and 5 are present with magnitudes 4, 1, 2, 3."""
     b = block_size
     pattern = SparsePattern([0, 0, 1, 1], [0, 2, 0, 2], shape=(2 * b, 3 * b), block_size=b)
     layer = SparseLinear(3 * b, 2 * b, bias=False, pattern=pattern)
@@ -31,7 +31,7 @@ def small_layer(block_size=1):
 
 
 def step_with_gradient(layer, trainer, gradient):
-    """A step whose dY^T X is `gradient` [out, in]."""
+    """Take a step whose dY^T X is `gradient` [out, in]."""
     trainer.optimizer.zero_grad()
     x = torch.eye(layer.in_features)
     layer(x).backward(gradient.t())
@@ -55,7 +55,7 @@ def test_dropped_positions_stay_out_by_default():
     assert rewirings[""].dropped.tolist() == [1, 2]
 
 
-def test_the_papers_rule_regrows_and_keeps_what_it_regrows():
+def test_regrown_blocks_keep_their_values():
     layer = small_layer()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9, momentum=0.9)
     trainer = RigL(layer, optimizer, schedule=EVERY, regrow_dropped=True)
@@ -83,7 +83,7 @@ def test_blocks():
     assert layer.values[:, 1, 0].tolist() == pytest.approx([4, 0, 2, -3])
 
 
-def test_gradients_and_optimizer_state_follow():
+def test_gradients_and_optimizer_state_follow_the_pattern():
     layer = small_layer()
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-9)
     trainer = RigL(layer, optimizer, schedule=EVERY)
@@ -110,7 +110,7 @@ def test_initial_value_of_grown_weights(start):
     assert layer.values.tolist() == pytest.approx(expected)
 
 
-def test_a_drop_score_of_ones_own():
+def test_custom_drop_score():
     layer = small_layer()
     trainer = RigL(
         layer, torch.optim.SGD(layer.parameters(), lr=1e-9), schedule=EVERY,
@@ -133,7 +133,7 @@ def test_full_and_nearly_full_layers():
 
 
 @pytest.mark.parametrize("regrow_dropped", [False, True])
-def test_set_takes_random_free_positions(regrow_dropped, generator):
+def test_set_grows_random_free_positions(regrow_dropped, generator):
     layer = SparseLinear(20, 20, density=0.3, generator=generator)
     trainer = SET(
         layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=EVERY,
@@ -180,7 +180,7 @@ def test_gradient_accumulation_equals_one_big_batch():
             torch.testing.assert_close(p, q)
 
 
-def test_a_layer_used_twice_is_one_layer_and_counts_both_uses():
+def test_layer_used_twice_accumulates_both_uses():
     layer = SparseLinear(6, 6, density=0.3, dtype=torch.float64)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.0), schedule=EVERY)
@@ -195,7 +195,7 @@ def test_a_layer_used_twice_is_one_layer_and_counts_both_uses():
     assert set(layer.pattern.flat[grown].tolist()) == set(gain.topk(len(grown)).indices.tolist())
 
 
-def test_captures_only_in_the_step_that_ends_in_an_update():
+def test_captures_only_in_steps_with_an_update():
     layer = SparseLinear(8, 8, density=0.3)
     trainer = RigL(
         layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=ConstantSchedule(100, 3, 0.3)
@@ -207,7 +207,7 @@ def test_captures_only_in_the_step_that_ends_in_an_update():
         assert capture.is_open(layer.index.row_ptr) == (step % 3 == 2)
 
 
-def test_a_trainer_that_is_gone_captures_nothing():
+def test_deleted_trainer_captures_nothing():
     layer = SparseLinear(8, 8, density=0.3)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     trainer = RigL(layer, optimizer, schedule=EVERY)
@@ -270,14 +270,14 @@ def test_frozen_layers_keep_their_pattern():
     assert list(trainer.step()) == ["2"]
 
 
-def test_a_layer_that_no_gradient_reached_keeps_its_pattern():
+def test_layer_without_gradient_keeps_its_pattern():
     model = make_model()
     trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=EVERY)
     model[2](torch.randn(4, 16, dtype=torch.float64)).sum().backward()
     assert list(trainer.step()) == ["2"]
 
 
-def test_hooks_hear_of_updates():
+def test_hooks_are_called_after_updates():
     layer, heard = small_layer(), []
     trainer = RigL(layer, torch.optim.SGD(layer.parameters(), lr=1e-9), schedule=EVERY)
     trainer.on_update.append(lambda step, rewirings: heard.append((step, list(rewirings))))
@@ -285,7 +285,7 @@ def test_hooks_hear_of_updates():
     assert heard == [(1, [""])]
 
 
-def test_a_failing_update_changes_no_layer():
+def test_failing_update_changes_no_layer():
     model = make_model()
     trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.0), schedule=EVERY)
     before = patterns(model)
@@ -323,14 +323,14 @@ def test_bad_arguments():
         Static(twins, torch.optim.SGD(twins.parameters(), lr=0.1))
 
 
-def test_an_update_without_backward():
+def test_update_without_backward_raises():
     layer = small_layer()
     trainer = RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=EVERY)
     with pytest.raises(RuntimeError, match=r"call trainer\.step\(\) after loss\.backward\(\)"):
         trainer.step()
 
 
-def test_states_that_do_not_fit():
+def test_mismatched_states_raise():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = RigL(model, optimizer, total_steps=10, update_interval=2)

@@ -1,4 +1,4 @@
-"""Pattern updates of layers that are not on the CPU: the same patterns, in place."""
+"""Pattern updates of layers off the CPU give the same patterns, in place."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("name", algorithms(ALGORITHMS))
-def test_every_algorithm_makes_the_patterns_it_makes_on_the_cpu(request, name):
+def test_every_algorithm_equals_the_cpu(request, name):
     assert {*ALGORITHMS, "static"} == {*BY_NAME}
     algorithm = ALGORITHMS[name]
     more = {"final_density": 0.1} if name in ("gmp", "granet") else {}
@@ -36,7 +36,7 @@ def test_every_algorithm_makes_the_patterns_it_makes_on_the_cpu(request, name):
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("regrow", [False, True])
 @pytest.mark.parametrize("start", [0.0, 0.01, GradientStep(), lambda *_: torch.tensor(0.5)])
-def test_rigl_and_its_rules(request, b, regrow, start):
+def test_rigl_options_equal_the_cpu(request, b, regrow, start):
     def make(net, optimizer):
         more = {"regrow_dropped": regrow, "initial_value": start}
         return ds.RigL(net, optimizer, **TIMES, drop_fraction=0.5, **more)
@@ -56,11 +56,11 @@ def test_rigl_and_its_rules(request, b, regrow, start):
         lambda *given: ds.DeepR(*given, total_steps=30, update_interval=5, l1=1.0),
     ],
 )
-def test_budgets_come_to_the_counts_of_the_cpu(request, make, b):
+def test_budgets_equal_the_cpu(request, make, b):
     same(*both(request, make, b))
 
 
-def test_a_start_with_an_entry_for_every_slot(request):
+def test_initial_values_for_grown_or_all_slots(request):
     def few(layer, rewiring):
         return 0.01 * (rewiring.after.flat[rewiring.grown] + 1).double()
 
@@ -76,7 +76,7 @@ def test_a_start_with_an_entry_for_every_slot(request):
         same(runs[0], other)
 
 
-def test_the_active_weights_keep_their_memory(off_cpu):
+def test_active_set_keeps_its_memory(off_cpu):
     net = model(4, torch.float32)
     own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=5.0), **TIMES)
     layers = list(own.layers.values())
@@ -108,7 +108,7 @@ def test_the_active_weights_keep_their_memory(off_cpu):
         torch.testing.assert_close(copied(x), layer(x))
 
 
-def test_another_choice_between_forward_and_backward_is_refused(off_cpu):
+def test_active_set_changed_between_forward_and_backward_raises(off_cpu):
     net = model(1, torch.float32)
     own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
     y = net(torch.randn(12, 16))
@@ -117,7 +117,7 @@ def test_another_choice_between_forward_and_backward_is_refused(off_cpu):
         y.sum().backward()
 
 
-def test_growth_leaves_the_scores_that_it_went_by():
+def test_growth_returns_its_scores():
     pattern = ds.SparsePattern.random((16, 24), 0.2)
     pairs = [(torch.randn(5, 24), torch.randn(5, 16))]
     asked = [GrowRequest("fc", pairs, pattern, 7, ranked=ranked) for ranked in (None, [])]
@@ -127,7 +127,7 @@ def test_growth_leaves_the_scores_that_it_went_by():
     assert torch.equal(asked[1].ranked[0], wanted.scores)
 
 
-def test_everything_keeps_its_memory(off_cpu):
+def test_updates_keep_all_memory(off_cpu):
     net = model(4, torch.float32)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     trainer = ds.RigL(net, optimizer, **TIMES)
@@ -149,7 +149,7 @@ def test_everything_keeps_its_memory(off_cpu):
     assert addresses() == before
 
 
-def test_copies_of_trainers_go_on(off_cpu):
+def test_copies_of_trainers_continue(off_cpu):
     net = model(1, torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     trainer = ds.RigL(net, optimizer, **TIMES)
@@ -166,8 +166,8 @@ def test_copies_of_trainers_go_on(off_cpu):
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("regrow", [False, True])
 @pytest.mark.parametrize("b", [1, 4])
-def test_a_whole_update_waits_for_nothing(monkeypatch, without_cuda, b, regrow):
-    """Tensors without memory refuse whoever asks for a number of theirs, as a host wait does."""
+def test_update_never_waits_for_the_device(monkeypatch, without_cuda, b, regrow):
+    """Fake tensors raise if a number is read from them, which would be a host wait."""
     # What this torch cannot do for devices it does not know, though no memory is touched.
     monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
     monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)

@@ -1,5 +1,5 @@
-"""How often the host waits for devices in an update: counted on tensors without memory, which
-refuse whoever asks for a number of theirs in another way than by `told`."""
+"""Number of times the host waits for the device in an update, counted on fake tensors, which raise
+if a number is read other than by `fetch_scalars`."""
 
 import gc
 from collections import deque
@@ -30,14 +30,14 @@ from dynsparse.training.telemetry import _Layer as telemetry_of
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 
-class Coming:
-    """What is on its way to the CPU, and never there."""
+class PendingHostCopy:
+    """A copy to the CPU that never completes."""
 
     sent = 0
     is_ready = False
 
     def __init__(self, *tensors):
-        Coming.sent += 1
+        PendingHostCopy.sent += 1
         assert all(tensor.is_cuda for tensor in tensors)
 
     def get(self):
@@ -45,8 +45,8 @@ class Coming:
 
 
 @pytest.fixture
-def fake(monkeypatch, without_cuda):
-    """Everything that is sent to a device gets there, and numbers are told that fit."""
+def count_waits(monkeypatch, without_cuda):
+    """Run on fake CUDA tensors; yield the list of host waits, each the number of scalars read."""
     # What this torch cannot do for devices it does not know, though no memory is touched.
     monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
     monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
@@ -57,13 +57,13 @@ def fake(monkeypatch, without_cuda):
     for module in (drop, deepr, update_on_device, free_positions):
         monkeypatch.setattr(module, "to_device", to_device)
     for module in (sparse_pattern, rewiring, deferred_checks):
-        monkeypatch.setattr(module, "HostCopy", Coming)
+        monkeypatch.setattr(module, "HostCopy", PendingHostCopy)
     monkeypatch.setattr(
         free_positions,
         "sample_without_replacement",
         lambda n, k, g: torch.empty(k, dtype=torch.int64),
     )
-    # Tensors of the host, of which nobody knows here that they are.
+    # These are host tensors, which this fake mode cannot tell from device tensors.
     monkeypatch.setattr(history, "add_rows", lambda *_: None)
     monkeypatch.setattr(RandomGrowth, "load_state_dict", lambda own, state: None)
     monkeypatch.setattr(RandomGrowth, "state_dict", lambda own: {"seed": own.seed})
@@ -138,24 +138,24 @@ CASES = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("b", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_waits_once_where_sizes_have_to_be_known_and_not_otherwise(fake, name, b):
+def test_update_waits_only_where_sizes_are_needed(count_waits, name, b):
     make, options, wanted = CASES[name]
     net = model(b)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, capturable=True)
     own = make(net, optimizer, **options)
     for _ in range(2):
-        fake.clear()
+        count_waits.clear()
         before = [layer.pattern for layer in net]
         assert {*step(net, own)} == {"0", "1"}
-        assert len(fake) == wanted  # each for both layers
+        assert len(count_waits) == wanted  # each for both layers
         assert all(layer.pattern is not old for layer, old in zip(net, before, strict=True))
         assert not any({"rows", "cols"} & set(vars(layer.pattern)) for layer in net)
     with pytest.raises(RuntimeError):
         int(net[0].index.row_ptr[0])  # what this test would notice
 
 
-def test_records_and_telemetry_wait_for_nobody(fake, monkeypatch, tmp_path):
-    """What an update made is sent, and looked at when it has come."""
+def test_records_and_telemetry_do_not_wait(count_waits, monkeypatch, tmp_path):
+    """Results of an update are copied asynchronously and read once they have arrived."""
     net = model(1)
     trainer = ds.RigL(net, torch.optim.Adam(net.parameters(), capturable=True), **TIMES)
     monkeypatch.setattr(Recorder, "start", lambda *_: None)
@@ -171,11 +171,11 @@ def test_records_and_telemetry_wait_for_nobody(fake, monkeypatch, tmp_path):
     trainer.on_update += [recorder.update, telemetry._update]
     try:
         for number in (1, 2):
-            before = Coming.sent
+            before = PendingHostCopy.sent
             step(net, trainer)
-            assert Coming.sent > before
+            assert PendingHostCopy.sent > before
             assert len(recorder._waiting) == len(layer.pending) == number
-        assert not fake
+        assert not count_waits
     finally:
         recorder._waiting.clear()
         recorder.flush()

@@ -1,4 +1,4 @@
-"""How much of a trained matrix a tenth of its blocks hold, by the order they are cut in.
+"""How much of a trained matrix a tenth of its blocks holds, by the order of rows and columns.
 
 python benchmarks/learning/blocks/run.py --block 1 --variants plain --seeds 0 --save weights.pt ...
 python benchmarks/learning/blocks/clusters.py weights.pt --blocks 16 32
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def held(scores: Tensor, block: int, share: float) -> dict[str, float]:
-    """Order -> the share of `scores` in the best blocks."""
+    """Name of an order -> the share of `scores` in the best blocks."""
     count = max(1, round(share * scores.numel() / block**2))
     draw = torch.Generator().manual_seed(0)
     shuffled = scores.flatten()[torch.randperm(scores.numel(), generator=draw)].view_as(scores)

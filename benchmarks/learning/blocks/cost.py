@@ -2,8 +2,8 @@
 
     python benchmarks/learning/blocks/cost.py --data input.txt --block 32 --steps 600
 
-Each round is one step of each training, in an order drawn anew. `plain again` is a second training
-like `plain`: what its ratio differs from 1 is the measurement's own error.
+Each round is one step of each training, in a new random order. `plain again` is a second training
+like `plain`: the deviation of its ratio from 1 is the measurement error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAININGS = {"plain": {}, "plain again": {}, "with the flags": WITH}
 def ratio_of_medians(
     times: list[float], others: list[float], draw: random.Random
 ) -> tuple[float, float, float]:
-    """The ratio, and its interval of 95 % by drawing rounds anew (bootstrap)."""
+    """The ratio, and its 95 % bootstrap interval over rounds."""
     pairs = list(zip(times, others, strict=True))
 
     def ratio(chosen: list[tuple[float, float]]) -> float:

@@ -1,4 +1,4 @@
-"""In which order a layer's inputs and outputs are cut into blocks, and how orders are found."""
+"""Orders in which a layer's inputs and outputs are cut into blocks, and how to find them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class _Gather(torch.autograd.Function):
-    """Features in another order; backward gathers, too."""
+    """Reorders features; backward is a gather, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -38,10 +38,10 @@ class _Gather(torch.autograd.Function):
 
 
 class Ordered:
-    """Computes a layer whose pattern is of its inputs and outputs in another order.
+    """Computes a layer whose pattern refers to its inputs and outputs in another order.
 
     Args:
-        inputs: int64 [in], which input stands at each place; None: as they come.
+        inputs: int64 [in], the input at each position; None: natural order.
         outputs: int64 [out], likewise.
     """
 
@@ -69,25 +69,25 @@ class Ordered:
         return self
 
     def natural(self, matrix: Tensor) -> Tensor:
-        """An [out, in] matrix of the pattern's order, as the features come."""
+        """An [out, in] matrix from the pattern's order to natural order."""
         if self._outputs_back is not None:
             matrix = matrix[self._outputs_back]
         return matrix if self._inputs_back is None else matrix[:, self._inputs_back]
 
     def ordered(self, matrix: Tensor) -> Tensor:
-        """An [out, in] matrix as the features come, in the pattern's order."""
+        """An [out, in] matrix from natural order to the pattern's order."""
         if self.outputs is not None:
             matrix = matrix[self.outputs]
         return matrix if self.inputs is None else matrix[:, self.inputs]
 
 
 def spread(features: int, block: int) -> Tensor:
-    """An order in which each block has features from all over: every features/block-th."""
+    """An order in which each block has evenly spaced features: every (features / block)-th."""
     return torch.arange(features).view(block, -1).t().flatten()
 
 
 def block_sums(scores: Tensor, block: int) -> Tensor:
-    """[out, in] -> [out / b, in / b]."""
+    """Sums of the blocks: [out, in] -> [out / b, in / b]."""
     height, width = scores.shape
     return scores.view(height // block, block, width // block, block).sum((1, 3))
 
@@ -98,11 +98,11 @@ def by_size(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_cut(scores: Tensor, block: int, count: int) -> tuple[Tensor, Tensor, float]:
-    """Orders (inputs, outputs) in which `count` blocks hold much of `scores` [out, in]; how much.
+    """Orders (inputs, outputs) in which `count` blocks hold much of `scores` [out, in]; their sum.
 
-    Alternately the best blocks for the orders, the best order of the inputs for the blocks, and
-    that of the outputs, each exactly, until nothing is gained. The best of four beginnings: as they
-    come, by size, and by the two sides' leading singular vectors.
+    Alternates between the best blocks for the orders, the best order of the inputs and that of the
+    outputs for the blocks, each exact, until nothing improves. Takes the best of four starts:
+    natural order, by size, and by each of the first two pairs of singular vectors.
     """
     scores = scores.double()
     height, width = scores.shape
@@ -160,11 +160,10 @@ def recut(
     outputs: Tensor,
     gradient: Tensor,
 ) -> float:
-    """Cut the layer's blocks in another order, where the gradient [out, in], as the features come,
-    is largest; returns the share of the weights' magnitude that stays.
+    """Reorder the layer and choose the blocks where the gradient [out, in], in natural order, is
+    largest; return the share of the weights' magnitude in these blocks.
 
-    Weights that are covered keep their value and state, the others of a block start as in a new
-    layer.
+    Weights that the blocks cover keep their value and state; the others start as in a new layer.
     """
     before = layer.executor if isinstance(layer.executor, Ordered) else Ordered()
     after = Ordered(inputs, outputs)
@@ -196,10 +195,10 @@ def recut(
 
 
 def by_correlation(x: Tensor, block: int) -> Tensor:
-    """An order of the features of x [samples, in] in which those of a block vary together.
+    """An order of the features of x [samples, in] in which those of a block are correlated.
 
-    Halved again and again where the second eigenvector of their normalised correlations says;
-    features that never vary come last.
+    By recursive bisection with the second eigenvector of the normalized correlations; constant
+    features come last.
     """
     x = x.double() - x.double().mean(0)
     norms = x.norm(dim=0)
@@ -213,8 +212,8 @@ def by_correlation(x: Tensor, block: int) -> Tensor:
 
 
 def dealt_out(x: Tensor, block: int) -> Tensor:
-    """An order of the features of x [samples, in]: those with 0.99 of the variance are dealt out to
-    as many blocks as hold them, in turn as they come; the others come last."""
+    """An order of the features of x [samples, in]: those with 99 % of the variance are dealt
+    round-robin to as few blocks as hold them; the others come last."""
     variances = x.var(0)
     order = variances.argsort(descending=True, stable=True)
     needed = int((variances[order].cumsum(0) < 0.99 * variances.sum()).sum()) + 1

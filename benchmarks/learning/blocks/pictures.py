@@ -4,7 +4,7 @@
         --variants plain "tiles, rounded down" --output results.jsonl
 
 --block 1 with the variant plain is elements. The trainings are shorter than the defaults of
-`dynsparse mnist` and `dynsparse mnist-transformer`, with as many pattern updates per epoch as said.
+`dynsparse mnist` and `dynsparse mnist-transformer`; --updates sets the pattern updates per epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rounded down": {"prune_rounding": "down"},
     "tiles": {"permute_input": "block"},
-    "correlated": {"permute_input": "random"},  # the orders are put in its place
+    "correlated": {"permute_input": "random"},  # make() replaces the random order
     "dealt": {"permute_input": "random"},
     "interleaved": {"interleave_heads": True},
     "matching": {"match_blocks": True},
@@ -72,9 +72,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--variants", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--pictures", type=int, default=60_000, help="to train on")
+    parser.add_argument("--pictures", type=int, default=60_000, help="training images")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=10, help="of patterns, per epoch")
+    parser.add_argument("--updates", type=int, default=10, help="pattern updates per epoch")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

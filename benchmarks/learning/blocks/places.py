@@ -1,4 +1,4 @@
-"""Blocks whose columns read any input, and whose rows write to any output: RigL for places."""
+"""Blocks whose columns read any input and whose rows write to any output, chosen as in RigL."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Placed"]
 
 
 class Placed:
-    """Computes a layer whose pattern is of places: an input may stand at several places, or none,
-    and an output gets the sum of its places.
+    """Computes a layer whose pattern refers to places: several places, or none, may read an input,
+    and an output is the sum of its places.
 
     Args:
-        inputs: int64 [in], which input each place reads; outputs: int64 [out], which output each
-            place adds to.
+        inputs: int64 [in], the input that each place reads; outputs: int64 [out], the output that
+            each place adds to.
 
     Attributes:
-        seen: (x, dY) as the features come, of the last backward pass while `looks`.
+        seen: (x, dY) in natural order, of the last backward pass while `looks`.
     """
 
     target = None
@@ -55,7 +55,7 @@ class Placed:
         optimizer: torch.optim.Optimizer,
         share: float,
     ) -> None:
-        """Move the weakest `share` of the columns of blocks, then of the rows, to other features:
+        """Move the weakest `share` of the blocks' columns, then of their rows, to other features:
         those with the largest gradient where the column has weights."""
         x, dy = self.seen
         state = [t for t in optimizer.state[layer.values].values() if t.shape == layer.values.shape]
@@ -64,7 +64,7 @@ class Placed:
         present[pattern.rows.long(), pattern.cols.long()] = 1
         matrices = [pattern.to_dense(t.detach()) for t in (layer.values, *state)]
         gradient = (dy.t() @ x).abs()  # [out, in]
-        # Columns: of every group of places, the sums of gradients at the rows where it has blocks.
+        # Columns: for every group of places, sums of gradients over the rows where it has blocks.
         sums = gradient[self.outputs].view(len(present), b, -1).sum(1)
         self._move(self.inputs, matrices, 1, present.t() @ sums, share, b)
         sums = gradient[:, self.inputs].view(len(gradient), -1, b).sum(2)
@@ -87,7 +87,7 @@ class Placed:
         count = int(share * int(live.sum()))
         weakest = sizes.masked_fill(~live, torch.inf).topk(count, largest=False).indices
         groups = places.view(-1, b)
-        scores = scores.scatter(1, groups, -1.0)  # what a group has it does not take again
+        scores = scores.scatter(1, groups, -1.0)  # a group takes no feature twice
         for group in range(len(groups)):
             own = weakest[weakest // b == group]
             if len(own):

@@ -1,4 +1,4 @@
-"""Blocks cut in another order: one training per variant and seed, a line of JSON each.
+"""Blocks of reordered features: one training per variant and seed, a line of JSON each.
 
     python benchmarks/learning/blocks/run.py --data input.txt --block 32 --seeds 0 1 2 \
         --variants plain "heads, balanced, matched" --output results.jsonl
@@ -35,7 +35,7 @@ WRITE_STREAM = ("out_proj", "linear2")
 
 
 class Carried(CosineSchedule):
-    """What rounding down leaves over is carried to the next updates."""
+    """Carries the remainder of rounding down to the next updates."""
 
     def drop_count(self, step: int, nnz: int) -> int:
         def until(last: int) -> int:
@@ -46,11 +46,11 @@ class Carried(CosineSchedule):
 
 
 class Study(Training):
-    """The training of `dynsparse lm`, with its blocks cut as the variant says.
+    """The training of `dynsparse lm`, with blocks cut as in the variant.
 
     Attributes:
-        cut_seconds: of the processor, for finding orders and changing over; kept: the share of the
-            weights' magnitude that a change over kept, the mean over layers.
+        cut_seconds: CPU time for finding and applying orders; kept: the share of the weights'
+            magnitude that each change of order kept, mean over layers.
     """
 
     def __init__(self, options: Options, corpus: Corpus, seed: int, chosen: Variant) -> None:
@@ -86,7 +86,7 @@ class Study(Training):
                 layer.reset_parameters(draw)
                 with torch.no_grad():
                     layer.bias.copy_(bias)
-            self.trainer._arm()  # it waits for gradients by the index
+            self.trainer._arm()  # its captures refer to the index
 
     def _order(self, name: str, layer: SparseLinear, draw: torch.Generator) -> None:
         height, width = layer.pattern.shape
@@ -129,7 +129,7 @@ class Study(Training):
                 share = 0.15 * (1 + math.cos(math.pi * self.step / end))
                 placed.update(layer, self.optimizer, share)
                 placed.seen = []
-            # Half-way between two updates of the pattern.
+            # Halfway between two pattern updates.
             placed.looks = (self.step + 1) % every == every // 2 and self.step + 1 < end
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class Study(Training):
 
 
 def train(arguments: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
-    """The figures of one training."""
+    """Train once; return the figures."""
     chosen = variant(name)
     options = Options(
         data=arguments.data,
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=32)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument(
-        "--save", type=Path, help="the weights of the last training, for clusters.py"
+        "--save", type=Path, help="save the weights of the last training for clusters.py"
     )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

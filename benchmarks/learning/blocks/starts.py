@@ -1,4 +1,4 @@
-"""Patterns to begin with in which what one layer writes is what the next one reads."""
+"""Initial patterns in which each layer reads what the previous one writes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dynsparse.nn import SparseLinear
 
 __all__ = ["balanced", "match"]
 
-# What one writes the other reads, or, of queries and keys, meets.
+# Each reads what the other writes; queries and keys are multiplied with each other.
 CHAINS = (("v_proj", "out_proj"), ("linear1", "linear2"))
 MEETING = ("q_proj", "k_proj")
 
 
 def balanced(pattern: SparsePattern, generator: torch.Generator) -> SparsePattern:
-    """As many blocks, spread over rows and columns as evenly as can be."""
+    """As many blocks, spread over rows and columns as evenly as possible."""
     height, width = pattern.grid
     for _ in range(1000):
         rows = _each(height, pattern.nnz, generator)
@@ -28,7 +28,7 @@ def balanced(pattern: SparsePattern, generator: torch.Generator) -> SparsePatter
 
 
 def wide(pattern: SparsePattern, writes: bool) -> SparsePattern:
-    """As many blocks, in as few rows of blocks as hold them; columns, where it `writes`."""
+    """As many blocks, in as few rows of blocks as possible; in columns if it `writes`."""
     height, width = pattern.grid
     step = torch.arange(pattern.nnz)
     if writes:
@@ -41,15 +41,15 @@ def wide(pattern: SparsePattern, writes: bool) -> SparsePattern:
 
 
 def _each(groups: int, count: int, generator: torch.Generator) -> Tensor:
-    """`count` groups, each as often as any other, or once more."""
+    """`count` group numbers in random order; how often each occurs differs by at most one."""
     turns = -(-count // groups)
     drawn = torch.cat([torch.randperm(groups, generator=generator) for _ in range(turns)])[:count]
     return drawn[torch.randperm(count, generator=generator)]
 
 
 def match(layers: dict[str, SparseLinear]) -> None:
-    """Rename groups of columns (of rows, of keys) so that those with the most blocks are those with
-    the most rows of blocks in the layer before (of queries)."""
+    """Renumber groups of columns (for keys: of rows) so that the groups with the most blocks are
+    those with the most blocks in the previous layer's rows (for keys: in the queries' rows)."""
     for name, layer in layers.items():
         above, _, last = name.rpartition(".")
         for writes, reads in CHAINS:
@@ -66,7 +66,7 @@ def match(layers: dict[str, SparseLinear]) -> None:
 
 
 def _names(own: Tensor, other: Tensor) -> Tensor:
-    """For each group its new name: the fullest gets that of the other's fullest."""
+    """The new number of each group: the fullest gets that of the other's fullest."""
     names = torch.empty_like(own)
     names[own.argsort(descending=True, stable=True)] = other.argsort(descending=True, stable=True)
     return names

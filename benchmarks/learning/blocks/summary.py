@@ -22,7 +22,7 @@ FLAGS = {
 
 
 class Case(NamedTuple):
-    """One network and length of training."""
+    """A network and length of training."""
 
     block: int
     hidden: int = 128
@@ -34,11 +34,11 @@ SHORT = Case(32)
 CASES = (Case(16), SHORT, Case(64, hidden=256))
 
 WAYS = CASES[1:]
-"""Where every way is compared."""
+"""The cases that compare all ways."""
 
 
 class Network(NamedTuple):
-    """One of the networks on MNIST, and what is done to its blocks."""
+    """A network on MNIST, and the ways that change its blocks."""
 
     name: str
     pictures: int
@@ -59,7 +59,7 @@ def of_text(rows: list[Row]) -> list[Row]:
 
 
 def errors(rows: list[Row], network: Network, block: int, variant: str) -> dict[int, float]:
-    """Seed -> the test pictures that are wrong at the end, in %."""
+    """Seed -> the final test error in %."""
     names = ("network", "pictures", "epochs", "block", "variant")
     wanted = (*network[:3], block, variant)
     pictures = (r for r in rows if "network" in r)
@@ -71,7 +71,7 @@ def errors(rows: list[Row], network: Network, block: int, variant: str) -> dict[
 
 
 def finals(rows: list[Row], variant: str, case: Case) -> dict[int, float]:
-    """Seed -> the validation loss at the end."""
+    """Seed -> the final validation loss."""
     wanted = (variant, *case)
     names = ("variant", *Case._fields)
     return {
@@ -80,7 +80,7 @@ def finals(rows: list[Row], variant: str, case: Case) -> dict[int, float]:
 
 
 def three(rows: list[Row], variant: str, case: Case) -> tuple[dict[int, float], ...]:
-    """The seeds that a variant, plain blocks and elements have, of each."""
+    """Final losses of a variant, plain blocks and elements, for the seeds that all have."""
     of = finals(rows, variant, case)
     plain, single = finals(rows, "plain", case), finals(rows, "plain", case._replace(block=1))
     seeds = sorted(of.keys() & plain.keys() & single.keys())
@@ -98,7 +98,7 @@ def in_the_mean(of: dict[int, float], plain: dict[int, float], single: dict[int,
 
 
 def ways_table(rows: list[Row], case: Case = SHORT) -> str:
-    """Every way that was tried, a line each."""
+    """A line per way."""
     lines = ["| blocks | seeds | mean loss | of the gap closed |", "|---|---|---|---|"]
     same = (r for r in of_text(rows) if Case(*(r[n] for n in Case._fields)) == case)
     names = dict.fromkeys(r["variant"] for r in same)
@@ -117,7 +117,7 @@ def ways_table(rows: list[Row], case: Case = SHORT) -> str:
 def _shared(
     of: dict[int, float], plain: dict[int, float], single: dict[int, float], digits: int
 ) -> list[str]:
-    """The cells of a line: over the seeds that all three have."""
+    """The cells of a line, over the seeds that all three have."""
     means = (f"{statistics.mean(found.values()):.{digits}f}" for found in (plain, of, single))
     shares = sorted(round(100 * share) for share in closed(of, plain, single))
     ahead = sum(of[seed] < plain[seed] for seed in of)
@@ -134,7 +134,7 @@ _HEAD = "seeds | plain | with them | elements | of the gap closed | by seed | ah
 
 
 def cases_table(rows: list[Row]) -> str:
-    """The flags beside plain blocks and elements, a line per case that was run."""
+    """The flags beside plain blocks and elements, a line per case."""
     lines = [
         f"| blocks | hidden features | steps x characters | flags | {_HEAD}",
         "|---" * 11 + "|",
@@ -150,7 +150,7 @@ def cases_table(rows: list[Row]) -> str:
 
 
 def pictures_table(rows: list[Row]) -> str:
-    """The networks on MNIST likewise: errors in %."""
+    """As `cases_table`, for the networks on MNIST: errors in %."""
     lines = [f"| network | blocks | flags | {_HEAD}", "|---" * 10 + "|"]
     for network in NETWORKS:
         single = errors(rows, network, 1, "plain")

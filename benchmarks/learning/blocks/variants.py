@@ -1,4 +1,4 @@
-"""What is compared: the same training, with its blocks cut in another way."""
+"""The variants to compare: the same training with blocks cut in another way."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ __all__ = ["Variant", "variant"]
 
 @dataclass(frozen=True)
 class Variant:
-    """Blocks as they are cut without any of this, but for what is said here."""
+    """Differences from plain blocks."""
 
     order: str = ""
-    """The orders to begin with: "random", each side of each layer by itself; "heads", each block of
-    queries, keys and values has features of all heads; "crossed", each block that writes to the
-    residual stream writes to features from all over, which other blocks read."""
+    """Initial orders: "random", for each side of each layer; "heads": each block of queries, keys
+    and values has features of all heads; "crossed": each block that writes to the residual stream
+    writes to evenly spaced features, which other blocks read."""
     captured: bool = False
-    """After a fiftieth of the training inputs and outputs are put in the order in which the blocks
-    hold most of the gradient; the blocks begin anew where they do."""
+    """After a fiftieth of the training, reorder inputs and outputs so that the blocks hold most of
+    the gradient, and restart the pattern with these blocks."""
     balanced: bool = False
-    """The first patterns are spread evenly over rows and columns of blocks."""
+    """Initial patterns are spread evenly over rows and columns of blocks."""
     matched: bool = False
-    """The first patterns read what the layer before writes."""
+    """Initial patterns read what the previous layer writes."""
     interleave: bool = False
-    """--interleave-heads, which is as "heads"."""
+    """--interleave-heads, equivalent to "heads"."""
     match: bool = False
-    """--match-blocks, which is as "balanced, matched"."""
+    """--match-blocks, equivalent to "balanced, matched"."""
     method: str = "rigl"
     rounding: str = "up"
-    """Of how many blocks an update replaces: "up" as the application does, "down", or "carried"
-    from one update to the next."""
+    """Rounding of the number of blocks an update replaces: "up" as in the application, "down", or
+    "carried" from one update to the next."""
     wide: bool = False
-    """With `match`: the first patterns fill whole rows of blocks, each hidden neuron reads all."""
+    """With `match`: initial patterns fill whole rows of blocks, each hidden neuron reads all."""
     places: bool = False
     """Columns and rows of blocks move to other features while the patterns change."""
 

@@ -75,10 +75,10 @@ _LARGEST = 2**63
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an integer, of at least `least` if that is given; no bool.
+    """`value` as an integer, of at least `least` if that is given; not a bool.
 
     Raises:
-        TypeError: something that is no integer.
+        TypeError: not an integer.
         ValueError: a bool, or an integer below `least`.
     """
     try:
@@ -99,7 +99,7 @@ def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
     """One size of at least 1 for each of some dimensions.
 
     Raises:
-        ValueError, TypeError: another number of them, or others than such.
+        ValueError, TypeError: another number of sizes, or an invalid size.
     """
     given = list(values) if isinstance(values, Iterable) else []
     if len(given) != len(dims):
@@ -108,8 +108,8 @@ def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
 
 
 def is_scipy(value: Any) -> bool:
-    """Whether `value` is a sparse matrix of SciPy's; asks SciPy, which takes half a second to
-    import, only where somebody has imported it, as whoever has such a matrix has."""
+    """Whether `value` is a sparse matrix of SciPy. SciPy takes half a second to import, so this
+    asks it only if it is loaded, as it is wherever such a matrix exists."""
     library = sys.modules.get("scipy.sparse")
     return library is not None and bool(library.issparse(value))
 
@@ -123,7 +123,7 @@ def check_fraction(name: str, value: Any, *, zero: bool) -> float:
     """`value`, which must lie in [0, 1], or in (0, 1] unless `zero` is allowed.
 
     Raises:
-        TypeError: no number.
+        TypeError: not a number.
         ValueError: a number outside.
     """
     if not is_number(value):
@@ -138,7 +138,7 @@ def check_within(name: str, value: Any, span: str) -> float:
     """`value`, a number within `span`, which is written as usual: "[0, 1)" holds 0 and not 1.
 
     Raises:
-        ValueError: no number, or one outside; NaN is outside.
+        ValueError: not a number, or one outside; NaN is outside.
     """
     low, high = map(float, span[1:-1].split(","))
     edges = {edge for edge, bracket in ((low, span[0]), (high, span[-1])) if bracket in "()"}
@@ -159,7 +159,7 @@ def check_not_negative(name: str, value: Any) -> float:
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
-    """`value`, an instance of `kind`, which a person calls `expected`: "a SparsePattern".
+    """`value`, an instance of `kind`, which messages call `expected`: "a SparsePattern".
 
     Raises:
         TypeError: anything else.
@@ -190,7 +190,7 @@ def check_array(
 
     Args:
         kinds: of NumPy's types, as `dtype.kind` has them; any of them if there is no element.
-        expected: what a person calls these.
+        expected: what messages call these.
 
     Raises:
         TypeError: anything else.
@@ -219,7 +219,7 @@ def check_generator(value: Any) -> Generator | None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """`value`, one of the names that there are.
+    """`value`, one of the `choices`.
 
     Raises:
         ValueError: anything else.

@@ -31,7 +31,7 @@ _done: tuple[str, str] | None = None
 
 
 class _Stream(logging.StreamHandler):
-    """To what is stderr or stdout when something is logged: programs put others in their place."""
+    """Writes to the current `sys.stderr` or `sys.stdout`, which programs may replace."""
 
     def __init__(self, name: str) -> None:
         logging.Handler.__init__(self)
@@ -50,7 +50,7 @@ def configure() -> None:
     """Do what the environment asks for, once.
 
     Raises:
-        ValueError: a level or a destination that cannot be.
+        ValueError: an invalid level or destination.
     """
     global _done
     level = os.environ.get("DYNSPARSE_LOG_LEVEL", "").strip()
@@ -80,7 +80,7 @@ def configure() -> None:
 
 
 def configure_quietly() -> None:
-    """`configure`, for an import: what is wrong is told where the library is first used."""
+    """`configure` at import, without its errors: they are raised when the library is first used."""
     try:
         configure()
     except ValueError:

@@ -196,7 +196,7 @@ _REMEDY = "reinstall dynsparse where GCC 12 or Clang 12 is (CXX=g++-12 pip insta
 
 
 def _why_absent() -> str:
-    """What the installation says of kernels that it left out."""
+    """Why this installation has no kernels, as far as it says."""
     try:
         return (_FOLDER / "left_out.txt").read_text(encoding="utf-8").strip()
     except OSError:
@@ -208,7 +208,7 @@ def load_isa(isa: str) -> ctypes.CDLL:
     """The library of one instruction set, with the signatures of its functions set.
 
     Raises:
-        ValueError: a name that is no instruction set, or one this machine cannot run.
+        ValueError: a name that is not an instruction set, or one this machine cannot run.
         OSError: the library is not there or cannot be loaded.
     """
     path = _existing_library(isa)
@@ -272,8 +272,8 @@ def _requested_isa() -> str:
 def _watch_forks() -> None:
     """Let a forked child compute on one thread, until it asks torch for more.
 
-    The threads of OpenMP do not come along into the child, where work for them would wait for
-    ever: for torch's own operators as for ours. torch's data loaders do the same in their workers.
+    The threads of OpenMP do not exist in the child, where work for them would wait forever: for
+    torch's own operators as for ours. torch's data loaders do the same in their workers.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
@@ -287,7 +287,7 @@ class _Choice(NamedTuple):
 
 @cache
 def _choose() -> _Choice:
-    logs.configure()  # the first use of the library: what the environment has wrong is told here
+    logs.configure()  # the first use of the library: errors in the environment are raised here
     choice = _chosen()
     if choice.library is None:
         _log.info("no compiled kernels: %s", choice.reason)
@@ -316,7 +316,7 @@ def _chosen() -> _Choice:
         reason = f"they are for {', '.join(built)}, which this machine does not run"
     warnings.warn(
         f"dynsparse computes without its compiled kernels, several times slower: {reason}. "
-        f"To mend it, {_REMEDY}; DYNSPARSE_ISA=none silences this",
+        f"To fix it, {_REMEDY}; DYNSPARSE_ISA=none silences this",
         RuntimeWarning,
         stacklevel=4,
     )
@@ -326,7 +326,7 @@ def _chosen() -> _Choice:
 def warn_if_absent() -> None:
     """Warn at the import of a package that was installed without kernels; they are not loaded yet.
 
-    Whoever asks for an instruction set hears of it where it is used.
+    If DYNSPARSE_ISA is set, the first use reports what is missing.
     """
     if not _requested_isa() and not _built_isas():
         _choose()

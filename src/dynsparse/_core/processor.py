@@ -1,4 +1,4 @@
-"""What the system tells of the processor."""
+"""What the system reports about the processor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Processor(NamedTuple):
-    """A processor, as far as the system tells.
+    """A processor, as the system describes it.
 
     Attributes:
-        maker: "GenuineIntel", "AuthenticAMD" and so on; empty where nothing is told.
+        maker: "GenuineIntel", "AuthenticAMD" and so on; empty if unknown.
         name: its own, and family and model where there are such numbers.
         family: 0 where there is none.
         flags: what it can do, by the names of /proc/cpuinfo.

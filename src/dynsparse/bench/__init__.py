@@ -1,4 +1,4 @@
-"""The benchmarks behind `dynsparse bench`: dynsparse beside other products.
+"""The benchmarks behind `dynsparse bench`: dynsparse against other products.
 
 `spec` reads the YAML file; `contenders` does the work that is timed; `timing` and `host` measure it
 and how busy the machine is; `results` stores the figures.

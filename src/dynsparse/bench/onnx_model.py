@@ -1,4 +1,4 @@
-"""Inference of a whole ONNX model in onnxruntime: with sparse linear layers, beside dense.
+"""Inference of a whole ONNX model in onnxruntime: with sparse linear layers, against dense.
 
 What runs in turn, of the same weights:
 
@@ -57,7 +57,7 @@ def time_model(
     effort: Effort | None = None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Time the inference of a model with sparse linear layers beside dense ones.
+    """Time the inference of a model with sparse linear layers against dense ones.
 
     Args:
         file: an ONNX file with the weights in the form "sparse"; with `density`, of any exporter.

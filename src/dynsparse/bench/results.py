@@ -1,4 +1,4 @@
-"""What a run of benchmarks leaves behind: one JSON file.
+"""The results of a run of benchmarks: one JSON file.
 
 ```
 {"format": "dynsparse-bench", "version": 1, "machine": {...}, "note": .., "spec": "benchmarks.yml",
@@ -50,7 +50,7 @@ def empty_results(spec: str) -> Results:
 
 
 def save_results(results: Results, file: Path) -> None:
-    """Write the JSON file, whole or not at all; figures are rounded to what means something."""
+    """Write the JSON file, atomically; numbers are rounded to four digits."""
     atomic_write_text(file, json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n")
 
 
@@ -72,11 +72,11 @@ def load_results(file: Path) -> Results:
     if data.get("version") != _VERSION:
         raise ValueError(
             f"{file}: expected version {_VERSION}, got {shortened(data.get('version'))}: measure "
-            "anew"
+            "again"
         )
     missing = [key for key in _NEEDED if not isinstance(data.get(key), (dict, str))]
     if missing:
-        raise ValueError(f"{file}: expected the entry {missing[0]!r}, got none: measure anew")
+        raise ValueError(f"{file}: expected the entry {missing[0]!r}, got none: measure again")
     return data
 
 

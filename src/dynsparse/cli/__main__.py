@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; exit status 2 and one line for anything the user can mend."""
+    """Run the command line; exit status 2 and one line for anything the user can fix."""
     try:
         from dynsparse.cli.app import run
     except ModuleNotFoundError as error:

@@ -128,7 +128,7 @@ def _root(
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command (by default the process's own arguments) and return its exit status.
 
-    Whatever the user can mend ends in one line on stderr and status 2. DYNSPARSE_TRACEBACK=1 shows
+    Whatever the user can fix ends in one line on stderr and status 2. DYNSPARSE_TRACEBACK=1 shows
     where it came from.
     """
     warnings.showwarning = _show_warning

@@ -1,4 +1,4 @@
-"""`dynsparse bench`: speed beside the alternatives, from a file of named benchmarks."""
+"""`dynsparse bench`: speed against the alternatives, from a file of named benchmarks."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class _Request:
         None, "YAML file of benchmarks; by default the one that comes with dynsparse.", FILE
     )
     benchmark: tuple[str, ...] | None = _measured(
-        None, "Run these alone.", many(TEXT, "names"), by_default="all: more than an hour"
+        None, "Run only these.", many(TEXT, "names"), by_default="all: more than an hour"
     )
     cell: tuple[str, ...] | None = _measured(
         None,
-        "Of these, run the cells that match all of this, as '1024, bfloat16'.",
+        "Of these, run only the cells that match all of this, such as '1024, bfloat16'.",
         many(TEXT, "texts"),
         by_default="all",
     )
     threads: int | None = _measured(
-        None, "In place of the threads in the file; 1 for a model.", integer(1, 1024)
+        None, "Threads, in place of those in the file; 1 for a model.", integer(1, 1024)
     )
-    from_: Path | None = _measured(None, "Measure nothing: take the figures of this file.", FILE)
+    from_: Path | None = _measured(None, "Measure nothing: use the figures of this file.", FILE)
     list_: bool = _measured(False, "Show the benchmarks of the file.", SWITCH)
     model: Path | None = _model(
         None,
@@ -121,7 +121,7 @@ class _Request:
 
 @with_flags(_Request)
 def bench(values: dict[str, Any]) -> None:
-    """Time dynsparse beside the alternatives, in one process with the same threads.
+    """Time dynsparse against the alternatives, in one process with the same threads.
 
     Ratios are the other's time over dynsparse's: above 1 dynsparse is faster.
     """
@@ -184,7 +184,7 @@ def _figures_of(*files: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"{', '.join(map(str, files))}: expected the figures that dynsparse bench writes, "
-            f"got others ({type(error).__name__}: {shortened(str(error))}): measure anew"
+            f"got others ({type(error).__name__}: {shortened(str(error))}): measure again"
         ) from None
 
 
@@ -213,13 +213,13 @@ def _measure(
         if before["machine"] != results["machine"]:
             raise ValueError(
                 f"--merge: {json} was measured on another machine or with other versions: "
-                "measure all of it anew"
+                "measure all of it again"
             )
         results["benchmarks"] = before["benchmarks"]
     _tell(describe_machine(results))
     counts = [len(set_threads(selected.cells, threads)) for selected in chosen]
     least = sum(n * selected.effort.seconds for n, selected in zip(counts, chosen, strict=True))
-    _tell(f"{sum(counts)} cells, at least {least:.0f} s; the time that is left stands at each.")
+    _tell(f"{sum(counts)} cells, at least {least:.0f} s; each line shows the time left.")
     if not results["machine"]["load_known"]:
         print("This system has no /proc/stat: the load by other processes is not known.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")

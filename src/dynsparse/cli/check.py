@@ -24,7 +24,7 @@ def check(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Of the random shapes and numbers.",
+            help="Seed of the random shapes and numbers.",
             parser=parse_integer,
             metavar="<int>",
             show_default="drawn",
@@ -52,7 +52,7 @@ def check(
         console = Console(highlight=False, soft_wrap=True)
         machine = f"{host['processor']}, {host['cores']} cores"
         console.print(f"dynsparse {__version__} on {machine}; seed {seed}")
-        console.print("Beside float64: the largest error, as a share of the sum of magnitudes")
+        console.print("Against float64: the largest error, as a share of the sum of magnitudes")
         console.print(_row("", [Text(name.rjust(_WIDTH)) for name in PASSES]))
         result = run_checks(
             seed,
@@ -69,7 +69,7 @@ def check(
             console.print(f"Results differ in {count} checks:", style="bold red")
             for entry in result.differing:
                 console.print(f"  {entry.words()}", markup=False)
-            console.print(f"To see the same again: dynsparse check --seed {seed}")
+            console.print(f"To reproduce: dynsparse check --seed {seed}")
     if not result.matches:
         raise typer.Exit(1)
 

@@ -47,7 +47,7 @@ _PRESET = Annotated[
 
 @with_flags(lm_app.Options, {"preset": _PRESET})
 def lm(values: dict[str, Any], preset: str | None) -> None:
-    """Train a sparse GPT-2-style language model on any text, and let it write."""
+    """Train a sparse GPT-2-style language model on any text, and sample from it."""
     if preset is not None and "restore" in values:
         raise ValueError(
             "--preset: the checkpoint of --restore has all settings: leave --preset out"

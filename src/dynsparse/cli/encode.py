@@ -43,7 +43,7 @@ class _Request:
     output: Path = option(MISSING, "The token file to write.", OUTPUT_FILE)
     data: str = option(
         STDLIB,
-        "The text: a file in UTF-8, plain or packed, or stdlib: the source text of Python's "
+        "The text: a file in UTF-8, plain or compressed, or stdlib: the source text of Python's "
         "standard library.",
         TEXT,
         also=("dataset",),
@@ -51,8 +51,8 @@ class _Request:
     tokens: str = option(KINDS[0], "What a token is.", choice(*KINDS), needs=(_OWN,))
     vocabulary: Path | None = option(
         None,
-        "Use the vocabulary of this token file: for the texts that go with it to validate and to "
-        "test on.",
+        "Use the vocabulary of this token file, for the validation and test texts that belong to "
+        "it.",
         FILE,
     )
     bpe_dir: Path | None = option(
@@ -68,7 +68,7 @@ class _Request:
 
 @with_flags(_Request)
 def encode(values: dict[str, Any]) -> None:
-    """Prepare a text for `dynsparse lm` once: tokens, with the vocabulary they belong to."""
+    """Encode a text as a token file for `dynsparse lm`, with its vocabulary."""
     request = _Request(**values)
     check_values(request)
     check_applies(request, values)

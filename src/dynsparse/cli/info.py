@@ -35,7 +35,7 @@ Choose = Callable[[Layer, int, bool], str]
 def info(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON instead.")] = False,
 ) -> None:
-    """Show what computes here: version, kernels and their choice, instruction sets, threads."""
+    """Show what computes on this machine: version, kernels and their choice, threads."""
     if json:
         print(dumps(facts(), indent=2))
         return

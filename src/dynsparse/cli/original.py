@@ -1,4 +1,4 @@
-"""The flags of Graphcore's programs beside those of the commands here.
+"""The flags of Graphcore's programs and their counterparts here.
 
 Users of those programs come with their command lines: `translate` turns the old flags into ours, or
 says in one line what there is instead. The same table makes docs/coming-from-popsparse.md.

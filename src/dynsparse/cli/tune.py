@@ -18,14 +18,14 @@ def tune(
     ] = False,
     reset: Annotated[
         bool,
-        typer.Option("--reset", help="Measure nothing: go back to the table that came along."),
+        typer.Option("--reset", help="Measure nothing: go back to the supplied table."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead.")] = False,
 ) -> None:
-    """Measure what the kernels cost on this processor, so that later runs choose among them by it.
+    """Measure the kernels on this processor, so that later runs choose the fastest.
 
-    Do it when nothing else runs. It changes which kernels compute in the processes to come, and so
-    the last bits of their results.
+    Run it when nothing else runs. It changes which kernels later processes use, and so the last
+    bits of their results.
     """
     if reset:
         if quick:

@@ -1,4 +1,4 @@
-"""Downloads with a checksum and a progress bar, and unpacking of gzip, xz and bzip2."""
+"""Downloads with a checksum and a progress bar, and decompression of gzip, xz and bzip2."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
         urls: folders that hold the file, ending in a slash.
         file: its name.
         checksum: "algorithm:hex".
-        folder: where it goes; made if it does not exist.
+        folder: where it goes; created if it does not exist.
 
     Raises:
         ValueError: what was downloaded has another checksum.
@@ -101,7 +101,7 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
                 ) from None
     raise OSError(
         f"cannot download {file} ({reason}): check the connection, or put the files in a folder "
-        "and name it as the data folder"
+        "and pass it as the data folder"
     )
 
 
@@ -113,7 +113,7 @@ def _reason(error: Exception) -> str:
     return {
         "ConnectTimeout": "no answer in time",
         "ReadTimeout": "no answer in time",
-        "ChunkedEncodingError": "the connection broke off",
+        "ChunkedEncodingError": "the connection was lost",
     }.get(type(error).__name__, "no connection")
 
 
@@ -155,4 +155,4 @@ class _Bar:
         self._progress.update(self._task, completed=0)
 
     def close(self) -> None:
-        """Pooch calls this when the file is whole; the bar stops with its context."""
+        """Pooch calls this when the file is complete; the bar stops with its context."""

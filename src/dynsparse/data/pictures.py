@@ -121,9 +121,9 @@ def load_digits() -> DataSet:
     """The digits as 1,437 training and 360 test pictures of 28x28.
 
     Like MNIST's, a digit fills the 20x20 pixels in the middle: the 8x8 pixels are interpolated
-    (bilinear) and a border of four empty pixels is put around. The split is one fixed random
-    choice, the same in every run: the file's order goes by writer, and a split by position would
-    test on other writers than it trained on.
+    (bilinear) and surrounded by a border of four empty pixels. The split is random but fixed, the
+    same in every run: the file is ordered by writer, and a split by position would test on other
+    writers than it trained on.
 
     Raises:
         ModuleNotFoundError: scikit-learn is missing.
@@ -215,7 +215,7 @@ def _find(file: str, data_dir: Path, name: str) -> Path:
                 return path
     raise FileNotFoundError(
         f"expected {file} or {file}.gz in {data_dir} or {data_dir / name}, got neither: "
-        "put the file there, or name no data folder to download it"
+        "put the file there, or leave the data folder out to download it"
     )
 
 
@@ -289,7 +289,7 @@ def load_cifar10(data_dir: str | Path | None = None) -> DataSet:
         return _from_archive(folder / CIFAR_ARCHIVE)
     raise FileNotFoundError(
         f"expected {CIFAR_ARCHIVE}, or {_TEST[0]} and {_TRAIN[0]} to {_TRAIN[-1]}, in {folder}, "
-        "got neither: put them there, or name no data folder to download them"
+        "got neither: put them there, or leave the data folder out to download them"
     )
 
 

@@ -30,12 +30,12 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idle
 
 
 def read_text(source: str | Path) -> str:
-    """The text of `source`: "stdlib" or a file in UTF-8, which may be packed by gzip, xz or bzip2.
+    """The text of `source`: "stdlib" or a UTF-8 file, possibly compressed with gzip, xz or bzip2.
 
     A byte order mark is left out; line ends stay as they are.
 
     Raises:
-        ValueError: an empty file, one that is not UTF-8 text, a packed one that is damaged or
+        ValueError: an empty file, one that is not UTF-8 text, a compressed one that is damaged or
             unpacks to more than `dynsparse._core.files.limits.read_limit` allows.
         OSError: a file that cannot be read.
     """
@@ -100,7 +100,7 @@ KINDS = ("char", "byte", "bpe")
 
 
 class UnknownToken(ValueError):
-    """A text holds what the vocabulary does not."""
+    """A text has a character that is not in the vocabulary."""
 
 
 class Tokenizer(Protocol):
@@ -120,7 +120,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of `ids` [tokens]; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids` [tokens]; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def check_vocabulary(state: Any) -> None:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it has no lone half of a surrogate pair, which no encoding takes."""
+    """Whether it has no lone surrogate, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -173,8 +173,8 @@ GPT2_URLS = (
 )
 GPT2_CHECKSUM = "sha256:1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
-# Characters that are encoded at a time. No token goes over a space or a line's end behind something
-# that is no white space, so texts are cut there.
+# Characters that are encoded at a time. No token spans a space or line end that follows a non-space
+# character, so texts are cut there.
 _PIECE = 1 << 20
 _CUT = re.compile(r"(?<=\S)[ \n]")
 
@@ -202,9 +202,9 @@ class GPT2Tokenizer:
 
     Args:
         merges: pairs of tokens by the symbols of their bytes, as `read_merges` gives them.
-        size: how many tokens the vocabulary has; all when left out, at least 257. A smaller one
-            uses the first merges alone, so every text still has its tokens, only more of them.
-            <|endoftext|> is the last id of any size. In a text those characters are ordinary ones.
+        size: how many tokens the vocabulary has, at least 257; defaults to all. A smaller one uses
+            only the first merges, so that a text has more tokens. <|endoftext|> is the last id of
+            any size. In a text those characters are ordinary ones.
 
     Raises:
         ModuleNotFoundError: the package tokenizers is not installed.
@@ -258,7 +258,7 @@ class GPT2Tokenizer:
         """See `Tokenizer.encode`.
 
         Raises:
-            UnicodeEncodeError: half of a surrogate pair alone.
+            UnicodeEncodeError: a lone surrogate.
         """
         text.encode()
         ids = array("i")
@@ -423,7 +423,7 @@ def tokenizer_from_state(state: dict[str, Any], bpe_dir: Path | None = None) -> 
     """What `state` was taken from.
 
     Raises:
-        ValueError: `state` is no vocabulary, or the BPE files are not those it was taken from.
+        ValueError: `state` is not a vocabulary, or the BPE files are not those it was taken from.
         OSError: see `make_tokenizer`.
     """
     check_vocabulary(state)
@@ -456,7 +456,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What `open_tokens` gives: `ids` [count], mapped read-only, and the head's entries."""
+    """The result of `open_tokens`: `ids` [count], mapped read-only, and the head's entries."""
 
     path: Path
     ids: np.ndarray
@@ -479,7 +479,7 @@ def describe_vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def write_tokens(path: Path, ids: np.ndarray, tokenizer: Tokenizer, source: str) -> None:
-    """Write `ids` [count] to `path`, whole or not at all.
+    """Write `ids` [count] to `path`, atomically.
 
     Raises:
         ValueError: no ids.

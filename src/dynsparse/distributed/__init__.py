@@ -18,7 +18,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # What they are made of loads half of torch, which the others do without.
+    # Their base class imports half of torch, which the functions above do without.
     if name in ("SplitCols", "SplitHeads", "SplitPair", "SplitRows"):
         return getattr(import_module("dynsparse.distributed.styles"), name)
     raise AttributeError(f"module 'dynsparse.distributed' has no attribute {name!r}")

@@ -55,7 +55,7 @@ def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> Distr
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError: no module; a group or mesh among the options.
+        TypeError: not a module; a group or mesh among the options.
         ValueError: layers that differ in number, name or shape; the same on all ranks.
     """
     distributed = torch.distributed
@@ -77,17 +77,17 @@ def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> Distr
 def split(model: nn.Module, mesh: Any) -> nn.Module:
     """Keep this rank's shard of every sparse layer of `model`, in place; returns the model.
 
-    Of layers in a row, such as those of an `nn.Sequential` with elementwise functions in between,
+    In a chain of layers, such as those of an `nn.Sequential` with elementwise functions in between,
     the projections of an attention, or the feed-forward part of a `SparseTransformerLayer`, the
-    first has its rows over x and its columns over y, the next the other way round, and so on. With
-    x alone two layers need one sum between them. Layers with too few blocks are not sharded.
+    first layer is sharded by rows over x and by columns over y, the next the other way round, and
+    so on. With x alone, two layers need one all-reduce. Layers with too few blocks are not sharded.
 
-    The model computes as before: modules outside of a chain see all features. Each
-    rank sees the samples of its z. The gradients of the weights are those of these samples: make
-    the model data parallel over z with `replicate(model, ranks=mesh["z"])`.
-    Make the optimizer afterwards: the layers' Parameters are new ones. Modules that are not split
-    compute the same on all ranks along x and y, whose random numbers (dropout) must then be the
-    same; inside a chain each shard draws its own.
+    The model computes as before: modules outside a chain see all features. Each rank sees the
+    samples of its z. The gradients of the weights are those of these samples: make the model data
+    parallel over z with `replicate(model, ranks=mesh["z"])`. Create the optimizer afterwards: the
+    Parameters of the layers are new. Modules that are not split compute the same on all ranks along
+    x and y, whose random numbers (dropout) must then be the same; inside a chain each shard draws
+    its own.
 
     Shards hold about equal numbers of non-zeros and end where blocks do. Their borders stay
     while patterns change inside.
@@ -97,7 +97,7 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
         mesh: a `DeviceMesh` with axes among "x", "y" and "z".
 
     Raises:
-        TypeError: no module, no mesh.
+        TypeError: not a module, not a mesh.
         ValueError: a model without sparse layers or with sparse convolutions, layers that are split
             already or computed by something else, ranks that hold different models.
     """
@@ -196,9 +196,9 @@ def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
     """`model` as `n` consecutive stages, for `torch.distributed.pipelining.PipelineStage`.
 
     The modules are the model's own and keep their names, so that the stages' state dicts together
-    are the model's, and random growth, which goes by the names of layers, is the same as in one
-    process. The largest stage is as small as it can be, by the weights of linear layers, for
-    sparse ones those that are present; other modules count nothing.
+    are the model's, and random growth, which depends on the names of layers, is the same as in one
+    process. The largest stage is as small as possible, by the number of weights of linear layers
+    (of sparse ones, those present); other modules do not count.
 
     Args:
         model: of at least `n` modules; for another kind of model, the `nn.Sequential` of its
@@ -206,7 +206,7 @@ def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
         n: how many stages.
 
     Raises:
-        TypeError: no `nn.Sequential`.
+        TypeError: not an `nn.Sequential`.
         ValueError: fewer modules than stages, or a module that occurs twice.
     """
     if not isinstance(model, nn.Sequential):
@@ -218,10 +218,10 @@ def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
     children = list(model._modules.items())
     if len({id(child) for _, child in children}) < len(children):
         raise ValueError(
-            "a module is in the model twice, and each stage trains its own: make two of it"
+            "a module is in the model twice, and stages share no modules: use two copies"
         )
     if len(children) < n:
-        raise ValueError(f"a model of {len(children)} modules has no {n} stages: use fewer")
+        raise ValueError(f"a model of {len(children)} modules cannot have {n} stages: use fewer")
     borders = balance([_weights(child) for _, child in children], n)
     return [
         nn.Sequential(OrderedDict(children[first:last]))

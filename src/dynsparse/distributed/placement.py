@@ -125,7 +125,7 @@ def slice_pattern(
     """The part of a pattern in a range of rows and one of columns, and its slots.
 
     Args:
-        rows, cols: (first, behind the last) feature; multiples of the block size.
+        rows, cols: (first, after the last) feature; multiples of the block size.
 
     Returns:
         The part as a pattern, and its slots in the full pattern, int64 [part.nnz].
@@ -257,7 +257,7 @@ class Borders:
         return self._between(position, name, parts)
 
     def _between(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Before the bundle at `position`, or behind the last.
+        """Before the bundle at `position`, or after the last.
 
         Raises:
             ValueError: too few features for so many parts.

@@ -118,7 +118,7 @@ def gather_layer(layer: SparseLinear) -> dict[str, Tensor]:
 
 
 def _sharded_projection(attention: SparseMultiheadAttention) -> ShardBackend | None:
-    """Of the queries' projection, if heads are spread over ranks."""
+    """Of the queries' projection, if heads are split over ranks."""
     projection = attention.q_proj
     spec = spec_of(projection) if isinstance(projection, SparseLinear) else None
     return None if spec is None or spec.placement.rows is None else spec
@@ -148,7 +148,7 @@ def split_heads(attention: SparseMultiheadAttention) -> None:
 
 
 class _GatherWeights:
-    """Makes the attention weights of all heads of those of this rank's."""
+    """Gathers the attention weights of all heads from those of this rank's."""
 
     def __init__(self, spec: ShardBackend, heads: int, borders: tuple[int, ...]) -> None:
         self.line = spec.grid.line(spec.placement.rows)

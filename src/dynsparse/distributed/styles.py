@@ -1,4 +1,4 @@
-"""Styles for torch's `parallelize_module`: what it does to dense layers, done to sparse ones."""
+"""Parallel styles of sparse layers for torch's `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _layer(module: nn.Module, name: str) -> SparseLinear:
 class SplitRows(_Style):
     """Each rank computes a shard of a `SparseLinear`'s outputs, from all inputs.
 
-    As torch's `ColwiseParallel`, which goes by the columns of the transposed weight. Shards hold
-    equal non-zeros, and are gathered at once: layers that work on shards belong together, in a
-    `SplitPair`, or a model that `split` cuts.
+    Like torch's `ColwiseParallel`, named after the columns of the transposed weight. Shards hold
+    about equal numbers of non-zeros. Outputs are gathered at once; to keep them sharded between
+    layers, use `SplitPair` or `split`.
     """
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
@@ -67,7 +67,7 @@ class SplitRows(_Style):
 class SplitCols(_Style):
     """Each rank computes with a shard of a `SparseLinear`'s inputs; the results are added up.
 
-    As torch's `RowwiseParallel`. Takes all features of the input, and uses a shard of them.
+    Like torch's `RowwiseParallel`. Takes all features of the input, and uses a shard of them.
     """
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
@@ -75,10 +75,10 @@ class SplitCols(_Style):
 
 
 class SplitPair(_Style):
-    """Two `SparseLinear` layers of a module with one sum between them.
+    """Splits two `SparseLinear` layers of a module, with one all-reduce for both.
 
     The first writes shards of features, elementwise functions may follow, and the second reads the
-    same shards, whose borders share the non-zeros of both. Source: Shoeybi et al. 2019,
+    same shards, whose borders balance the non-zeros of both. Source: Shoeybi et al. 2019,
     "Megatron-LM", section 3.
 
     Args:
@@ -97,7 +97,7 @@ class SplitPair(_Style):
         if out != into:
             raise ValueError(
                 f"{self.first!r} writes {out} features and {self.second!r} reads {into}: they are "
-                "no pair"
+                "not a pair"
             )
         return chain, {
             self.first: Placement("x", None, None, gather_output=False),
@@ -106,7 +106,7 @@ class SplitPair(_Style):
 
 
 class SplitHeads(_Style):
-    """The heads of a `SparseMultiheadAttention` over the ranks, with one sum at its end."""
+    """Splits the heads of a `SparseMultiheadAttention` over the ranks, with one all-reduce."""
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
         if not isinstance(module, SparseMultiheadAttention):
@@ -114,7 +114,7 @@ class SplitHeads(_Style):
         if module.interleaved:
             raise ValueError(
                 "expected an attention whose heads are side by side, got one with "
-                "interleaved=True, whose heads ranks cannot share out: make it without"
+                "interleaved=True, whose heads cannot be divided among ranks: make it without"
             )
         inputs = tuple(f"{name}_proj" for name in "qkv")
         placements = dict.fromkeys(inputs, Placement("x", None, None, gather_output=False))

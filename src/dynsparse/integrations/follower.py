@@ -15,7 +15,7 @@ from dynsparse.training import SparseTrainer, Telemetry
 __all__ = ["Algorithm", "Follower"]
 
 Algorithm = Callable[..., SparseTrainer]
-"""`ds.RigL` and its kin, or a function of (model, optimizer) that returns a trainer."""
+"""`ds.RigL` or another trainer class, or a function (model, optimizer) -> trainer."""
 
 
 _LOGGED = (

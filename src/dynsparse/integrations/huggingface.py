@@ -1,4 +1,4 @@
-"""Hugging Face transformers: sparse training in `Trainer`, and small folders of sparse models."""
+"""Hugging Face transformers: sparse training in `Trainer`, and compact files of sparse models."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["SparseCallback", "save_pretrained"]
 
 
 def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Write the folder of a trained sparse model, with its weights in few bytes.
+    """Save a trained sparse model to a folder, with its weights in few bytes.
 
     A pattern takes at most one bit per block of the matrix, and values are in row-major order.
-    After `import dynsparse`, `from_pretrained` of transformers loads the folder, sparse. The
-    model's own `save_pretrained` writes what loads in the same way but keeps the order of the
-    values, which the state of an optimizer depends on, with 8 more bytes per block.
+    After `import dynsparse`, `from_pretrained` of transformers loads the folder, sparse. The files
+    of the model's own `save_pretrained` load in the same way but keep the order of the values,
+    which the state of an optimizer depends on, with 8 more bytes per block.
 
     Args:
         model: a sparse model of transformers.
@@ -128,7 +128,7 @@ class SparseCallback(TrainerCallback, ExportableState):
             if not isinstance(saved, dict) or "trainer" not in saved.get("attributes", {}):
                 raise ValueError(
                     "the checkpoint was saved without SparseCallback: resume from one that was "
-                    "saved with it, or train anew"
+                    "saved with it, or start a new training"
                 )
             self._follower.load_state_dict(_decode(saved["attributes"]["trainer"]))
         self._follower.start(parts["model"], optimizer, state.max_steps)

@@ -26,7 +26,7 @@ def library() -> Path:
 
 
 def register(session_options: Any) -> None:
-    """Make the operator known to sessions with these options.
+    """Register the operator for sessions with these options.
 
     Args:
         session_options: an `onnxruntime.SessionOptions`. Its `intra_op_num_threads` are those of

@@ -25,7 +25,7 @@ __all__ = ["SparseLora", "sparse_lora"]
 
 
 def sparse_lora(config: LoraConfig) -> LoraConfig:
-    """Let the adapters of `config` serve sparse layers, by `SparseLora`.
+    """Let the adapters of `config` work with sparse layers, through `SparseLora`.
 
         tuned = peft.get_peft_model(model, sparse_lora(peft.LoraConfig(r=8, target_modules=[...])))
 
@@ -58,10 +58,10 @@ def sparse_lora(config: LoraConfig) -> LoraConfig:
 class SparseLora(lora.Linear):
     """LoRA beside a `SparseLinear`: its weight becomes W + scaling * (B A) at the pattern.
 
-    B A is computed at the positions of the pattern only, as a product of their number, and added to
-    the values, so that one sparse product serves both and merging gives the same layer: the
-    MaskLoRA of Zimmer et al. 2023, "PERP: Rethinking the Prune-Retrain Paradigm in the Era of
-    LLMs". `get_peft_model` makes these layers for a config of `sparse_lora`.
+    B A is computed at the positions of the pattern only, at a cost proportional to their number,
+    and added to the values, so that one sparse product serves both and merging gives the same
+    layer: the MaskLoRA of Zimmer et al. 2023, "PERP: Rethinking the Prune-Retrain Paradigm in the
+    Era of LLMs". `get_peft_model` makes these layers for a config of `sparse_lora`.
 
     Raises:
         ValueError: a sparse convolution, a layer on a target.
@@ -74,7 +74,7 @@ class SparseLora(lora.Linear):
                 f"adapters need a sparse linear layer, got {layer}: leave it out of target_modules"
             )
         with warnings.catch_warnings():
-            # That this class is none of PEFT's own.
+            # PEFT warns that this class is not its own.
             warnings.filterwarnings("ignore", "Unsupported layer type")
             super().__init__(base_layer, *args, **kwargs)
 
@@ -92,7 +92,7 @@ class SparseLora(lora.Linear):
         return (delta * self.scaling[adapter]).to(layer.values.dtype)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """The update as a dense matrix [out, in], with zeros outside of the pattern."""
+        """The update as a dense matrix [out, in], with zeros outside the pattern."""
         return self.get_base_layer().pattern.to_dense(self.delta_values(adapter))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

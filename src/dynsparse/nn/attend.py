@@ -126,7 +126,7 @@ def check_head_order(
     if (name in state_dict) != (run is not None):
         error_msgs.append(
             f"expected {what!r} with interleaved={run is not None}, got weights of "
-            f"interleaved={run is None}: make the attention as it was when they were saved"
+            f"interleaved={run is None}: build the attention with that setting"
         )
         return run
     if run is None:

@@ -78,11 +78,11 @@ class SparseMultiheadAttention(nn.Module):
         embed_dim, num_heads, dropout, bias: as in `nn.MultiheadAttention`.
         add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
         head_dim: features of one head; defaults to embed_dim / num_heads.
-        interleaved: whether the heads take turns in the features of the projections, with runs of
-            one, two or four features depending on the block size, instead of head_dim consecutive
-            features each, so that a large block has features of every head. For new projections the
-            network is the same; "Blocks and order" in the documentation describes the effect on
-            large blocks. Saved in the state dict.
+        interleaved: whether the features of the heads are interleaved in the projections, in runs
+            of one, two or four features depending on the block size, instead of head_dim
+            consecutive features each, so that a large block has features of every head. Newly
+            initialised networks are equivalent; "Blocks and order" in the documentation describes
+            the effect on large blocks. Saved in the state dict.
         matched: whether the projections start with patterns whose blocks are spread evenly, in
             which keys (and values, unless interleaved) have the block rows of queries, and
             `out_proj` reads the block rows of values.

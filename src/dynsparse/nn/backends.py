@@ -66,11 +66,11 @@ class CompiledSteps(Protocol):
         """Write weights and the optimizer's state into the model and the optimizer."""
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """What the last run of each program took, that of "step" and those of updates: cycles,
-        seconds, tflops, max_tile_bytes, to_host_bytes, from_host_bytes."""
+        """Costs of the last run of each program, "step" and those of updates: cycles, seconds,
+        tflops, max_tile_bytes, to_host_bytes, from_host_bytes."""
 
     def operations(self) -> dict[str, dict[str, float]]:
-        """What each operation of the last step took, among them cycles and flops."""
+        """Costs of each operation of the last step, such as cycles and flops."""
 
 
 CompileSteps = Callable[..., CompiledSteps]

@@ -1,7 +1,7 @@
-"""A model on calibration data, one block after another: what reaches each block and each layer.
+"""Runs a model on calibration data block by block, and collects the inputs of blocks and layers.
 
 Language models are chains of blocks: a block takes the hidden states that the one before returns.
-So a block can be changed, and the next one sees what the changed block gives, while each block
+So a block can be changed, and the next one gets the outputs of the changed block, while each block
 computes every batch only two or three times.
 """
 
@@ -19,7 +19,7 @@ from dynsparse.nn.candidates import Candidate
 
 
 class _LastBlock(Exception):
-    """Ends a forward pass behind the last block."""
+    """Ends a forward pass after the last block."""
 
 
 class Blocks:
@@ -79,7 +79,7 @@ class Blocks:
         return calls if is_chain else None
 
     def run(self, k: int, batch: int, hidden: Tensor) -> Tensor:
-        """What block k of the model, as it is now, makes of the hidden states of a batch."""
+        """The output of block k, as it is now, for the hidden states of a batch."""
         args, named = self._others[batch][k]
         return _hidden(self.model.get_submodule(self.names[k])(hidden, *args, **named))
 
@@ -110,7 +110,7 @@ def _inside(name: str) -> str:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch: a dictionary of arguments, a tuple or list of them, or one."""
+    """Call the model on a batch: a dictionary of arguments, a tuple or list of them, or one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -135,7 +135,7 @@ def batches_of(calibration: Any) -> list[Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation, without a cache of keys and values; as it was afterwards."""
+    """Evaluation mode without a key-value cache inside; restores both afterwards."""
     training = [(module, module.training) for module in model.modules()]
     config: Any = getattr(model, "config", None)
     has_cache = getattr(config, "use_cache", None) is True
@@ -160,8 +160,8 @@ def input_sums(
 ) -> Iterator[dict[str, Tensor]]:
     """Sums over the inputs x of layers, block by block: of x^2 [in], or of x x^T [in, in].
 
-    Between two blocks the caller may replace layers: the next block sees what the changed blocks
-    give. Layers outside of the chain of blocks come last, all together.
+    Between two blocks the caller may replace layers: the next block gets the outputs of the changed
+    blocks. Layers outside the chain of blocks come last, all together.
 
     Args:
         groups: name -> the layers that share the weight of this name.

@@ -169,7 +169,7 @@ def select(
     """The candidates that `include` matches and `exclude` does not.
 
     Args:
-        excluded: name -> why it stays dense, of those that `include=None` leaves out.
+        excluded: name -> why it stays dense, for layers that `include=None` excludes.
         include, exclude: glob patterns; `include=None` selects all but `excluded`. An embedding is
             selected by its full name in `include` only.
 
@@ -247,7 +247,7 @@ def check_patterns(what: str, patterns: Any) -> list[str]:
     """`patterns`, one or several, as a list.
 
     Raises:
-        TypeError: anything else than strings.
+        TypeError: anything but strings.
     """
     if isinstance(patterns, str):
         return [patterns]

@@ -33,7 +33,7 @@ class _SparseConv(SparseLinear):
 
     dimensions: ClassVar[int]
     dense_class: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
-    # That of the outputs, as of a dense weight in this format; set by `to(memory_format=...)`.
+    # The memory format of the outputs; set by `to(memory_format=...)`, as for a dense weight.
     memory_format: torch.memory_format = torch.contiguous_format
 
     @typed
@@ -331,7 +331,7 @@ class SparseConv2d(_SparseConv):
     output is its number of connections.
 
     Raises:
-        ValueError: options that `nn.Conv2d` refuses, a density outside (0, 1], a block size that
+        ValueError: options that `nn.Conv2d` rejects, a density outside (0, 1], a block size that
             does not divide the channels of a group, a pattern of another shape.
     """
 

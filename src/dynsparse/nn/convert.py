@@ -38,7 +38,7 @@ from dynsparse.nn.transformers_import import set_quantizers
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import ShardSpec
 
-# Samples for which a trained model is described.
+# Batch size for which the table of a trained model is printed.
 _BATCH = 512
 
 
@@ -87,34 +87,34 @@ def sparsify(
             16, 32, 64 and 128 for which no block of the layer holds both zeros and other values.
         allocation: how the density is distributed over the layers: "uniform", "er" or "erk", see
             `dynsparse.allocation.allocate`; with start="magnitude" or "wanda" also "global", which
-            keeps the blocks with the best scores of all layers, at least one of each. Defaults to
+            keeps the blocks with the best scores of all layers, at least one in each. Defaults to
             "uniform" with a start that has `calibration`, to "erk" otherwise.
         include: patterns of the layers to convert; None for all but those excluded by default.
             Embeddings are converted only if `include` has their full names.
         exclude: patterns of the layers that stay dense; overrides `include`.
         densities: pattern -> density of each layer it matches. The first match counts. These layers
-            get their non-zeros first, the others share the rest.
+            get their non-zeros first; the others share the rest.
         block_sizes: pattern -> block size, overriding `block_size`; the first match counts.
         start: how the patterns and values begin:
-            "random": for a model just initialised. Draws the patterns and scales the model's values
+            "random": for an untrained model. Draws the patterns and scales the model's values
             there by sqrt(in / connections of the row), so that outputs have the variance of the
             dense layer's (Evci et al. 2022, "Gradient Flow in Sparse Neural Networks and How
             Lottery Tickets Win", section 3.1).
             "magnitude": for a trained model. Keeps the blocks with the largest sum of magnitudes.
-            "wanda": likewise, of magnitudes times norms of inputs (Sun et al. 2023).
-            "sparsegpt": chooses by the error that outputs would get, and makes up for it with the
-            weights that stay (Frantar and Alistarh 2023, with a damping of 1 %).
+            "wanda": likewise, with magnitudes times input norms (Sun et al. 2023).
+            "sparsegpt": prunes by the error in the outputs, and compensates for it with the weights
+            that stay (Frantar and Alistarh 2023, with a damping of 1 %).
             "nonzero": for a model that was pruned. Keeps what is not zero; `density`, `densities`
             and `allocation` do not apply. Layers with less than 1 % zeros count as dense. With a
             `block_size`, zeros inside of present blocks become values that training changes.
         calibration: batches for "wanda" and "sparsegpt", such as a few dozen sequences of tokens:
-            an iterable of tensors, or of tuples or dictionaries of arguments. The model computes
-            them in evaluation mode, one of its blocks after another, so that each block is pruned
-            with the inputs that the pruned blocks before it give; layers outside of the chain of
-            blocks come last. Linear layers only.
-        per_row: whether all rows of blocks of a layer begin with equally many, but for one: a fixed
-            fan-in. Defaults to True for "wanda", whose paper compares scores within a row, and to
-            False for the others. Trainers do not preserve it, but for `Static`.
+            an iterable of tensors, or of tuples or dictionaries of arguments. The model runs in
+            evaluation mode, block by block, so that each block is pruned with the inputs that it
+            gets from the pruned blocks before it; layers outside the chain of blocks come last.
+            Linear layers only.
+        per_row: whether all block rows of a layer begin with the same number of blocks, to within
+            one: a fixed fan-in. Defaults to True for "wanda", whose paper compares scores within a
+            row, and to False for the others. Of the trainers, only `Static` preserves it.
         generator: random generator of the patterns.
         keep_sparse: whether layers of density 1 become sparse layers with every weight present.
             With density=1 this is the start of gradual pruning (`GMP`, `GraNet`), in which every
@@ -131,8 +131,8 @@ def sparsify(
             that does not divide a layer, a pattern that matches nothing, an included module that
             cannot be converted, nothing to convert, an option that `start` does not use, a weight
             shared with a layer that is treated differently, a target that does not support a layer,
-            a layer that no calibration batch reaches. The model is then unchanged, as it is after
-            an error of its own on a calibration batch.
+            a layer that no calibration batch reaches. The model is then unchanged, also after an
+            error that it raises on a calibration batch.
     """
     _check_model(model)
     check_generator(generator)
@@ -172,8 +172,8 @@ def sparsify(
         is_dense = {name: p.density > 1 - LEAST_SPARSITY for name, p in patterns.items()}
         if all(is_dense.values()) and not keep_sparse:
             raise ValueError(
-                "none of the selected layers has 1 % zeros or more: prune the model first, or take "
-                "another start than 'nonzero'"
+                "none of the selected layers has 1 % zeros or more: prune the model first, or use "
+                "a start other than 'nonzero'"
             )
     else:
         if density is None and len(densities) < len(selected):
@@ -318,7 +318,7 @@ def _initial_weight(
     """The initial pattern of a layer, and a matrix [out, in] that has its values.
 
     Args:
-        plan: number of blocks, block size, and whether rows keep equally many.
+        plan: number of blocks, block size, and whether rows keep the same number.
         sums: over the inputs of the layer, see `input_sums`.
     """
     matrix, shape = candidate.matrix, candidate.matrix_shape
@@ -365,7 +365,7 @@ def densify(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SparseLinear) and isinstance(module.executor, ShardSpec):
             raise ValueError(
-                f"densify needs full layers, but this rank holds only a shard of {name!r}: take "
+                f"densify needs full layers, but this rank holds only a shard of {name!r}: use "
                 "dynsparse.distributed.gather(model), the state of the full model"
             )
         inside = any(name.startswith(f"{other}.") for other in names)

@@ -22,9 +22,9 @@ _BLOCK_ELEMENTS = 2**19
 class _CrossEntropy(Function):
     """logits [n, classes], targets int64 [n] -> losses [n]; 0 where the target is ignored.
 
-    It goes through the logits a few rows at a time, whose temporaries stay in the cache, and its
-    backward pass overwrites them. On a CPU that takes less than half the time of
-    `torch.nn.functional.cross_entropy`, much of which goes into new memory.
+    It processes the logits a few rows at a time, so that temporaries stay in the cache, and its
+    backward pass overwrites the logits. On a CPU that takes less than half the time of
+    `torch.nn.functional.cross_entropy`, which spends much of it on new memory.
     """
 
     @staticmethod
@@ -59,12 +59,12 @@ class _CrossEntropy(Function):
 
 
 def _upcast(tensor: Tensor) -> Tensor:
-    """In float32 if it is of 16 bits."""
+    """The tensor in float32 if its dtype has 16 bits."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _row_blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """A few rows at a time; views, unless the logits are of 16 bits."""
+    """A few rows at a time; views, unless the logits have 16 bits."""
     height = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     for first in range(0, len(logits), height):
         rows = slice(first, first + height)
@@ -82,17 +82,17 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(head(hidden), targets)`, with the logits of a part of the samples at a time.
+    """`cross_entropy(head(hidden), targets)`, with the logits of one chunk of samples at a time.
 
         hidden = model.transformer(ids).last_hidden_state
         loss = ds.nn.linear_cross_entropy(hidden[:, :-1], model.lm_head, ids[:, 1:])
 
-    If there is more than one chunk, the backward pass computes the logits of each again, and they
-    need memory for one matrix [chunk_size, classes] at any time; in steps whose gradient a trainer
-    captures for growth, sparse heads keep the gradients of all logits. For dense heads
+    With more than one chunk, the backward pass computes the logits of each again, and only one
+    matrix [chunk_size, classes] is in memory at a time; in steps whose gradient a trainer captures
+    for growth, sparse heads keep the gradients of all logits. For dense heads
     `torch.nn.functional.linear_cross_entropy` of torch 2.13, which keeps a second gradient of the
     weight instead of computing logits twice, is faster. The backward pass overwrites the logits: it
-    may be taken once, and there is no second derivative.
+    can run only once, and there is no second derivative.
 
     Args:
         hidden: [..., features].
@@ -110,7 +110,7 @@ def linear_cross_entropy(
         TypeError: targets that are not int64, a head without `out_features`.
         ValueError: targets of another shape than the samples, an unknown reduction, a smoothing
             outside [0, 1].
-        RuntimeError: a target outside of the classes.
+        RuntimeError: a target outside the classes.
     """
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     smoothing = check_fraction("label_smoothing", label_smoothing, zero=True)

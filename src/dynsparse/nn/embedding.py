@@ -32,7 +32,7 @@ class SparseEmbedding(SparseLinear):
 
     Raises:
         ValueError, TypeError: as `SparseLinear`. When called, TypeError for ids that are not
-            integers and IndexError for ids outside of the table.
+            integers and IndexError for ids outside the table.
     """
 
     @typed
@@ -121,7 +121,7 @@ class TiedHead(nn.Module):
 
     `sparsify` puts it in the place of an `nn.Linear` that is tied to an embedding. It has no values
     or pattern of its own: in `state_dict()` and to trainers there is only the table, whose gradient
-    is the sum of both uses. The table is no submodule; copies of a model keep the two together.
+    is the sum of both uses. The table is not a submodule; copies of a model keep the two together.
 
     Args:
         table: the embedding W [out, in].

@@ -4,8 +4,8 @@ transformers lets a library load layers of its own as a "quantization method". T
 sparse model names the method "dynsparse", and `SparseQuantizer` collects the values and patterns of
 sparse layers while transformers loads, renames and casts the tensors; then it replaces the layers.
 
-Without this library transformers ignores the method and would initialise the layers anew. Therefore
-each sparse layer also has an empty `name.weight` in the file, at which `from_pretrained` fails.
+Without this library, transformers would ignore the method and initialise the layers again. So each
+sparse layer also has an empty `name.weight` in the file, which makes `from_pretrained` fail.
 
 This module needs transformers 5 or later; `dynsparse.nn.transformers_import` imports it when
 transformers is imported.

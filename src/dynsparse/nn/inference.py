@@ -17,14 +17,14 @@ from dynsparse.nn.sparse_module import SparseModule
 def freeze(model: nn.Module) -> nn.Module:
     """Prepare a trained model for inference, in place.
 
-    The model is set to evaluation mode and its parameters to need no gradients. Sparse layers free
-    everything that only training needs: gradients, the order of the pattern by columns, and the
-    slots of pattern updates, so that of the pattern 4 bytes per block remain; layers that are
-    sharded, or computed on a target or by a subset of `TopKAST`, keep theirs. Each `nn.ReLU` that
+    Sets the model to evaluation mode and `requires_grad` of its parameters to False. Sparse layers
+    free everything that only training needs: gradients, the order of the pattern by columns, and
+    the slots of pattern updates; 4 bytes per block of the pattern remain. Layers that are sharded,
+    or computed on a target or with an active subset of `TopKAST`, keep theirs. Each `nn.ReLU` that
     follows a sparse layer in an `nn.Sequential` computes in place.
 
     A frozen model computes, saves, loads, copies and compiles as before. To train it again, call
-    `model.train().requires_grad_()`; its optimizer and trainer go on where they were.
+    `model.train().requires_grad_()`; its optimizer and trainer continue where they stopped.
 
     Returns:
         The model.

@@ -110,7 +110,7 @@ def _replace(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePatter
 
 @contextmanager
 def memory_for_meta_tensors(model: nn.Module) -> Iterator[None]:
-    """Give tensors on the meta device memory on the CPU, which is taken away after an error."""
+    """Allocate CPU memory for tensors on the meta device; an error frees it again."""
     allocated: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():

@@ -191,8 +191,8 @@ class SparseLinear(SparseModule):
             `ActiveSet`. See `nn.backends.Executor`.
 
     The values start uniform in +-1/sqrt(fan-in), as those of `nn.Linear` do, but with the fan-in
-    each output really has in the pattern (Evci et al. 2022, "Gradient Flow in Sparse Neural
-    Networks and How Lottery Tickets Win", section 3.1).
+    that each output has in the pattern (Evci et al. 2022, "Gradient Flow in Sparse Neural Networks
+    and How Lottery Tickets Win", section 3.1).
 
     Raises:
         ValueError: a density outside (0, 1], a block size that does not divide the features, a
@@ -231,7 +231,7 @@ class SparseLinear(SparseModule):
             )
         elif density is not None:
             raise ValueError(
-                f"density is {density} but the pattern says which blocks are present: leave "
+                f"density is {density} but the pattern determines which blocks are present: leave "
                 "density out"
             )
         elif block_size not in (None, pattern.block_size):
@@ -314,9 +314,9 @@ class SparseLinear(SparseModule):
     def weight(self) -> Tensor:
         """The weight [out, in], read-only, for code that expects that of an `nn.Linear`.
 
-        Shape, dtype and device are free, and `torch.nn.functional.linear` with it is the sparse
-        product. Any other operation uses a dense matrix, differentiable in the values, and warns
-        once per layer. Compiled code gets the dense matrix.
+        Reading its shape, dtype or device costs nothing, and `torch.nn.functional.linear` with it
+        is the sparse product. Any other operation uses a dense matrix, differentiable in the
+        values, and warns once per layer. Compiled code gets the dense matrix.
         """
         return self.to_dense() if is_compiling() else WeightView(self)
 
@@ -427,7 +427,8 @@ class SparseLinear(SparseModule):
             (likewise, for small batches), "dense" (above the break-even density), "bfloat16" (over
             the non-zeros, for such activations), or "torch" (no compiled kernel supports the
             layer). On other devices "dense" (a product with the dense weight) or "blocks" (kernels
-            over the blocks). With an executor "tile machine" or "active subset".
+            over the blocks). With an executor "tile machine", "active subset" or
+            "tensor parallel".
         """
         check_integer("batch", batch, 0)
         backward = bool(backward)

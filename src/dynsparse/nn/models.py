@@ -41,19 +41,19 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
 
     Shapes are [out, in], or [out, in / groups, *kernel] for convolutions; non-zeros are counted in
     elements; parameters are weights and biases, of the dense layer and now. A weight that several
-    layers share is listed once. In a model of more than 40 layers, those that differ in nothing but
-    the numbers of their names share a row, such as "blocks.*.up (12)".
+    layers share is listed once. In a model of more than 40 layers, those that differ only in the
+    numbers in their names share a row, such as "blocks.*.up (12)".
 
-    Below are the layers that `sparsify` excludes by default, with the reason, and by kind the
-    modules that it cannot convert, with the parameters of their weights (vectors, such as biases
-    and norms, are not counted). If these are more than half of the model, a last line warns.
+    Below the table are the layers that `sparsify` excludes by default, with the reason, and the
+    modules that it cannot convert, by kind, with the number of their parameters (vectors, such as
+    biases and norms, are not counted). If these are more than half of the model, a last line warns.
 
     Args:
         batch: number of samples, such as the tokens of a batch, for which the table also says what
             computes each sparse linear layer, forward and backward (see `SparseLinear.kernel`), and
-            how many times as fast as a dense layer that is: predicted for a training step in
-            float32 on this CPU, by a cost model whose mean error is 10 to 25 %. A line below the
-            table names the layers that gain no time.
+            the speed-up over a dense layer: predicted for a training step in float32 on this CPU,
+            by a cost model whose mean error is 10 to 25 %. A line below the table names the layers
+            that gain no time.
     """
     head = _HEAD if batch is None else (*_HEAD, *_HEAD_OF_BATCH)
     slow: list[str] = []
@@ -104,7 +104,7 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
 
 
 def _join_alike(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """One row for all layers that differ in nothing but the numbers of their names."""
+    """One row for all layers that differ only in the numbers in their names."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in lines:
         alike.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name)
@@ -208,8 +208,8 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.1), lr=1e-3)
 
     The values of sparse layers and all Parameters of two or more dimensions decay; biases, norms
-    and scalars do not. Choosing by dimensions alone, as many recipes do, would take the values of
-    layers without blocks, which are [nnz], for biases. Parameters that do not require a gradient
+    and scalars do not. Choosing by dimensions alone, as many recipes do, would mistake the values
+    of layers without blocks, which are [nnz], for biases. Parameters that do not require a gradient
     are in neither group.
 
     Raises:
@@ -236,8 +236,8 @@ def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
     An average of weights must do so because the content of a slot changes with the pattern:
     averages of surviving slots stay, those of dropped slots are discarded, and grown slots start at
     zero, as in a masked dense model whose average is masked. Copies made by torch's `AveragedModel`
-    and timm's `ModelEma` follow automatically; call this for your own averages. It holds while both
-    models exist, and is not saved to files.
+    and timm's `ModelEma` follow automatically; call this for your own averages. The link lasts
+    while both models exist, and is not saved to files.
 
     Args:
         copy: an average of `model`, or another copy of it. Its weights stay its own.

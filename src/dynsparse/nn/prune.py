@@ -96,16 +96,16 @@ def sparsegpt(
     """The pattern that SparseGPT keeps, and the weight [out, in] with the other weights updated.
 
     Frantar and Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
-    One-Shot", algorithm 1, with a damping of 1 % of the mean diagonal. The weights go column by
-    column; what a pruned weight contributed is made up by those to the right of it, so that the
-    outputs change least. Masks are chosen for 128 columns at a time, by w^2 / [H^-1]_jj, each with
-    its share of the `nnz` blocks.
+    One-Shot", algorithm 1, with a damping of 1 % of the mean diagonal. Weights are pruned column by
+    column; those to the right compensate for each pruned weight, so that the outputs change least.
+    Masks are chosen for 128 columns at a time, by w^2 / [H^-1]_jj, each with its share of the `nnz`
+    blocks.
 
     Args:
         products: H, the sum of x x^T over the inputs x, [in, in].
         nnz: blocks to keep.
         b: their size. The score of a block is the sum of those of its elements.
-        per_row: whether rows keep the same number of blocks in each 128 columns, but for one.
+        per_row: whether rows keep the same number of blocks in each 128 columns, to within one.
     """
     w = weight.to(products.dtype, copy=True)
     columns = w.shape[1]
@@ -146,7 +146,7 @@ def _factor_of_inverse(products: Tensor) -> Tensor:
 
 
 def global_counts(scores: Mapping[str, Tensor], density: float) -> dict[str, int]:
-    """How many blocks each layer keeps if the best of all layers together are kept, at least one.
+    """How many blocks each layer keeps if the best of all layers are kept, at least one each.
 
     Args:
         scores: layer name -> scores of its blocks, [rows, cols].

@@ -26,7 +26,7 @@ _LARGEST = 127
 class QuantizedSparseLinear(nn.Module):
     """Y = X W^T + b for inference, with the present blocks of W in int8.
 
-    `quantize` and `from_float` make them of trained layers. W is scale[r] * values at (r, c).
+    `quantize` and `from_float` make them from trained layers. W is scale[r] * values at (r, c).
     Activations and results are float32. It has no Parameters and no gradients.
 
     Args:
@@ -50,8 +50,8 @@ class QuantizedSparseLinear(nn.Module):
 
     Raises:
         TypeError, ValueError: arguments that do not fit each other.
-        RuntimeError: when called: activations that are not float32 on the CPU, or that require a
-            gradient. By `train()`: it cannot be trained.
+        RuntimeError: when called with activations that are not float32 on the CPU, or that require
+            a gradient; by `train()`, as it cannot be trained.
     """
 
     # Operands that were checked, and the versions of the index then.
@@ -244,17 +244,18 @@ def quantize(
 ) -> nn.Module:
     """Round the weights of a trained model's sparse linear layers to int8, in place.
 
-    For inference on a CPU. Each row of a weight has a scale, its largest magnitude / 127, so
-    weights are off by at most 1/254 of that. The model is then in evaluation mode, and none of its
-    parameters requires a gradient. Convolutions, embeddings and dense layers stay as they are.
+    For inference on a CPU. Each row of a weight has a scale, its largest magnitude / 127, so the
+    error of a weight is at most 1/254 of that magnitude. The model is then in evaluation mode, and
+    none of its parameters requires a gradient. Convolutions, embeddings and dense layers stay as
+    they are.
 
     Args:
         model: a model with sparse layers in float32, such as `sparsify` makes and a trainer trains.
-        activations: "float32": only weights are int8, which saves memory, and time where few
-            samples are computed at once. "int8": in layers with blocks whose size is a multiple
-            of 8, activations are rounded as well, by the largest magnitude of each sample, and
-            products are sums of integers: faster, and less accurate. Nothing is calibrated.
-        exclude: name patterns, as of `sparsify`, of sparse layers that stay float32.
+        activations: "float32": only weights are int8, which saves memory, and time for small
+            batches. "int8": in layers with blocks whose size is a multiple of 8, activations are
+            rounded as well, by the largest magnitude of each sample, and products are sums of
+            integers: faster, and less accurate. Nothing is calibrated.
+        exclude: name patterns, as in `sparsify`, of sparse layers that stay float32.
 
     Returns:
         The model.
@@ -298,7 +299,7 @@ def quantize(
 
 
 def replace_by_quantized(model: nn.Module, layers: dict[str, QuantizedSparseLinear]) -> None:
-    """Put layers at their names, and the model into the state that inference wants."""
+    """Put layers at their names, and set the model up for inference."""
     replacement: Any
     for name, replacement in layers.items():
         model.set_submodule(name, replacement)

@@ -402,8 +402,8 @@ class SparseModule(nn.Module):
                 values.grad = values.grad.detach()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; to the functions of torch.distributed.checkpoint that rename the
-        entries of a state dict, rows and cols are buffers, too."""
+        """As of any module; but functions of torch.distributed.checkpoint that rename entries of a
+        state dict also get rows and cols."""
         caller = distributed_caller()
         if caller is not None and caller.f_code.co_name == "_get_managed_states":
             self._check_before_sharding(caller)
@@ -643,7 +643,7 @@ class SparseModule(nn.Module):
             return
         elif not complete and prefix + "weight" in state_dict:
             error_msgs.append(
-                f"{prefix}weight is that of a dense layer, and here is a sparse one: load it into "
+                f"{prefix}weight is that of a dense layer, but this layer is sparse: load it into "
                 "the model before dynsparse.sparsify, or into dynsparse.densify(model)"
             )
         self._permit_swap()

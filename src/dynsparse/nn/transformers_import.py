@@ -1,5 +1,5 @@
-"""The connection to transformers, which has no entry points for it: it gets the quantizer of
-`dynsparse.nn.hf_quantizer`, and names of weights are converted as it does."""
+"""Registers the quantizer of `dynsparse.nn.hf_quantizer` with transformers, which has no entry
+points for it, and converts names of weights as transformers does."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def convert_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     conversions that transformers lists.
 
     Raises:
-        ValueError: transformers cannot make one of the model's tensors of those of the file.
+        ValueError: transformers cannot make one of the model's tensors from those of the file.
     """
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -95,6 +95,6 @@ def convert_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
             parts = converter.convert(new, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"transformers cannot make {new!r} of the file: {reason}") from None
+            raise ValueError(f"transformers cannot make {new!r} from the file: {reason}") from None
         converted |= {key: t[0] if isinstance(t, list) else t for key, t in parts.items()}
     return converted

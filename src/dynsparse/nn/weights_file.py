@@ -1,8 +1,8 @@
 """Weights and patterns of models in safetensors files: one writer, one loader.
 
-`load_safetensors` loads into a sparse model, `load_pretrained` into one that is dense as its code
-builds it, and also from files of other libraries that store a `state_dict()` unchanged, as
-`save_pretrained` of Hugging Face does: one file, or shards with an index.
+`load_safetensors` loads into a sparse model, `load_pretrained` into a model that is still dense,
+also from files of other libraries that store a `state_dict()` unchanged, as `save_pretrained` of
+Hugging Face does: one file, or shards with an index.
 
 In the files of `save_safetensors`, which any safetensors reader understands, the keys are those of
 `model.state_dict()`, but for the patterns. A sparse layer `name` has
@@ -144,8 +144,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
         values = file.tensors.get(_key(name, "values"))
         if values is not None and values.dtype is torch.int8:
             raise ValueError(
-                f"the values of {name!r} in {path} are int8, which no layer that trains holds: use "
-                "dynsparse.load_pretrained, with the model as its code builds it"
+                f"the values of {name!r} in {path} are int8, which no layer that trains can hold: "
+                "use dynsparse.load_pretrained, with the dense model"
             )
     try:
         with uninterrupted():
@@ -205,8 +205,8 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except safetensors.SafetensorError as error:
         if zipfile.is_zipfile(path):
             raise ValueError(
-                f"{path} is a file of torch.save, which may hold code: if you trust it, pass what "
-                "torch.load gives to load_state_dict, or save it as safetensors first"
+                f"{path} is a file of torch.save, which may hold code: if you trust it, pass the "
+                "result of torch.load to load_state_dict, or save it as safetensors first"
             ) from None
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None

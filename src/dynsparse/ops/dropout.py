@@ -41,10 +41,10 @@ class _Dropout(torch.autograd.Function):
 def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     """Zero each entry of x with probability `rate` and scale the others by 1 / (1 - rate).
 
-    As `torch.nn.functional.dropout`, and that function itself under compilers and transforms, for
-    other types than float32, on other devices and without compiled kernels. Otherwise the masks
-    differ from torch's: the seed of each call is drawn from torch's global generator, and the mask
-    depends on it alone, not on the number of threads.
+    Like `torch.nn.functional.dropout`, which it calls under compilers and transforms, for dtypes
+    other than float32, on other devices and without compiled kernels. Otherwise the masks differ
+    from torch's: the seed of each call is drawn from torch's global generator, and the mask depends
+    on it alone, not on the number of threads.
 
     Args:
         x: any shape and strides.

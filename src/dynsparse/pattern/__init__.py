@@ -1,4 +1,4 @@
-"""Which blocks of a matrix are present, and updates of that.
+"""Which blocks of a matrix are present, and how updates change them.
 
 Layers hold a `SparsePattern`. A pattern update makes a `Rewiring`, which is applied to values,
 optimizer states and records.

@@ -36,7 +36,7 @@ def check_coordinates(values: Any, what: str, bound: int, least: int = 0) -> np.
     """int64 [n], from anything that holds integers in [least, bound)."""
     if isinstance(values, Tensor):
         if check_tensor(what, values).is_meta:
-            raise ValueError(f"{what} must have memory, got a tensor on the device meta")
+            raise ValueError(f"{what} must hold data, got a tensor on the meta device")
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
     try:
@@ -84,8 +84,8 @@ def sample_without_replacement(
 def sample_per_row(
     rows: int, width: int, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """`count` distinct positions row * width + column, as many in each row as in the others, but
-    for one; uniform over such sets, sorted, int64.
+    """`count` distinct positions row * width + column, as many in each row as in the others, to
+    within one; uniform over such sets, sorted, int64.
 
     Memory is in proportion to `count`.
     """

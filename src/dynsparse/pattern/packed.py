@@ -60,7 +60,7 @@ def unpack(
         values: of the blocks, [nnz] or [nnz, b, b].
 
     Raises:
-        ValueError: another number of blocks than of values, positions outside of the matrix.
+        ValueError: another number of blocks than of values, positions outside the matrix.
     """
     name = next((name for name in PACKED if prefix + name in tensors), None)
     if name is None:

@@ -70,8 +70,8 @@ class SparsePattern:
     orders are the same until an update gives dropped slots to grown blocks. A pattern takes 4 bytes
     per block, and 4 more for the slots if the orders differ.
 
-    It is on the CPU. One that was made by an update on a device is there, and is copied to the CPU
-    when more than its size is read, which synchronises.
+    It is on the CPU, or on the device of the update that made it; reading more than its size then
+    copies it to the CPU, which synchronises.
 
     Args:
         rows, cols: block coordinates, integers [nnz], in any order, without duplicates.
@@ -247,7 +247,7 @@ class SparsePattern:
         """A uniformly random pattern with an exact number of blocks.
 
         Give either `density` in [0, 1] (the count is rounded to the nearest block) or `nnz`. With
-        `per_row` all rows of blocks have equally many, but for one: a fixed fan-in of the outputs.
+        `per_row` all block rows have the same number, to within one: a fixed fan-in of the outputs.
         Memory is in proportion to the blocks drawn, not to the matrix.
         """
         shape, block_size, grid = block_grid(shape, block_size)
@@ -523,7 +523,7 @@ class SparsePattern:
         return by_slot[slots.to(by_slot.device)] if len(slots) else by_slot
 
     def forget_index(self) -> None:
-        """Free the memory of `index`; it is made again when it is read."""
+        """Free the memory of `index`; reading it rebuilds it."""
         self.__dict__.pop("index", None)
 
     @property
@@ -673,7 +673,7 @@ def _as_tensor(name: str, values: Any) -> Tensor:
     """A tensor on the CPU, from anything that holds numbers."""
     if isinstance(values, Tensor):
         if check_tensor(name, values).is_meta:
-            raise ValueError(f"{name} must have memory, got a tensor on the device meta")
+            raise ValueError(f"{name} must hold data, got a tensor on the meta device")
         return values.detach().cpu()
     try:
         return torch.as_tensor(values, device="cpu")

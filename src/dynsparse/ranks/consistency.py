@@ -16,7 +16,7 @@ from torch import Tensor
 from dynsparse.ranks.ranks import Ranks
 
 _KINDS = (ValueError, TypeError, RuntimeError, MemoryError)
-_LONGEST = 2000  # characters of an error that travel
+_LONGEST = 2000  # characters of an error that are sent
 
 
 class collective_errors:

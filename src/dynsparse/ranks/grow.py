@@ -222,7 +222,7 @@ class _Job:
             return
         raise ValueError(
             f"layer {self.name!r}: expected at least one pair (x, dY), got none on any rank: "
-            "growth needs a backward"
+            "growth needs a backward pass"
         )
 
     def prepare(self) -> None:

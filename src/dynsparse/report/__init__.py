@@ -1,4 +1,4 @@
-"""Pictures of patterns and records, tables and pages of benchmarks."""
+"""Plots of patterns and records, and tables of benchmark results."""
 
 from dynsparse.report.training.plot import plot
 

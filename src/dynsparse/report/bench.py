@@ -1,4 +1,4 @@
-"""Tables in Markdown and the picture of the figures of `dynsparse bench`."""
+"""Markdown tables and the plot of the results of `dynsparse bench`."""
 
 from __future__ import annotations
 

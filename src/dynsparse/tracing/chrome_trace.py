@@ -52,7 +52,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
 
     Raises:
         TypeError: a file that is not a path.
-        ValueError: a trace is on already; a folder that does not exist or cannot be written.
+        ValueError: a trace is active already; a folder that does not exist or cannot be written.
         OSError: the file cannot be written.
 
     >>> import dynsparse as ds, tempfile
@@ -64,7 +64,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
     path = rank_path(Path(file), current_rank())
     check_writable(path)
     if active_recorder() is not None:
-        raise ValueError("a trace is on already: let one end before the next begins")
+        raise ValueError("a trace is active already: end it before you begin another")
     recorder = Recorder.start(limit)
     set_recorder(recorder)
     try:

@@ -1,4 +1,4 @@
-"""Dynamic sparse training: which blocks leave, which join, when, and what follows them."""
+"""Dynamic sparse training: which blocks to drop and to grow, when, and what follows the pattern."""
 
 from dynsparse.training.algorithms import (
     GMP,

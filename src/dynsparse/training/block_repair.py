@@ -1,4 +1,4 @@
-"""Repair a pruned model block by block: each block learns to give its dense block's outputs."""
+"""Repair a pruned model block by block: each block learns the outputs of its dense block."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def repair(
     lr: float = 1e-3,
     verbose: bool = True,
 ) -> list[RepairedBlock]:
-    """Train each block of a sparse model to give the outputs of the same block of the dense model.
+    """Train each block of a sparse model to reproduce the outputs of its block of the dense model.
 
-    One block after another: the dense block computes the hidden states of the dense model, the
-    sparse block those that the repaired blocks before it give, and Adam with a cosine schedule
-    minimises the mean squared difference (Guo et al. 2024, "EBFT: Effective and Block-Wise
-    Fine-Tuning for Sparse LLMs"). All parameters of the block that require a gradient are trained,
-    in evaluation mode; patterns stay. A block that does not get better keeps its parameters.
+    One block after another: the dense block takes the hidden states of the dense model, the sparse
+    block those of the repaired blocks before it, and Adam with a cosine schedule minimises the mean
+    squared difference (Guo et al. 2024, "EBFT: Effective and Block-Wise Fine-Tuning for Sparse
+    LLMs"). All parameters of the block that require a gradient are trained, in evaluation mode;
+    patterns stay. A block that does not improve keeps its parameters.
 
-    Memory beside the two models: gradients and Adam's state of one sparse block, the activations of
-    one batch, and three hidden states of every batch.
+    Memory besides the two models: gradients and Adam's state of one sparse block, the activations
+    of one batch, and three hidden states of every batch.
 
     Args:
         model: the model with sparse layers, changed in place.
         dense: the model before pruning, of the same architecture.
         calibration: batches as in `dynsparse.sparsify`; each is one step of the optimizer.
         epochs: passes over the batches for each block.
-        lr: the learning rate that the schedule begins with.
+        lr: the initial learning rate.
         verbose: whether to print a line for each block.
 
     Returns:
@@ -62,8 +62,8 @@ def repair(
 
     Raises:
         TypeError, ValueError: no batches; a model without sparse layers, whose blocks are not a
-            chain, or that has other blocks than `dense`. An error later on leaves the blocks that
-            are complete repaired and the others as they were.
+            chain, or that has other blocks than `dense`. After a later error, completed blocks stay
+            repaired and the others are unchanged.
     """
     check_integer("epochs", epochs, 1)
     check_within("lr", lr, "(0, 1]")

@@ -46,7 +46,7 @@ class Survey:
     history: History
     regrow_dropped: bool
     ranks: Ranks = ALONE
-    """Take the update together. Each calls its budget; the result of the first counts."""
+    """The ranks that update together. Each calls its budget; the result of the first counts."""
     shards: Mapping[str, LayerShard] = field(default_factory=dict)
     """Of tensor-parallel layers: `scores` are the shard's; `patterns` has the full layer's size."""
     on_device: bool = False
@@ -145,7 +145,7 @@ class Budget:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from `state`."""
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `state` can be loaded."""
@@ -184,8 +184,8 @@ class SoftBudget(Budget):
     """Layers grow beyond their initial size, train, and are cut back in the next update.
 
     An update drops what a layer has beyond the number it had when the trainer was made, then grows
-    the schedule's share of that number. So new blocks compete with old ones only after they were
-    trained. The last update must grow nothing: see `ElasticSchedule`.
+    the schedule's share of that number. So new blocks compete with old ones only once they have
+    been trained. The last update must grow nothing: see `ElasticSchedule`.
 
     Source: Yuan et al. 2021, "MEST", the soft memory bound (&S).
     """
@@ -290,7 +290,7 @@ class GradualBudget(Budget):
             if final > self.first[name]:
                 raise ValueError(
                     f"pruning cannot end with {final} blocks in layer {name!r}, which has "
-                    f"{self.first[name]} now: begin denser, or ask for a smaller final density"
+                    f"{self.first[name]} now: begin denser, or lower the final density"
                 )
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
@@ -337,7 +337,7 @@ class MomentumBudget(Budget):
     """Each layer drops the schedule's share; the total is grown in proportion to mean momentum.
 
     A layer's share is the mean |momentum| of its present weights before the update over the sum of
-    these means. What a layer has no room for goes to the others. The total of all layers stays, and
+    these means. What a layer has no room for goes to the others. The total stays the same, and
     every layer keeps at least one block.
 
     Source: Dettmers and Zettlemoyer 2019, "Sparse Networks from Scratch", section 3.

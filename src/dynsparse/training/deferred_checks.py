@@ -1,7 +1,7 @@
 """Checks of the numbers that an update ranks: at once on the CPU, deferred on devices.
 
-To look at a device's numbers, the host waits for all work that the device was given. So a device
-decides itself: an update that would rank NaN or infinity leaves the pattern as it is
+To read a device's numbers, the host would wait for all work that the device has queued. So the
+device decides itself: an update that would rank NaN or infinity leaves the pattern as it is
 (`Rewiring._on_device`), and the trainer raises the error at a later step that ends in an update.
 """
 
@@ -86,7 +86,7 @@ def check_gradients(
     has_no_gradients = all(layer.values.grad is None for layer in layers.values())
     if has_no_gradients and any(map(len, pairs.values())):
         raise RuntimeError(
-            "the gradients are gone before the step, whose update would look at them: call "
+            "the gradients were cleared before the step, whose update needs them: call "
             "zero_grad() after the step or before backward()"
         )
     for name, layer in layers.items():

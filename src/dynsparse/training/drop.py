@@ -1,4 +1,4 @@
-"""Which connections are dropped: the blocks of the lowest scores."""
+"""Which connections are dropped: the blocks with the lowest scores."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MagnitudeGradient:
             return score
         if values.grad is None:
             raise RuntimeError(
-                "the drop score looks at the gradient, but the values have none: call "
+                "the drop score needs the gradient, but the values have none: call "
                 "trainer.step() after loss.backward() and before the gradients are set to None"
             )
         return score.add_(magnitude(values.grad), alpha=self.gradient_weight)

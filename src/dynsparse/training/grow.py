@@ -1,4 +1,4 @@
-"""Which positions join: by gradient (RigL), at random (SET), or none; and their initial values."""
+"""Which positions grow: by gradient (RigL), at random (SET), or none; and their initial values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Growth:
     """Chooses the positions to grow: the one component in which RigL and SET differ.
 
     Attributes:
-        needs_gradients: whether `choose` looks at x and dY; they are recorded only if so.
+        needs_gradients: whether `choose` needs x and dY; they are recorded only then.
         options: settings that must agree when a training is resumed; plain types.
     """
 
@@ -67,7 +67,7 @@ class Growth:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from `state`."""
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `state` can be loaded."""

@@ -1,7 +1,7 @@
-"""Histories: the gradient that growth looks at, of the last step or a momentum of several.
+"""Histories: the gradient that growth uses, of the last step or a momentum of several.
 
-The gradient of absent weights is not stored. A step leaves x and dY of every layer, from which it
-is computed at the positions that are needed; a momentum is x and dY of several steps with weights.
+The gradient of absent weights is not stored. Each step records x and dY of every layer, from which
+it is computed where it is needed; a momentum is x and dY of several steps, weighted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class History:
     """Keeps x and dY of the steps that count. The base of all histories has no state.
 
     Attributes:
-        window: how many steps count, up to that of the update; None is all of them.
+        window: how many steps count, up to that of the update; None: all.
         options: settings that must agree when a training is resumed; plain types.
     """
 
@@ -73,7 +73,7 @@ class History:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from `state`."""
 
     def share_of(self, states: Sequence[Any], rank: int, size: int) -> Any:
         """The state of rank `rank` of `size`, where every rank saved one of `states`.
@@ -92,7 +92,7 @@ class History:
 
 
 class LastStep(History):
-    """The gradient of the step that ends in the update, as RigL takes it."""
+    """The gradient of the step that ends in the update, as in RigL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,9 @@ class WindowMomentum(History):
                 isinstance(pairs, list) and all(_is_pair(pair, features) for pair in pairs)
                 for pairs in steps
             ):
-                raise ValueError(f"the momentum of layer {name!r} is no list of steps of x and dY")
+                raise ValueError(
+                    f"the momentum of layer {name!r} is not a list of steps of x and dY"
+                )
 
 
 class DenseMomentum(History):

@@ -193,11 +193,11 @@ def full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowReq
 
 @torch.no_grad()
 def resize_shards(layer: SparseLinear, count: int) -> None:
-    """Let sharded values have `count` slots with undefined contents, and drop the gradient. Every
+    """Resize sharded values to `count` slots with undefined contents, and drop the gradient. Every
     rank that has a shard calls this, between a backward and the next forward pass.
 
-    torch makes what gathers and reduces once, for the size that a Parameter had; it is made anew.
-    The Parameter stays the same object.
+    torch sets up gathering and reducing once, for the size that a Parameter had; this sets it up
+    again. The Parameter stays the same object.
 
     Raises:
         RuntimeError: who shards these values is not known, or has gathered them.
@@ -241,7 +241,7 @@ def follow_sizes(values: Iterable[Tensor]) -> None:
     present sizes.
 
     The gradients of the present step must be complete. A wrapper's reducer has buckets of the old
-    sizes, so it is made anew; its communication hooks stay, that of PowerSGD starts anew.
+    sizes, so it is rebuilt; its communication hooks stay, that of PowerSGD starts over.
     """
     values = list(values)
     for ddp in _wrappers_of(values) if values else []:

@@ -30,7 +30,7 @@ def keep_memory() -> bool:
 
     A training step allocates and frees tensors of megabytes. glibc, the C library of most Linux
     systems, returns such memory to the system and gets it back zeroed, page by page, which can take
-    a tenth of a step and more. After this call the process keeps all memory that it frees, as with
+    a tenth of a step or more. After this call the process keeps all memory that it frees, as with
     `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_MAX_` in the environment. It then holds about what it
     needed at its peak, somewhat more since large tensors leave gaps between small ones; a pattern
     update of a large layer returns what is unused. Call it before the first step.
@@ -54,7 +54,7 @@ def release_memory(values: Tensor, *, within: bool = False) -> None:
 
     Args:
         values: of the layer that is updated; for small ones this does nothing.
-        within: the update goes on.
+        within: whether the update is still in progress.
     """
     if values.is_cpu and values.nbytes >= (_LARGE if within else _WORTHWHILE):
         _release()

@@ -17,10 +17,10 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for the dense matrices of hidden layers, AdamW for everything else.
 
     Muon (Jordan et al. 2024) makes the update of a matrix orthogonal, which needs the whole matrix.
-    So sparse values take AdamW, as do embeddings and heads tied to them, biases and norms. Updates
-    of Muon are scaled to the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
-    Training", section 2.2), and both take one rate. Trainers, learning-rate schedulers and
-    checkpoints take it as any optimizer; `param_groups` are Muon's, and AdamW's with and without
+    So AdamW trains sparse values, as well as embeddings and heads tied to them, biases and norms.
+    Updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
+    Training", section 2.2), and both use one rate. Trainers, learning-rate schedulers and
+    checkpoints take it like any optimizer; `param_groups` are Muon's, and AdamW's with and without
     weight decay.
 
         optimizer = ds.training.MuonAdamW(model, lr=1e-3, adamw=["lm_head"])
@@ -30,8 +30,8 @@ class MuonAdamW(torch.optim.Optimizer):
         model: dense matrices are the weights of its linear layers, found as by `sparsify`.
         lr: the learning rate.
         weight_decay: of matrices and sparse values, decoupled; biases and norms do not decay.
-        adamw: name patterns, as of `sparsify`, of layers whose matrices take AdamW: name an output
-            layer that is not tied.
+        adamw: name patterns, as in `sparsify`, of layers whose matrices AdamW trains, such as an
+            output layer that is not tied.
         momentum: of Muon, with Nesterov's correction.
         betas: of AdamW.
 
@@ -94,7 +94,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def _find_matrices(model: nn.Module, adamw: list[str]) -> list[nn.Parameter]:
-    """The weights of the linear layers that train, but for embeddings and the layers of `adamw`."""
+    """The weights of the linear layers that train, except embeddings and the layers of `adamw`."""
     layers = [
         candidate
         for candidate in find_candidates(model).values()

@@ -1,4 +1,4 @@
-"""Optimizer state follows the pattern: survivors keep theirs, grown entries start anew."""
+"""Optimizer state follows the pattern: survivors keep theirs, grown entries are reset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
 
     Where survivors keep their slots, only the entries of grown blocks are written, those of the
     8-bit states of bitsandbytes and torchao as well. Other state (lists, factors) stays right for
-    survivors; grown blocks inherit that of the dropped ones, of which a RuntimeWarning warns once.
+    survivors; grown blocks inherit that of the dropped ones, and a RuntimeWarning says so once.
 
     Raises:
         ValueError: survivors move, and a state is neither a tensor with one entry nor one with an

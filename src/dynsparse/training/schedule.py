@@ -196,11 +196,11 @@ class ElasticSchedule(CosineSchedule):
 class GradualSchedule:
     """The cubic of gradual pruning, and the share that is replaced at the same updates.
 
-    From `start_fraction` to `end_fraction` of `total_steps` the part of the way to the final
-    density that is still to go falls as (1 - tau)^3, tau from 0 to 1. Pruning updates come at
-    multiples of `update_interval` and at the end itself. With `drop_fraction` above zero every
-    update also replaces drop_fraction/2 (1 + cos(pi t / total_steps)) of a layer's blocks, rounded
-    down, and these updates go on until the training ends.
+    From `start_fraction` to `end_fraction` of `total_steps` the remaining part of the way to the
+    final density falls as (1 - tau)^3, with tau from 0 to 1. Pruning updates come at multiples of
+    `update_interval` and at the end itself. With `drop_fraction` above zero every update also
+    replaces drop_fraction/2 (1 + cos(pi t / total_steps)) of a layer's blocks, rounded down, and
+    these updates go on until the training ends.
 
     Sources: Zhu and Gupta 2017, "To prune, or not to prune", equation 1 (the cubic); Liu et al.
     2021, "Sparse Training via Boosting Pruning Plasticity with Neuroregeneration" (the rest).
@@ -236,7 +236,7 @@ class GradualSchedule:
         return round(self.end_fraction * self.total_steps)
 
     def remaining(self, step: int) -> float:
-        """The part, in [0, 1], of the way from first to final density that is left."""
+        """The remaining part, in [0, 1], of the way from first to final density."""
         passed = (step - self.start) / (self.end - self.start)
         return (1 - min(max(passed, 0.0), 1.0)) ** 3
 

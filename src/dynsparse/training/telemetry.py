@@ -1,4 +1,4 @@
-"""What the connectivity does during a training, as plain dictionaries for any logger."""
+"""How the connectivity changes during a training, as plain dictionaries for any logger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynsparse.training.trainer import SparseTrainer
 
 
 class Telemetry:
-    """Figures of what a trainer's updates did.
+    """Figures of a trainer's updates.
 
     `figures()` may be called at any time and describes the last update. Keys are "layer/figure",
     and "all/figure" for all layers together; values are ints and floats.
@@ -74,7 +74,7 @@ class Telemetry:
         return {name: watched.state_dict() for name, watched in self._watched.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; load the model first.
+        """Continue from `state`; load the model first.
 
         Raises:
             ValueError: the state of other layers.

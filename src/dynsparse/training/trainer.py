@@ -75,15 +75,15 @@ class SparseTrainer:
 
     `RigL`, `SET` and `Static` are this class with its components chosen. After the optimizer's step
     an update drops the blocks of lowest score in each layer and grows blocks elsewhere; values,
-    gradients and optimizer state follow. Growth by gradient looks at all micro-batches since the
+    gradients and optimizer state follow. Growth by gradient uses all micro-batches since the
     previous step; x and dY are kept only during steps whose gradient counts for an update.
 
     Call `step`, or let any loop call the optimizer's own `step`, which torch reports to the
     trainer. A trainer made later replaces earlier ones of the same optimizer and layers.
 
-    An update happens completely or not at all. Everything that can fail or allocates memory comes
-    first, and an error there names the layer and leaves the state before the update. Ctrl-C and
-    SIGTERM wait for the end of the step, where Python functions handle them.
+    An update is atomic. Everything that can fail or allocates memory comes first; an error there
+    names the layer and leaves the state as it was. Ctrl-C and SIGTERM wait for the end of the step,
+    where Python functions handle them.
 
     A budget that changes capacity makes the layers `resizable`: the Parameter objects stay, their
     size and that of the optimizer state follow the number of blocks.
@@ -106,7 +106,7 @@ class SparseTrainer:
             (layer, rewiring).
         budget: how many blocks each layer loses and gains; defaults to `LayerBudget`, each layer's
             share of its own blocks.
-        history: which gradient growth looks at; defaults to that of the last step.
+        history: which gradient growth uses; defaults to that of the last step.
         ranks: the ranks that train the model together, each with its own samples: "auto", all of
             torch.distributed if it is initialised; None, this process alone; a process group or a
             device mesh of one dimension; for tensor-parallel layers, their whole mesh. All ranks
@@ -263,7 +263,7 @@ class SparseTrainer:
 
         When an update fails, model, optimizer and trainer are as they were before this call, except
         for random draws that the caller's own functions made. Call it again when the cause is
-        fixed, or go on with the next step, which then is due.
+        fixed, or continue: an update is then due at the next step.
 
         Raises:
             RuntimeError: no gradient reached any layer since the last step; another trainer with
@@ -372,7 +372,7 @@ class SparseTrainer:
     def _forget_captures(self) -> None:
         for pairs in self._captures.values():
             pairs.clear()
-        self._captures = {}  # they hold the old values; `_start_capture` begins anew
+        self._captures = {}  # they hold the old values; `_start_capture` makes new ones
 
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
@@ -507,7 +507,7 @@ class SparseTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Model and optimizer load their own state.
+        """Continue from `state`. Model and optimizer load their own state.
 
         Raises:
             ValueError: the state of another algorithm, schedule, model or rule, or a damaged one;
@@ -630,7 +630,7 @@ class SparseTrainer:
         """Raise ValueError unless `state` can be loaded into layers with these patterns."""
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from `state`."""
 
 
 def _check_description(state: Any, description: Mapping[str, Any]) -> None:

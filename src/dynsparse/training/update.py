@@ -63,7 +63,7 @@ from dynsparse.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What an update follows from.
+    """The inputs of an update.
 
     Attributes:
         step: the step that ends in the update.
@@ -71,7 +71,7 @@ class UpdateRequest:
         scores: from a layer's name and the layer to its drop scores [nnz].
         schedule, growth, budget, history, optimizer, regrow_dropped, initial_value: see
             `SparseTrainer`.
-        ranks: that take the update together: each of them plans, with the same result.
+        ranks: those that update together; each of them plans, with the same result.
     """
 
     step: int
@@ -99,7 +99,7 @@ def begin_budget(budget: Budget, layers: Mapping[str, SparseLinear], ranks: Rank
 
 def keep_slots(layers: Mapping[str, SparseLinear]) -> None:
     """Let these layers hold a slot for each entry, so that updates change the order of slots but no
-    tensor's size: nothing is compiled or captured anew."""
+    tensor's size: nothing is compiled or captured again."""
     for layer in layers.values():
         if layer.keeps_slots and not layer.resizable and layer.pattern._is_row_major:
             layer._install(layer.pattern._with_slots())
@@ -406,7 +406,7 @@ class Change:
         return cls(layer, rewiring, checked, state_entries(optimizer, values, rewiring))
 
     def prepare(self) -> PreparedChange:
-        """Allocate everything beside the present state; nothing is changed."""
+        """Allocate everything besides the present state; nothing is changed."""
         values, rewiring = self.layer.values, self.rewiring
         if is_sharded(values):
             return self._prepare_shards()

@@ -69,8 +69,8 @@ class DeviceSelection:
 
 
 def can_update_on_device(layer: SparseLinear, ranks: Ranks) -> bool:
-    """Whether the device of a layer decides about it: it is not the CPU, and no other rank has a
-    say."""
+    """Whether the device of a layer decides about it: it is not the CPU, and no other rank takes
+    part."""
     return ranks.alone and layer.is_on_device and not is_sharded(layer.values)
 
 

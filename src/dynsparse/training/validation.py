@@ -1,4 +1,4 @@
-"""Checks of what a trainer is made of: its layers and components, and doubtful settings."""
+"""Checks of a trainer's layers, components and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.training.grow import GradientStep
 from dynsparse.training.schedule import Schedule, is_due_within
 
-# Duck typing, so that components of one's own serve: the attributes of each, and what it is.
+# Duck typing, so that custom components work: the attributes of each, and what it is.
 _COMPONENTS = {
     "schedule": (("is_due",), "a schedule, such as CosineSchedule"),
     "growth": (("choose", "needs_gradients"), "a Growth, such as GradientGrowth"),

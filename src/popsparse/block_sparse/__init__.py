@@ -1,4 +1,4 @@
-"""Products of matrices sparse in blocks, and the softmax of their rows, on the tile machine."""
+"""Products of block-sparse matrices, and the softmax of their rows, on the tile machine."""
 
 from popsparse.block_sparse.partition import BlockSparsePlan, MatmulParams, plan
 from popsparse.block_sparse.program import create_matmul_lhs, create_matmul_rhs, matmul

@@ -1,12 +1,12 @@
-"""Block-sparse products: what they multiply, and plans of which tile multiplies which blocks.
+"""Block-sparse products: their parameters, and plans of which tile multiplies which blocks.
 
 Names follow PopSparse's experimental `BSMatMulParams` and its options, in snake case.
 
-A piece is what one tile adds up of one block of the result: some of its products. The methods bear
-the names of PopSparse's. `strip` is what its source describes; `block`, `block-naive`,
-`block-group2` and `stripv0` keep the idea that the name and the options stand for. The hypergraph
-partitioner that the original called for `block` is not rebuilt: a greedy rule with the same weights
-(memory_cycle_ratio of memory to products) stands in its place.
+A piece is the part of one block of the result that one tile computes: some of its products. The
+methods have PopSparse's names. `strip` follows its source; `block`, `block-naive`, `block-group2`
+and `stripv0` keep the idea of the name and the options. The hypergraph partitioner that the
+original used for `block` is replaced by a greedy rule with the same weights (memory_cycle_ratio of
+memory to products).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 
 
 def mask_of(sparsity: Any, groups: int, rows: int, cols: int) -> np.ndarray:
-    """bool [groups, rows, cols] of a `SparsePattern` of all groups one below the other, or of a
-    mask of blocks.
+    """The mask, bool [groups, rows, cols], of a `SparsePattern` with all groups stacked vertically,
+    or of a mask of blocks.
 
     Raises:
-        ValueError: another number of blocks. TypeError: neither.
+        ValueError: a wrong number of blocks. TypeError: neither of them.
     """
     expected = groups * rows * cols
     if isinstance(sparsity, SparsePattern):
@@ -67,23 +67,23 @@ def mask_of(sparsity: Any, groups: int, rows: int, cols: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class MatmulParams:
-    """Sizes, types and mask of a product in blocks. Made by its class methods.
+    """Sizes, types and mask of a block-sparse product. Made by its class methods.
 
     Attributes:
         kind: "dense_sparse" or "dense_dense".
         dim: (m, k, n) of one group's [m, k] x [k, n].
-        block_size: (bm, bk, bn), of blocks of rows, of the sum and of columns.
-        mask: bool, blocks of all groups [groups, ..] of the sparse operand as it is stored, or of
-            the result.
+        block_size: (bm, bk, bn), block sizes of m, k and n.
+        mask: bool, blocks of all groups [groups, ..] of the sparse operand as stored, or of the
+            result.
         transposed: whether the sparse operand is stored as its transpose.
-        dtype, out_dtype, partials_type: of the operands, of the result and of partial sums.
-        subblock_mask: of the result of "dense_dense".
-        groups: products of the same sizes, operands one below the other.
+        dtype, out_dtype, partials_type: types of the operands, the result and partial sums.
+        subblock_mask: mask inside the blocks of the result of "dense_dense".
+        groups: number of products of the same sizes, operands stacked vertically.
 
     Raises:
-        ValueError: sizes that are no multiples of the blocks (84), a mask of another size (85, 86),
-            other types than float16 and float32 (81), float32 operands with float16 partial sums
-            (82), no groups (83); the numbers are those of section 8.3 of popsparse-formulas.md.
+        ValueError: sizes that are not multiples of the blocks (84), a mask of a wrong size (85,
+            86), types other than float16 and float32 (81), float32 operands with float16 partial
+            sums (82), no groups (83); the numbers refer to section 8.3 of popsparse-formulas.md.
     """
 
     kind: str
@@ -119,7 +119,7 @@ class MatmulParams:
                 is its mask.
             dtype: float16 or float32.
             out_dtype: defaults to `dtype`. partials_type: defaults to float32.
-            num_groups: products at once.
+            num_groups: number of products.
         """
         check_flag("rhs_need_transpose", rhs_need_transpose)
         types = dtype, out_dtype, partials_type
@@ -143,8 +143,8 @@ class MatmulParams:
         """Dense [m, k] x dense [k, n] at the blocks of a mask [m, n].
 
         Args:
-            subblock_mask: what is zero in the result: what lies above ("zero_upper_triangle") or
-                below ("zero_lower_triangle") the diagonal of each group. ("none")
+            subblock_mask: zeroes the elements of the result above ("zero_upper_triangle") or below
+                ("zero_lower_triangle") the diagonal of each group. ("none")
         """
         types = dtype, out_dtype, partials_type
         params = cls._create("dense_dense", dim, block_size, result_sparsity, types, num_groups)
@@ -195,15 +195,15 @@ class MatmulParams:
 
     @property
     def multiplications(self) -> int:
-        """Of all products of blocks."""
+        """Number of multiplications of all products of blocks."""
         area = self.block_size[0] * self.block_size[1] * self.block_size[2]
         return self.nnz * self.grid[0 if self.kind == "dense_sparse" else 1] * area
 
 
 class Products(NamedTuple):
-    """Products of blocks by the block of the result they belong to: those of result r are
-    first[r] to first[r + 1]. `a` and `b` are numbers of blocks of the operands, `k` where they
-    stand in the sum, `row` and `col` where the result does, rows of all groups counted on."""
+    """Products of blocks by their block of the result: those of result r are first[r] to
+    first[r + 1]. `a` and `b` are block numbers in the operands, `k` the place in the sum, `row` and
+    `col` the place of the result, with rows numbered across all groups."""
 
     row: np.ndarray
     col: np.ndarray
@@ -214,8 +214,8 @@ class Products(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The pieces in the order of their tiles: `products` [..] are numbers of products, those of
-    piece p from first[p] to first[p + 1]; `result`, `tile` and `turn`, the pass, are [pieces]."""
+    """The pieces in the order of their tiles: `products` [..] are product numbers, those of piece p
+    from first[p] to first[p + 1]; `result`, `tile` and `turn` (the pass) are [pieces]."""
 
     products: Products
     result: np.ndarray
@@ -225,7 +225,7 @@ class Pieces(NamedTuple):
     chosen: np.ndarray
 
     def loads(self, tiles: int) -> np.ndarray:
-        """Products of each tile."""
+        """Number of products of each tile."""
         return np.bincount(self.tile, np.diff(self.first), minlength=tiles)
 
 
@@ -247,7 +247,7 @@ def products_of(params: MatmulParams) -> Products:
     stored = slots.transpose(0, 2, 1) if params.transposed else slots  # [groups, k, n]
     group, col, ks = np.nonzero(stored.transpose(0, 2, 1) >= 0)
     b = stored[group, ks, col]
-    # The same column of the sparse operand for every block row of the dense one.
+    # Every block row of the dense operand uses the same column of the sparse one.
     counts = np.bincount(group * n + col, minlength=groups * n).reshape(groups, n)
     per_result = np.repeat(counts[:, None], m, axis=1)  # [groups, m, n]
     first = np.append(0, np.cumsum(per_result))
@@ -260,7 +260,7 @@ def products_of(params: MatmulParams) -> Products:
 
 
 def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-    """Heaviest first to the lightest of some tiles: the tile of each; equal ones in order."""
+    """The tile of each item, when the heaviest first go to the lightest tile; ties in order."""
     bins = [(0.0, int(tile)) for tile in tiles]
     heapq.heapify(bins)
     tile_of = np.empty(len(sizes), np.int64)
@@ -272,22 +272,22 @@ def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
 
 
 def _cut(products: np.ndarray, parts: int) -> Iterator[np.ndarray]:
-    """Contiguous parts, none empty."""
+    """Split into contiguous parts, none empty."""
     return (part for part in np.array_split(products, min(parts, len(products))) if len(part))
 
 
 def _shares(tiles: int, count: int) -> list[np.ndarray]:
-    """`count` disjoint ranges of tiles, the first one longer where they do not divide; where there
-    are fewer tiles, they take turns."""
+    """`count` disjoint ranges of tiles, the first one longer if they do not divide evenly; if there
+    are fewer tiles, ranges share them in turn."""
     if count > tiles:
         return [np.array([i % tiles]) for i in range(count)]
     return np.array_split(np.arange(tiles), count)
 
 
 def _strip(params: MatmulParams, options: Options, products: Products, tiles: int) -> list:
-    """Block rows get disjoint ranges of tiles, in as many passes as asked for. In a range, columns
-    are cut along the sum until there are about two pieces a tile, and dealt heaviest first.
-    `stripv0` deals columns uncut, in order instead, each tile about its share."""
+    """Block rows get disjoint ranges of tiles, in the requested number of passes. In a range,
+    columns are cut along the sum until there are about two pieces a tile, and dealt heaviest first.
+    `stripv0` instead deals uncut columns in order, each tile about its share."""
     passes, (m, k, n) = options.number_of_pass, params.grid
     by_sum = params.kind == "dense_dense"
     along = k if by_sum else m
@@ -329,13 +329,14 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
 
 
 def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: float) -> list:
-    """Each block of the result to the tile that it costs least: `ratio` of the memory of blocks
-    that the tile does not hold yet, the rest of its products; both as shares of the total."""
+    """Assign each block of the result to the tile of least cost: weight `ratio` for the memory of
+    blocks that the tile does not hold yet, the rest for its products; both as shares of the total.
+    """
     all_products = max(int(products.first[-1]), 1)
     all_blocks = max(len(np.unique(products.a)) + len(np.unique(products.b)), 1)
     count = int(tiles.max()) + 1
     held: list[set[int]] = [set() for _ in range(count)]
-    # The tiles that hold a block: they are few, so going through them is quicker than through all.
+    # The tiles that hold a block: they are few, so a loop over them is faster than over all tiles.
     holders: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
     loads, memory = np.zeros(count), np.zeros(count)
     sizes = np.diff(products.first)[results]
@@ -360,7 +361,7 @@ def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: f
 
 
 def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
-    """The pieces of a product over so many tiles.
+    """The pieces of a product on this many tiles.
 
     Groups get disjoint ranges of tiles.
 
@@ -399,7 +400,7 @@ def _of_group(
 ) -> list:
     sizes = np.diff(products.first)[results]
     if method == "block-naive":
-        # Heaviest first to the lightest tile, whatever that holds.
+        # Heaviest first to the lightest tile, regardless of the blocks it holds.
         dealt = lightest_first(sizes, tiles)
         return [
             (int(r), int(t), 0, np.arange(products.first[r], products.first[r + 1]))
@@ -427,7 +428,7 @@ class BlockSparsePlan:
     """Which tile multiplies which blocks of a product. Made by `plan`.
 
     Attributes:
-        params: as given; options: likewise. target: the machine.
+        params, options: as given. target: the machine.
     """
 
     params: MatmulParams
@@ -446,7 +447,7 @@ class BlockSparsePlan:
     @property
     def imbalance(self) -> float:
         """PopSparse's measure of a partition: max(load / mean, mean / load) over the tiles that
-        multiply, plus how many do not."""
+        multiply, plus the number of those that do not."""
         loads = self.pieces.loads(self.target.tiles)
         busy = loads[loads > 0]
         if not len(busy):
@@ -467,17 +468,17 @@ class BlockSparsePlan:
 def plan(
     params: MatmulParams, target: Target | None = None, options: Any = None
 ) -> BlockSparsePlan:
-    """Deal the products of blocks to the tiles of a machine.
+    """Distribute the products of blocks over the tiles of a machine.
 
     Args:
-        params: by a class method of `MatmulParams`.
-        target: a `popsparse.machine.Target`; by default the Mk2.
+        params: from a class method of `MatmulParams`.
+        target: a `popsparse.machine.Target`; defaults to the Mk2.
         options: `Options` or a mapping.
 
     Raises:
-        TypeError: other things. ValueError: options that do not go with the product.
+        TypeError: arguments of other types. ValueError: options not valid for the product.
     """
     target = Target.mk2() if target is None else target
     new = BlockSparsePlan(params, Options.parse(options, "block-sparse"), target)
-    new.pieces  # noqa: B018  what is wrong shows now
+    new.pieces  # noqa: B018  raises errors now
     return new

@@ -1,8 +1,8 @@
 """Block-sparse products on the machine.
 
-Where a figure of the machine's is known it is used: the matrix units and reductions as of dense
-products, element-wise work as of `machine.codelets`. The exponential and the inverse have none, and
-are charged as functions are in `tensor_ops`.
+Known figures of the machine are used: matrix units and reductions as for dense products,
+element-wise work as in `machine.codelets`. The exponential and the inverse have none, and are
+charged like functions in `tensor_ops`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Spent = Callable[[VertexView], Any]
 
 
 def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DType) -> Codelet:
-    """Blocks [rows, cols] of a tile, `counts` of them, to [cols, rows]."""
+    """Transposes a tile's `counts` blocks [rows, cols] to [cols, rows]."""
 
     def compute(v: VertexView) -> None:
         blocks = v.src.values.reshape(-1, rows, cols)
@@ -52,7 +52,7 @@ def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DType) -> Codelet
 
 
 def _units(dtype: DType, partials: DType) -> AMP:
-    """The matrix units as a dense product of these types finds them."""
+    """The matrix units, as in a dense product of these types."""
     if dtype is FLOAT:
         return AMP(8, 8, 8)
     return AMP(8, 16, 8) if partials is FLOAT else AMP(16, 16, 16)
@@ -68,7 +68,7 @@ def multiply(
     """The pieces of each tile: sums of products of blocks a [bm, bk] and b [bn, bk].
 
     Args:
-        tile_of: the place among the tiles of each piece, ascending; products: how many it adds up.
+        tile_of: the tile index of each piece, ascending; products: its number of products.
     """
     bm, bk, bn = block_size
     of = np.repeat(np.arange(len(products)), products)
@@ -104,11 +104,11 @@ def reduce(
     result: DType,
     mask: np.ndarray | None,
 ) -> Codelet:
-    """The blocks of the result of each tile, from their partial sums, one after the other.
+    """The blocks of the result of each tile, from their partial sums, one after another.
 
     Args:
-        tile_of: the place among the tiles of each block, ascending; depth: its partial sums.
-        kept: bool [blocks, area] of what is not zeroed, or None.
+        tile_of: the tile index of each block, ascending; depth: its number of partial sums.
+        kept: bool [blocks, area], False where the result is zeroed, or None.
     """
     of = np.repeat(np.arange(len(depth)), depth)
 
@@ -137,8 +137,8 @@ def reduce(
 def elementwise_cycles(
     elements: Any, dtype: DType, workers: int, *, vector: int = 1, single: int = 0
 ) -> Any:
-    """A tile's cycles for element-wise operations: so many that work on vectors, by section 7.3 of
-    docs/popsparse-formulas.md, and so many that do not."""
+    """A tile's cycles for element-wise operations: numbers of those that work on vectors, by
+    section 7.3 of docs/popsparse-formulas.md, and of those that do not."""
     width = dtype.vector_width
     vectors = ceil_div(ceil_div(elements, workers), width)
     # No source gives cycles for the latter: a load, an instruction for each element, a store.
@@ -150,7 +150,7 @@ def elementwise_cycles(
 def add_blocks(
     graph: Graph, dtype: DType, home: np.ndarray, shape: tuple[int, ...], name: str
 ) -> Tensor:
-    """A variable [blocks, *shape], each block on its tile; those of tile -1 anywhere."""
+    """Add a variable [blocks, *shape], each block on its tile; those of tile -1 on any tile."""
     variable = graph.add_variable(dtype, [len(home), *shape], name)
     if variable.numel:
         spread = np.arange(len(home)) * graph.target.tiles // max(len(home), 1)
@@ -159,7 +159,7 @@ def add_blocks(
 
 
 def join_blocks(blocks: Tensor, rows: int) -> Tensor:
-    """Blocks [rows * cols, height, width] as the matrix that they make."""
+    """Join blocks [rows * cols, height, width] into their matrix."""
     count, height, width = blocks.shape
     grid = blocks.reshape(rows, count // rows, height, width).transpose(0, 2, 1, 3)
     return grid.reshape(rows * height, count // rows * width)
@@ -206,7 +206,7 @@ class _Product:
         return out.reshape(count, self.params.block_size[0], self.params.block_size[2])
 
     def _results(self, count: int, area: int) -> Tensor:
-        """Where the result is: each block on the tile of its first piece."""
+        """Create the result: each block on the tile of its first piece."""
         home = np.full(count, -1)
         home[self.pieces.result[::-1]] = self.pieces.tile[::-1]
         dtype = self.params.out_dtype
@@ -254,8 +254,8 @@ class _Product:
         addresses: np.ndarray,
         pairs: list[tuple[Tensor, Tensor]],
     ) -> np.ndarray:
-        """Where each product finds its block on its tile: [products, *block]. What is not there
-        is brought, each block once a tile."""
+        """Addresses of each product's block on its tile: [products, *block]. Missing blocks are
+        copied, each once per tile."""
         shape = addresses.shape[1:]
         area = int(np.prod(shape))
         keys, of = np.unique(tile * len(addresses) + blocks, return_inverse=True)
@@ -272,7 +272,7 @@ class _Product:
         return located[of]
 
     def _turned(self, right: np.ndarray, tile: np.ndarray, steps: Sequence) -> np.ndarray:
-        """Blocks [bk, bn] brought on their tile into the order of the matrix units."""
+        """Transpose blocks [bk, bn] on their tile into the order of the matrix units."""
         _, bk, bn = self.params.block_size
         first = right.reshape(len(right), -1)[:, 0]
         _, at, of = np.unique(first, return_index=True, return_inverse=True)
@@ -290,7 +290,7 @@ class _Product:
         return transposed.addresses()[back[of]]
 
     def _reduce(self, partials: Tensor, out: Tensor, steps: Sequence) -> None:
-        """Partial sums to the tiles of the results, and added there."""
+        """Copy partial sums to the tiles of the results, and add them there."""
         area = out.shape[1]
         home = self.graph.tiles_of(out)[:, 0] if out.numel else np.zeros(0, np.int64)
         order = np.argsort(home, kind="stable")  # results, tile by tile
@@ -325,7 +325,7 @@ class _Product:
         steps.add(self.execute("reduce", codelet, tiles, edges))
 
     def _kept(self) -> np.ndarray | None:
-        """What the mask inside of blocks leaves, bool [results, area]."""
+        """The elements that the mask inside blocks keeps, bool [results, area]."""
         mask = self.params.subblock_mask
         if mask == "none":
             return None
@@ -338,7 +338,7 @@ class _Product:
 
 
 def _shape_of_rhs(params: MatmulParams) -> tuple[int, int]:
-    """Of a block of the right operand as it is stored."""
+    """The shape of a block of the right operand as stored."""
     _, bk, bn = params.block_size
     return (bn, bk) if params.transposed else (bk, bn)
 
@@ -346,7 +346,7 @@ def _shape_of_rhs(params: MatmulParams) -> tuple[int, int]:
 def _add_operand(
     graph: Graph, plan: BlockSparsePlan, which: str, shape: tuple[int, int], count: int, name: str
 ) -> Tensor:
-    """The blocks of operand "a" or "b", each on the tile of the first piece that reads it."""
+    """Add the blocks of operand "a" or "b", each on the tile of the first piece that reads it."""
     pieces = plan.pieces
     home = np.full(count, -1)
     read = getattr(pieces.products, which)[pieces.chosen]
@@ -358,11 +358,11 @@ def _add_operand(
 def create_matmul_lhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "lhs"
 ) -> Tensor:
-    """The left operand, [groups * m, k], its blocks on tiles that use them.
+    """Create the left operand, [groups * m, k], its blocks on tiles that use them.
 
     Args:
-        graph: of the target to plan for.
-        params: by a class method of `MatmulParams`.
+        graph: a graph for the target to plan for.
+        params: from a class method of `MatmulParams`.
         options: `Options` or a mapping.
 
     Raises:
@@ -378,8 +378,8 @@ def create_matmul_lhs(
 def create_matmul_rhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "rhs"
 ) -> Tensor:
-    """The right operand: dense [groups * k, n], or of "dense_sparse" the blocks [nnz, area] in the
-    order of the mask. Args and errors as above."""
+    """Create the right operand: dense [groups * k, n], or for "dense_sparse" the blocks [nnz, area]
+    in the order of the mask. Arguments and errors as above."""
     product, shape = plan(params, graph.target, options), _shape_of_rhs(params)
     if params.kind == "dense_sparse":
         blocks = _add_operand(graph, product, "b", shape, params.nnz, name)
@@ -402,14 +402,15 @@ def matmul(
     """Add a product to a program.
 
     Args:
-        lhs, rhs: of `create_matmul_lhs` and `create_matmul_rhs`, or any tensors of their shapes
+        lhs, rhs: from `create_matmul_lhs` and `create_matmul_rhs`, or any tensors of their shapes
             that are mapped to tiles.
 
     Returns:
-        dense [groups * m, n]; of "dense_dense" the blocks [nnz, area] in the order of the mask.
+        Dense [groups * m, n]; for "dense_dense" the blocks [nnz, area] in the order of the mask.
 
     Raises:
-        ValueError: operands of other shapes (88, 89); as `plan`. TypeError: of other types.
+        ValueError: operands of wrong shapes (88, 89); as `plan`. TypeError: operands of wrong
+            types.
     """
     product = plan(params, graph.target, options)
     groups, (m, k, n), shape = params.groups, params.dim, _shape_of_rhs(params)

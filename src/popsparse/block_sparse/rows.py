@@ -1,7 +1,7 @@
-"""The softmax of the rows of a matrix sparse in blocks, and its gradient, on the machine.
+"""The softmax of the rows of a block-sparse matrix, and its gradient, on the machine.
 
-Rows of elements are dealt to the tiles, longest first to the lightest, and brought there; then come
-the steps of the original, one compute set each: mask, largest, difference and exponential, sum,
+Rows of elements are assigned to the tiles, longest first to the lightest, and copied there; then
+the original's steps follow, one compute set each: mask, maximum, difference and exponential, sum,
 inverse, product.
 """
 
@@ -48,21 +48,21 @@ def softmax(
     *,
     name: str = "block-sparse softmax",
 ) -> Tensor:
-    """Add exp(s) / sum of exp(s) over each row to a program; what is absent counts as -infinity.
+    """Add exp(s) / sum of exp(s) over each row to a program; absent elements count as -infinity.
 
     Args:
         values: [nnz, area], float16 or float32, mapped to tiles.
-        dim: (rows, cols) of the matrix, rows of all groups.
+        dim: (rows, cols) of the matrix, with the rows of all groups.
         block_size: (rows, cols) of a block.
         sparsity: a `SparsePattern` or a mask of blocks.
         subblock_mask: "zero_upper_triangle" or "zero_lower_triangle" of each group. ("none")
-        num_groups: how many matrices lie one below the other.
+        num_groups: number of matrices, stacked vertically.
 
     Returns:
-        [nnz, area], on the tiles of values. A row of which all is masked gives zeros.
+        [nnz, area], on the tiles of values. A completely masked row gives zeros.
 
     Raises:
-        ValueError: other types (92), shapes (93, 95), sizes (94); a mask of another size.
+        ValueError: wrong types (92), shapes (93, 95), sizes (94); a mask of a wrong size.
     """
     rows = _Rows(graph, values, dim, block_size, sparsity, num_groups, name)
     out = rows.like_values("out")
@@ -83,7 +83,7 @@ def softmax_in_place(
     *,
     name: str = "block-sparse softmax",
 ) -> None:
-    """As `softmax`, over the values themselves."""
+    """As `softmax`, but overwrites the values."""
     rows = _Rows(graph, values, dim, block_size, sparsity, num_groups, name)
     rows.add_softmax(values, values, program, subblock_mask)
 
@@ -103,11 +103,11 @@ def softmax_grad(
     """Add out * grad - out * sum over the row of out * grad to a program.
 
     Args:
-        out: as `softmax` has made it; out_grad: its gradient, of the same type and shape.
-        dim, block_size, sparsity: as there.
+        out: the result of `softmax`; out_grad: its gradient, of the same type and shape.
+        dim, block_size, sparsity: as in `softmax`.
 
     Raises:
-        ValueError: as `softmax`; a gradient of another type or shape (96).
+        ValueError: as `softmax`; a gradient of a wrong type or shape (96).
     """
     rows = _Rows(graph, out, dim, block_size, sparsity, 1, name)
     if out_grad.dtype != out.dtype or out_grad.shape != out.shape:
@@ -128,8 +128,8 @@ def _elementwise(
     vector: int = 1,
     single: int = 0,
 ) -> Codelet:
-    """Operations on every element of the field "out" of each tile: so many that work on vectors,
-    and so many functions that do not."""
+    """Operations on every element of the field "out" of each tile: numbers of those that work on
+    vectors, and of functions that do not."""
 
     def spent(v: VertexView) -> Any:
         sizes = v.out.lengths, data_type(v.out.values.dtype), v.target.workers
@@ -169,7 +169,7 @@ class _Rows:
             raise ValueError(
                 f"values must have the shape {shape}, got the shape {list(values.shape)}"
             )
-        # Every stretch of a row in a block: which row, and where it lies among the values.
+        # Every stretch of a row in a block: its row, and its position among the values.
         places = np.arange(len(row) * height * width).reshape(len(row), height, width)
         of = (row[:, None] * height + np.arange(height)).reshape(-1)
         order = np.argsort(of, kind="stable")
@@ -193,7 +193,7 @@ class _Rows:
         self.row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def like_values(self, what: str) -> Tensor:
-        """A variable that lies as the values do."""
+        """Add a variable with the layout of the values."""
         values = self.values
         variable = self.graph.add_variable(values.dtype, [*values.shape], f"{self.name} {what}")
         if variable.numel:
@@ -201,14 +201,14 @@ class _Rows:
         return variable
 
     def packed(self, what: str) -> Tensor:
-        """A variable of all elements, row by row on its tile."""
+        """Add a variable of all elements, row by row, each row on its tile."""
         dtype = self.values.dtype
         variable = self.graph.add_variable(dtype, [len(self.elements)], f"{self.name} {what}")
         self.graph.map_stretches(variable, self.tile, self.lengths)
         return variable
 
     def numbers(self, what: str) -> Tensor:
-        """A float for each row, on its tile."""
+        """Add a variable with a float for each row, on its tile."""
         return self.graph.add_variable(
             FLOAT, [len(self.tile)], f"{self.name} {what}", tiles=self.tile
         )
@@ -219,7 +219,7 @@ class _Rows:
         return Tensor(self.graph, values.dtype, at.shape, addresses=at)
 
     def step(self, codelet: Codelet, **fields: Tensor) -> Execute:
-        """One vertex a tile; a field of all elements, or of a number for each row."""
+        """A step with one vertex per tile; fields have all elements, or a number for each row."""
         rows = np.append(0, np.cumsum(self.rows_of))
         edges: dict[str, Any] = {
             name: Ragged(t, self.held if t.numel == len(self.elements) else rows)
@@ -231,7 +231,7 @@ class _Rows:
         return execute(self.graph, name, codelet, self.tiles, edges, codelet.name)
 
     def to_one(self, name: str, reduction: Any) -> Codelet:
-        """Every row to one number, as a reduction of so many values into each."""
+        """Reduces every row to one number; costs as a reduction of that many values."""
 
         def compute(v: VertexView) -> None:
             v.out.values[...] = reduction(v.src.values.astype(np.float32), self.begins)

@@ -1,1 +1,1 @@
-"""Commands that popsparse adds to `dynsparse`, by the entry points `dynsparse.commands`."""
+"""Commands that popsparse adds to `dynsparse`, through the entry points `dynsparse.commands`."""

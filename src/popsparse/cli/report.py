@@ -1,4 +1,4 @@
-"""`dynsparse report`: what a stored profile says."""
+"""`dynsparse report`: explain a stored profile."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ def report(
     profile: Annotated[
         Path,
         typer.Argument(
-            help="A stored profile: of `dynsparse matmul --profile`, `save_profile`, or an "
+            help="A stored profile, from `dynsparse matmul --profile`, `save_profile`, or an "
             "engine's autoReport.",
             metavar="FILE",
         ),
     ],
     compare: Annotated[
         Path | None,
-        typer.Option(help="Put another one beside it.", metavar="<file>", show_default="none"),
+        typer.Option(help="Compare with another one.", metavar="<file>", show_default="none"),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Write the page, too: one HTML file.", metavar="<file.html>", show_default="none"
+            help="Also write the report page: one HTML file.",
+            metavar="<file.html>",
+            show_default="none",
         ),
     ] = None,
 ) -> None:
-    """Say what a run on the tile machine cost and why, from a stored profile."""
+    """Show what a run on the tile machine cost and why, from a stored profile."""
     from popsparse.report import compare as compare_profiles
     from popsparse.report import comparison_text, load_profile, profile_text, write_report
 

@@ -1,4 +1,4 @@
-"""Blocks of a model: where its parts run, if the machine has several processors."""
+"""Blocks of a model: placement of its parts on a machine with several processors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynsparse._core.checks import check_integer, check_kind
 _Module = TypeVar("_Module", bound=nn.Module)
 
 tracers: list[Any] = []
-"""What follows the model that is traced, the innermost last."""
+"""The observers of the model being traced, the innermost last."""
 
 _MARK = "_begins_block"
 
@@ -25,22 +25,22 @@ def _check(user_id: Any, ipu_id: Any) -> tuple[str, int | None]:
 def BeginBlock(
     module: _Module, user_id: str | int | None = None, ipu_id: int | None = None
 ) -> _Module:
-    """Mark a module: it, and all that runs after it until another block begins, is of this block.
+    """Begin a block at a module: the block lasts until another begins.
 
-    A block on another processor than the one before begins a stage of the pipeline that
-    `popsparse.compile` makes of a model. What runs before any block is on processor 0. Elsewhere
-    blocks change nothing. Source: PopTorch user guide, "poptorch.BeginBlock".
+    A block on a different processor than the previous one begins a stage of the pipeline of
+    `popsparse.compile`. Operators before any block run on processor 0. Without `compile`, blocks
+    have no effect. Source: PopTorch user guide, "poptorch.BeginBlock".
 
     Args:
-        module: marked in place.
+        module: the module, marked in place.
         user_id: a name for reports.
-        ipu_id: the processor; None for that of the block before.
+        ipu_id: the processor; None for that of the previous block.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: arguments of another kind. ValueError: an `ipu_id` below 0.
+        TypeError: arguments of other types. ValueError: an `ipu_id` below 0.
     """
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     setattr(module, _MARK, _check(user_id, ipu_id))
@@ -48,10 +48,10 @@ def BeginBlock(
 
 
 class Block:
-    """A block as a context: `with poptorch.Block(ipu_id=1):` inside a model's forward.
+    """A block as a context manager: `with poptorch.Block(ipu_id=1):` inside a model's forward.
 
-    What runs after it stays on its processor until another block begins. Arguments and errors as
-    of `BeginBlock`.
+    Later operators stay on its processor until another block begins. Arguments and errors as for
+    `BeginBlock`.
     """
 
     def __init__(self, user_id: str | int | None = None, ipu_id: int | None = None) -> None:
@@ -67,6 +67,6 @@ class Block:
 
 
 def block_of(module: nn.Module) -> tuple[str, int | None] | None:
-    """The name and processor of the block that begins with a module, if one does."""
+    """The name and processor of the block that begins at a module, if any."""
     block: tuple[str, int | None] | None = getattr(module, _MARK, None)
     return block

@@ -1,7 +1,7 @@
-"""Operators of torch in terms of those that the machine's programs are made of.
+"""Decompositions of torch operators into those that the machine's programs support.
 
-Those are element-wise operators, views, sums and extremes over dimensions, products of matrices,
-and the products of sparse layers. Everything here is torch code, so that torch is its oracle.
+These are element-wise operators, views, sums and extremes over dimensions, matrix products, and the
+products of sparse layers. Everything here is torch code, so torch itself is the reference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLE: dict[Any, Callable[..., Any]] = get_decompositions(
 )
 
 WRITING: dict[Any, Callable[..., Any]] = get_decompositions([aten.native_batch_norm])
-"""Operators that write to their operands without saying so: replaced where they are called."""
+"""Operators that modify operands without declaring it: replaced where they are called."""
 
 
 def _replaces(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -103,7 +103,7 @@ def _slice_backward(
 
 @_replaces(aten._safe_softmax.default)
 def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Of rows of which all is masked, zeros."""
+    """Softmax that gives zeros for completely masked rows."""
     x = x if dtype is None else x.to(dtype)
     highest = x.amax([dim], True)
     powers = (x - torch.where(highest == -math.inf, 0.0, highest)).exp()
@@ -112,7 +112,7 @@ def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 
 def _is_at(index: Tensor, size: int, dim: int) -> Tensor:
-    """Where each entry of a dimension is the one that an index of size 1 there names."""
+    """Whether each entry of a dimension is the one selected by an index of size 1 there."""
     shape = [1] * index.ndim
     shape[dim] = size
     return torch.arange(size, dtype=index.dtype).view(shape) == index
@@ -157,7 +157,7 @@ def _images(rows: Tensor, count: int, height: int, width: int) -> Tensor:
 
 
 def _dilated(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """[..., H, W] with zeros between its elements, that many less one."""
+    """[..., H, W] with stride - 1 zeros between its elements."""
     if max(stride) == 1:
         return x
     *outer, height, width = x.shape
@@ -171,7 +171,7 @@ def _dilated(x: Tensor, stride: Sequence[int]) -> Tensor:
 def _folded(
     windows: Tensor, size: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """The inverse of `_windows`, [N, C, *size]: what windows share is added."""
+    """The inverse of `_windows`, [N, C, *size]: overlapping elements are added."""
     *outer, rows, columns, height, width = windows.shape
     whole = [2 * p + n for p, n in zip(padding, size, strict=True)]
     if (height, width) == tuple(stride) and max(dilation) == 1:
@@ -240,12 +240,12 @@ def _convolution_backward(
 
 
 def _pairs(*settings: Any) -> list[Any]:
-    """Settings of a pool for both dimensions: those without any are the first's, the kernel's."""
+    """Pooling settings for both dimensions; empty ones default to the first, the kernel size."""
     return [[*(one or settings[0])] * (2 // len(one or settings[0])) for one in settings]
 
 
 def _positions(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """Where the elements of windows lie in an image, [rows, columns of windows, ...]."""
+    """Positions of the elements of windows in an image, [rows, columns of windows, ...]."""
     image = torch.arange(x.shape[-2] * x.shape[-1]).view(1, 1, *x.shape[-2:])
     return _windows(image, kernel, stride, padding, dilation, -1)[0, 0]
 
@@ -304,7 +304,7 @@ def _average_pool_backward(
     return _folded(windows, x.shape[-2:], stride, padding, [1, 1])
 
 
-# Tables: the rows that indices name are a product with a matrix of zeros and ones.
+# Embeddings: selecting rows is a product with a one-hot matrix.
 
 
 def _one_hot(indices: Tensor, count: int, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
-"""A traced step as a program of the tile machine.
+"""Lowering of a traced step to a program of the tile machine.
 
-Element-wise operators of one shape that follow on each other run as one step, whose vertices
-evaluate torch's own operators on what their tile holds. Views move nothing: torch's operator is
-applied to the addresses of the elements. Products, sums and the sparse layers are the programs that
-the machine has. Any other operator is refused by its name.
+Consecutive element-wise operators of one shape run as one step, whose vertices evaluate torch's own
+operators on their tile's data. Views move no data: torch's operator is applied to the addresses of
+the elements. Products, sums and sparse layers use the machine's programs. Any other operator raises
+an error with its name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VIEWS = {
 _SPARSE_BACKWARD = torch.ops.dynsparse.linear_backward.default
 _SUMS = {"sum": "add", "amax": "max", "amin": "min"}
 _RANDOM = {"bernoulli"}
-# An instruction or more for each element; of the others one for each vector.
+# These take one or more instructions for each element; the others one for each vector.
 _FUNCTIONS = {
     "acos", "asin", "atan", "atan2", "cos", "digamma", "div", "elu", "erf", "erfc", "exp", "exp2",
     "expm1", "gelu", "gelu_backward", "lgamma", "log", "log10", "log1p", "log2", "logit", "mish",
@@ -52,7 +52,7 @@ def name_of(node: Node) -> str:
 
 
 def type_of(value: torch.Tensor) -> Any:
-    """The machine's type for a tensor of torch; 64 bits become 32."""
+    """The machine's type for a torch tensor; 64 bits become 32."""
     return as_dtype(_INTEGERS.get(value.dtype, value.dtype))
 
 
@@ -65,8 +65,8 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class Backward(NamedTuple):
-    """What a step leaves of the backward pass of a sparse layer, which an update looks at: dY
-    [batch, out], x [batch, in], and dW, as the values lie."""
+    """Tensors of a sparse layer's backward pass that an update uses: dY [batch, out],
+    x [batch, in], and dW, laid out like the values."""
 
     gradient: Tensor
     inputs: Tensor
@@ -77,17 +77,17 @@ class Lowering:
     """Adds the steps of a traced step to a program.
 
     Args:
-        graph: of the machine.
+        graph: the machine's graph.
         module: the traced step.
         values: the tensors of placeholders that have one.
         layers: weights of sparse layers, by the placeholder of their values.
-        in_buckets: placeholders of values of sparse layers, and of what lies like them.
+        in_buckets: placeholders of values of sparse layers, and of tensors laid out like them.
         partials: the type of partial sums of dense products.
-        program: what the steps are added to.
-        pipeline: has the program of each node, in place of one.
+        program: the program to which steps are added.
+        pipeline: provides a program for each node, in place of `program`.
 
     Attributes:
-        backwards: by placeholder of the values of a sparse layer.
+        backwards: `Backward` by placeholder of the values of a sparse layer.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Lowering:
         self._constants: dict[Any, Tensor] = {}
 
     def lower(self, outputs: Mapping[Node, list[Tensor]]) -> None:
-        """Add all steps; `outputs` are nodes, and the variables that take their values."""
+        """Add all steps; `outputs` maps nodes to the variables that take their values."""
         self.outputs = outputs
         for node in self.module.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in self._groups:
@@ -129,7 +129,7 @@ class Lowering:
 
     @contextmanager
     def _at(self, node: Node) -> Iterator[None]:
-        """Steps are added at the place of a node."""
+        """Add steps at the place of a node."""
         place = self._places.get(node)
         if place is None or self._pipeline is None:
             yield
@@ -143,7 +143,7 @@ class Lowering:
             self._place, self.graph, self.program = before
 
     def value(self, node: Node) -> Any:
-        """What a node gives: a tensor of the machine, a constant of torch, or several."""
+        """The result of a node: a tensor of the machine, a torch constant, or several."""
         if node not in self.values:
             with self._at(node):
                 if node in self._groups:
@@ -156,12 +156,12 @@ class Lowering:
         return self._pipeline.bring(node, value, self._place)
 
     def tensor(self, node: Node) -> Tensor:
-        """What a node gives, on the machine."""
+        """The result of a node, on the machine."""
         value = self.value(node)
         return value if isinstance(value, Tensor) else self._constant(value)
 
     def _constant(self, value: torch.Tensor) -> Tensor:
-        """A constant on the machine; of one number, one element."""
+        """A constant on the machine; a uniform one is a single element."""
         dtype = type_of(value)
         is_uniform = value.numel() == 1 or not any(value.stride())
         held = value.reshape(-1)[:1] if is_uniform else value
@@ -185,7 +185,7 @@ class Lowering:
         self.program.add(steps)
         return steps
 
-    # Operators that are no group.
+    # Operators outside groups.
 
     def _lower(self, node: Node) -> Any:
         if node.op == "get_attr":
@@ -203,7 +203,7 @@ class Lowering:
             return self._sparse_forward(node)
         if node.target is _SPARSE_BACKWARD:
             return self._sparse_backward(node)
-        # What lies in buckets has gaps, and another order than the values have.
+        # Tensors in buckets have gaps, and an order other than that of the values.
         is_in_order = not self._in_buckets.intersection(node.all_input_nodes)
         if name in _SUMS and (is_in_order or (name == "sum" and node.meta["val"].numel() == 1)):
             return self._reduce(node, name)
@@ -223,7 +223,7 @@ class Lowering:
         return node.target(*args, **kwargs)
 
     def _view(self, node: Node) -> Tensor:
-        """Torch's operator on the addresses of the elements."""
+        """Apply torch's operator to the addresses of the elements."""
         first = self.tensor(node.all_input_nodes[0])
         kwargs = dict(node.kwargs)
         args = list(node.args)
@@ -237,7 +237,7 @@ class Lowering:
         else:
             addresses = node.target(*args, **kwargs).numpy()
         view = Tensor(self.graph, first.dtype, addresses.shape, addresses=addresses)
-        # Another shape of all elements in order: products still know how it lies.
+        # A reshape of all elements in order: products can still use the layout.
         same = first.numel == view.numel and isinstance(first, PlannedTensor)
         if same and np.array_equal(first.addresses().reshape(-1), addresses.reshape(-1)):
             return keep_layout(first, view)
@@ -262,7 +262,7 @@ class Lowering:
         return result.reshape(*node.meta["val"].shape) if keep else result
 
     def _multiply(self, node: Node) -> Tensor:
-        """A product of matrices [m, k] [k, n], or of as many pairs of them."""
+        """A matrix product [m, k] [k, n], or a batch of them."""
         sources: list[Tensor] = []
         turns: list[bool] = []
         for source in node.args:
@@ -342,7 +342,7 @@ class Lowering:
         for node in results:
             variable = self._in_place(node, members)
             taken.append(type_of(node.meta["val"]) if variable is None else variable)
-        # Values of sparse layers lie in buckets: their shape on the machine is another.
+        # Values of sparse layers are in buckets: their shape on the machine is different.
         shape = tuple(group[-1].meta["val"].shape)
         held = self._in_buckets.intersection(leaves)
         if held:
@@ -369,7 +369,7 @@ class Lowering:
         self.values |= dict(zip(results, made, strict=True))
 
     def _in_place(self, node: Node, group: set[Node]) -> Tensor | None:
-        """The variable that takes a new value, if nobody reads the old one any more."""
+        """The variable to update in place, if nothing reads the old value any more."""
         if node not in self.outputs:
             return None
         variable = self.outputs[node][0]
@@ -387,7 +387,7 @@ class Lowering:
     def _layout(
         self, shape: tuple[int, ...], taken: list[Tensor], leaves: Mapping[Node, Tensor]
     ) -> Tensor:
-        """A tensor that lies as the results of a group shall."""
+        """A tensor with the layout for the results of a group."""
         if taken:
             return taken[0]
         full = [leaf for leaf in leaves.values() if leaf.shape == shape]
@@ -412,9 +412,9 @@ def shape_of(tensor: Tensor, turned: bool) -> tuple[int, int]:
 def plan_groups(
     graph: Graph, groups: int, m: int, k: int, n: int, dtype: DType, partials: DType
 ) -> list[tuple[int, Layout]]:
-    """How as many products as there are groups are cut over the tiles: those of a part at once.
+    """Plan one product for each group over the tiles: those of a part run at once.
 
-    Their partial sums are of the type `partials`, or of the data's if that is wider.
+    Their partial sums have the type `partials`, or the data's if that is wider.
 
     Returns the first group of each part, and its layout.
     """
@@ -435,10 +435,10 @@ def plan_groups(
 def place_weight(
     graph: Graph, node: Node, dtype: DType, partials: DType, name: str
 ) -> Tensor | None:
-    """A parameter where the first product that reads it, as a matrix, wants it."""
+    """Create a parameter in the layout of the first product that reads it as a matrix."""
     shape = tuple(node.meta["val"].shape)
     readers = [(user, node, shape, False) for user in node.users]
-    for reader, operand, matrix, turned in readers:  # which grow
+    for reader, operand, matrix, turned in readers:  # grows during the loop
         name = name_of(reader)
         if name in ("view", "_unsafe_view", "permute"):
             result = tuple(reader.meta["val"].shape)
@@ -457,10 +457,10 @@ def place_weight(
 
 
 def _group(graph: fx.Graph, places: Mapping[Node, Place]) -> dict[Node, list[Node]]:
-    """The element-wise operators that run as one step, by each of them, in order.
+    """The groups of element-wise operators that run as one step, by member, in order.
 
-    Those of one shape and place join that use each other's results, unless a way from one to the
-    other leads through anything else: `level` counts such ways.
+    Operators of one shape and place that use each other's results join, unless a path between them
+    passes through another operator: `level` counts such paths.
     """
     level: dict[Node, int] = {}
     groups: dict[Node, list[Node]] = {}
@@ -485,7 +485,7 @@ def _group(graph: fx.Graph, places: Mapping[Node, Place]) -> dict[Node, list[Nod
                 for member in group:
                     groups[member] = group
         groups[node] = group
-    # One that only later steps wait for joins the first of them: such as of random numbers.
+    # A group that only later steps need, such as random numbers, joins the first of them.
     first_to_last = sorted({id(group): group for group in groups.values()}.values())
     for group in reversed(first_to_last):
         members = set(group)
@@ -513,15 +513,15 @@ def _evaluate(
     results: list[Node],
     order: np.ndarray | None,
 ) -> Callable[..., list[np.ndarray]]:
-    """What evaluates a group on arrays of its leaves, all in the order of tiles.
+    """A function that evaluates a group on arrays of its leaves, all in the order of tiles.
 
-    With stochastic rounding the arrays of float16 leaves are float32, and so is all that follows.
+    With stochastic rounding the arrays of float16 leaves, and all results, are float32.
     """
     half = torch.float16
     halves = [leaf.meta["val"].dtype == half for leaf in leaves]
     members = set(group)
     casts = {n for n in group if name_of(n) == "_to_copy" and n.meta["val"].dtype == half}
-    # What takes the results rounds them, too.
+    # The edges that take the results also round them.
     last_casts = {node for node in casts if not members.intersection(node.users)}
 
     def compute(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -538,8 +538,8 @@ def _evaluate(
                 values[node] = values[node.args[0]]
                 continue
             if name_of(node) in _RANDOM:
-                # The machine's generator is torch's: the numbers that a model draws on the host,
-                # in the order of their memory there.
+                # The machine uses torch's generator: the same numbers that the model draws on the
+                # host, in the order of host memory.
                 like = node.meta["val"]
                 drawn = torch.empty_strided(like.shape, node.meta["strides"], dtype=like.dtype)
                 drawn = getattr(drawn, f"{name_of(node)}_")(*node.args[1:]).reshape(-1)

@@ -1,4 +1,4 @@
-"""`popsparse.compile`: a model that trains on the tile machine, all of a step one program."""
+"""`popsparse.compile`: a model that trains on the tile machine, with each step as one program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NUMPY = {torch.int64: torch.int32, torch.float64: torch.float32}
 class _SparseWeights(NamedTuple):
     """A sparse layer, its weights on the machine, and the programs of its updates.
 
-    `tensors` are the values and the optimizer's state that lies like them, by key.
+    `tensors` are the values and the optimizer state laid out like them, by key.
     """
 
     name: str
@@ -51,7 +51,7 @@ class _SparseWeights(NamedTuple):
 
 
 class _Scored:
-    """The executor of a layer while its pattern is updated: growth looks at these scores."""
+    """The executor of a layer while its pattern is updated: growth uses these scores."""
 
     def __init__(self, target: Target, scores: Callable[[], np.ndarray]) -> None:
         self.target, self._scores = target, scores
@@ -70,13 +70,13 @@ class CompiledModel:
     """A model that trains on the tile machine; made by `compile`.
 
     Weights, buffers and the optimizer's state are on the machine from the first step on;
-    `copy_weights_to_host` brings them into the model and the optimizer.
+    `copy_weights_to_host` writes them into the model and the optimizer.
 
     Attributes:
-        model, target: as given; `optimizer`, torch's; `trainer`, the sparse trainer, or None.
-        profiles: of the last run of each program by name: "step", "rates" (new learning rates), and
-            "scores <layer>" and "rewire <layer>" of an update of patterns.
-        engine: the machine's; None before the first step.
+        model, target: as given; `optimizer`: torch's; `trainer`: the sparse trainer, or None.
+        profiles: profiles of the last run of each program by name: "step", "rates" (new learning
+            rates), and "scores <layer>" and "rewire <layer>" of a pattern update.
+        engine: the machine's engine; None before the first step.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class CompiledModel:
     # Building.
 
     def _check(self, data: Sequence[Tensor]) -> None:
-        """Refuse what a program of the machine would not do.
+        """Check that a program of the machine can run the model.
 
         Raises:
-            TypeError: numbers of other types than float32 and float16. ValueError: a trainer or a
-                layer that computes on the host in every step.
+            TypeError: data types other than float32 and float16. ValueError: a trainer or a layer
+                that computes on the host in every step.
         """
         for tensor in (*self.model.parameters(), *self.model.buffers(), *data):
             if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32):
@@ -132,7 +132,7 @@ class CompiledModel:
 
     def _build(self, inputs: Sequence[Tensor], target: Tensor) -> None:
         self._check((*inputs, target))
-        from popsparse.compiled.trace import trace  # which takes long to import
+        from popsparse.compiled.trace import trace  # slow to import
 
         how = self._how
         step = trace(
@@ -141,7 +141,7 @@ class CompiledModel:
         )  # fmt: skip
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
-                pairs.clear()  # of the run that was traced
+                pairs.clear()  # from the traced run
         self._settings = _settings(self.optimizer)
         self._shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
         graph = Graph(self.target, how.replicas)
@@ -228,7 +228,7 @@ class CompiledModel:
     def _create_weights(
         self, graph: Graph, node: Any, name: str, layer: SparseLinear
     ) -> SparseTensor:
-        """The weights of a sparse layer, planned for the passes that the step has."""
+        """Create the weights of a sparse layer, planned for the passes in the step."""
         products = [u for u in node.users if u.target is torch.ops.dynsparse.linear.default]
         backwards = [
             u for u in node.users if u.target is torch.ops.dynsparse.linear_backward.default
@@ -236,7 +236,7 @@ class CompiledModel:
         batches = {u.args[0].meta["val"].numel() // layer.in_features for u in products}
         if len(batches) != 1:
             raise ValueError(
-                f"layer {name!r} is used with {len(batches)} sizes of batches, not one"
+                f"layer {name!r} is used with {len(batches)} batch sizes, expected one"
             )
         passes = ["forward"]
         passes += ["grad_input"] * any(u.args[-1] for u in backwards)
@@ -263,7 +263,7 @@ class CompiledModel:
         node: fx.Node,
         weights: Mapping[fx.Node, SparseTensor],
     ) -> Variable:
-        """The variable of a tensor of the step: where its first reader wants it."""
+        """Create the variable of a tensor of the step, in the layout of its first reader."""
         if node in weights:
             return weights[node].nz_values
         value, name = node.meta["val"], " ".join(key)
@@ -295,7 +295,7 @@ class CompiledModel:
         backward: Backward | None,
         programs: dict[str, Program],
     ) -> None:
-        """A sparse layer, and the programs that update its pattern, if a trainer does."""
+        """Add a sparse layer, and the programs that update its pattern, if a trainer does."""
         parameter = f"{name}.values" if name else "values"
         tensors = {
             key: variable
@@ -334,7 +334,7 @@ class CompiledModel:
         yield from optimizer_state(self.model, self.optimizer).items()
 
     def copy_weights_to_device(self) -> None:
-        """Take over the model's weights, buffers and patterns, and the optimizer's state."""
+        """Copy weights, buffers, patterns and the optimizer's state to the machine."""
         sparse = {key: held for held in self._layers for key in held.tensors}
         engine = self._running()
         for held in self._layers:
@@ -347,7 +347,7 @@ class CompiledModel:
                 engine.write(self._variables[key], _array(tensor))
 
     def _encode(self, held: _SparseWeights, values: Tensor, *, meta_info: bool = False) -> Any:
-        """Values of a sparse layer as they lie on the machine; writes its pattern if asked."""
+        """Encode values of a sparse layer for the machine; `meta_info` also writes its pattern."""
         partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
         encoded = partitioner.encode(held.layer.pattern, values.contiguous())
         if meta_info:
@@ -395,21 +395,21 @@ class CompiledModel:
         """Train on a batch.
 
         Args:
-            data: the model's inputs, then what the loss compares its output with. With
+            data: the model's inputs, then the target of the loss. With
                 `device_iterations` x `replicas` x `gradient_accumulation` = n > 1 they have a
-                leading dimension n, of n batches in this order.
+                leading dimension n, for n batches in this order.
 
         Returns:
             The loss, or the losses [n]; with `return_output` also the model's output, or the
             outputs [n, ...].
 
         Raises:
-            TypeError: at the first step, numbers of other types than float16 and float32.
+            TypeError: at the first step, data types other than float16 and float32.
             ValueError: at the first step, a trainer or a layer that computes on the host in every
-                step; another shape than that of the first batch; a setting of the optimizer other
-                than the learning rate that has changed; a batch that ends in an update of patterns
-                inside the iterations.
-            NotImplementedError: an operator of the model that has no program, by its name.
+                step; a shape other than that of the first batch; an optimizer setting other than
+                the learning rate has changed; a pattern update falls inside the device iterations.
+            NotImplementedError: an operator of the model that has no program (named in the
+                message).
         """
         how = self._how
         count = how.device_iterations * how.batches
@@ -454,7 +454,7 @@ class CompiledModel:
         return result, torch.from_numpy(output).reshape(outer + self._output_shape)
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """What the last run of each program took, by the names of `profiles`: cycles, seconds,
+        """The cost of the last run of each program, by the names of `profiles`: cycles, seconds,
         tflops, max_tile_bytes, to_host_bytes, from_host_bytes."""
         return {
             name: {
@@ -469,7 +469,7 @@ class CompiledModel:
         }
 
     def operations(self) -> dict[str, dict[str, float]]:
-        """What each operation of the last step took, by its phase, module and operators: cycles,
+        """The cost of each operation of the last step, by its phase, module and operators: cycles,
         and of them "compute", "exchange", "sync" and "host"; "received_bytes" over the exchange by
         all tiles; "flops", floating-point operations. The costliest come first.
 
@@ -494,7 +494,7 @@ class CompiledModel:
         return {name: dict(taken[name]) for name in costliest}
 
     def stages(self) -> list[StageProfile]:
-        """What each stage of the pipeline took in the last step, and what it holds.
+        """The cost of each pipeline stage in the last step, and its memory.
 
         Raises:
             RuntimeError: before the first step. ValueError: a model without a pipeline.
@@ -516,7 +516,7 @@ class CompiledModel:
     # Updates of patterns.
 
     def _due(self) -> bool:
-        """Whether these steps end in an update."""
+        """Whether these steps end with a pattern update."""
         trainer = self.trainer
         if trainer is None:
             return False
@@ -524,13 +524,13 @@ class CompiledModel:
         due = [trainer._is_due(trainer.steps + 1 + i) for i in range(iterations)]
         if any(due[:-1]):
             raise ValueError(
-                f"an update of the pattern comes inside {iterations} device iterations: let "
-                "update_interval be a multiple of them"
+                f"an update of the pattern comes inside {iterations} device iterations: make "
+                "update_interval a multiple of them"
             )
         return due[-1]
 
     def _follow(self, trainer: SparseTrainer, due: bool) -> None:
-        """Count the steps, and update the patterns."""
+        """Count the steps, and update the patterns if due."""
         for _ in range(self._how.device_iterations - due):
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
@@ -572,7 +572,7 @@ class CompiledModel:
                 layer.executor = executor
 
     def _rewire(self, held: _SparseWeights) -> None:
-        """Send a new pattern, its values and their state."""
+        """Send a new pattern, its values and their optimizer state."""
         assert held.update is not None
         host = dict(self._host_tensors())
         partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
@@ -583,13 +583,13 @@ class CompiledModel:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """A tensor of the host in the machine's type; 64 bits become 32."""
+    """A host tensor in the machine's type; 64 bits become 32."""
     array: np.ndarray = tensor.detach().to(_NUMPY.get(tensor.dtype, tensor.dtype)).numpy()
     return array
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings that are constants of a program."""
+    """The optimizer settings that are constants of a program."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
         for group in optimizer.param_groups
@@ -613,44 +613,42 @@ def compile(
     replicas: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
-    """A model whose training steps run on the tile machine: forward, backward and the optimizer's
-    step, one program.
+    """Compile a model so that its training steps, forward, backward and the optimizer's step, run
+    on the tile machine as one program.
 
     The program is built at the first step, for the shape of its batch, from torch's own operators:
-    the step is traced with `torch.fx`. Element-wise operators, views, sums, products of matrices,
-    and sparse linear layers have programs; layer norm, softmax, losses and others are made of them.
+    the step is traced with `torch.fx`. Element-wise operators, views, sums, matrix products and
+    sparse linear layers have programs; layer norm, softmax, losses and others are composed of them.
 
     Args:
-        model: trained in the mode that it is in. Random numbers, as those of dropout, are torch's:
-            with the same seed those of the model on the host.
+        model: the model, trained in its current mode. Random numbers, as in dropout, are torch's:
+            with the same seed they equal those of the model on the host.
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, or a sparse trainer of one, such as RigL,
-            whose updates of patterns run on the machine. Learning rates may change.
-        loss: called with the model's output and the target; returns a number.
+            whose pattern updates run on the machine. Learning rates may change.
+        loss: called with the model's output and the target; returns a scalar.
         target: the machine.
-        loss_scale: the loss is multiplied by it for the backward pass, and gradients are divided by
-            it.
-        device_iterations: steps that a call takes in a loop on the machine.
+        loss_scale: multiplies the loss for the backward pass; gradients are divided by it.
+        device_iterations: number of steps of a call, in a loop on the machine.
         stochastic_rounding: a seed: float16 results are rounded up or down at random, see `Engine`,
             so that small steps of float16 weights are not lost. None rounds to nearest.
-        clip_grad_norm: gradients are scaled down together to at most this norm, as by
+        clip_grad_norm: scales all gradients down to at most this total norm, as in
             `torch.nn.utils.clip_grad_norm_`. Not with a pipeline.
-        return_output: whether steps return the model's output, a tensor, too. Not with a pipeline,
+        return_output: whether steps also return the model's output, a tensor. Not with a pipeline,
             micro-batches or replicas.
-        pipeline: cuts the model where a block on another processor begins, see
-            `poptorch.BeginBlock`: "grouped", "interleaved" or "sequential". None: all of the model
-            is spread over all processors.
-        gradient_accumulation: micro-batches of a step, whose mean gradient the optimizer takes.
-            A trainer that grows by gradients looks at those of the last one.
-        replicas: copies of the model, a power of two, each on its share of the processors. Their
-            mean gradient is taken. Buffers, as of batch norm, and the gradients that growth looks
-            at are those of the first.
-        options: of the sparse products, by name, as `target_options` of `SparseLinear`;
-            "partials_type" is that of the dense products, too.
+        pipeline: splits the model where a block on another processor begins, see
+            `poptorch.BeginBlock`: "grouped", "interleaved" or "sequential". None spreads the whole
+            model over all processors.
+        gradient_accumulation: number of micro-batches of a step; the optimizer uses their mean
+            gradient. A trainer that grows by gradients uses those of the last one.
+        replicas: number of copies of the model, a power of two, each on its share of the
+            processors. The optimizer uses their mean gradient. Buffers, as in batch norm, and the
+            gradients for growth are those of the first replica.
+        options: options of the sparse products, by name, as in `target_options` of `SparseLinear`;
+            "partials_type" also applies to dense products.
 
     Raises:
-        TypeError: another optimizer. ValueError: numbers out of range, an unknown option,
-            processors that replicas cannot share evenly. See `CompiledModel.step` for what is
-            found there.
+        TypeError: another optimizer. ValueError: numbers out of range, an unknown option, replicas
+            that cannot share the processors evenly. `CompiledModel.step` raises further errors.
     """
     how = StepOptions(
         loss_scale=loss_scale,
@@ -665,8 +663,8 @@ def compile(
     stepped = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
     if type(stepped) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
-            "optimizer must be SGD, Adam or AdamW, whose steps are operators alone, or a sparse "
-            f"trainer of one, got {type(stepped).__name__}"
+            "optimizer must be SGD, Adam or AdamW, or a sparse trainer of one of them, got "
+            f"{type(stepped).__name__}"
         )
-    target.share(replicas)  # which refuses what they cannot share
+    target.share(replicas)  # raises if they cannot share the processors
     return CompiledModel(model, optimizer, loss, target, how, TargetOptions.parse(options))

@@ -1,9 +1,9 @@
 """A traced step in stages, micro-batch by micro-batch.
 
-Each operator of a step has a place: a phase and a stage of the model. Operators of one place are
-one program, which runs for one micro-batch at a time; a schedule says when. What one stage makes
-and another reads is sent between them after each slot of the schedule. What a forward pass leaves
-for the backward pass is kept beside it as often as micro-batches are under way.
+Each operator of a step has a place: a phase and a stage of the model. Operators of one place form
+one program, which runs for one micro-batch at a time, as scheduled. Tensors that one stage computes
+and another reads are sent after each slot of the schedule. Tensors of a forward pass that the
+backward pass needs are kept once for each micro-batch in flight.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StepOptions:
 
     @property
     def batches(self) -> int:
-        """Micro-batches of a step, of all replicas."""
+        """Number of micro-batches of a step, over all replicas."""
         return self.gradient_accumulation * self.replicas
 
     @property
@@ -86,15 +86,15 @@ class StepOptions:
 
 
 class Place(NamedTuple):
-    """Where an operator belongs. "shared" are those of the optimizer that concern all parameters,
-    such as the count of its steps; they come before "update"."""
+    """The phase and stage of an operator. "shared" is for the optimizer's operators that affect all
+    parameters, such as its step count; they run before "update"."""
 
     phase: str
     stage: int
 
 
 class Pass(NamedTuple):
-    """One micro-batch passes through a stage, forward or backward."""
+    """The forward or backward pass of one micro-batch through a stage."""
 
     phase: str
     stage: int
@@ -102,15 +102,15 @@ class Pass(NamedTuple):
 
 
 class StageProfile(NamedTuple):
-    """What a stage of a pipeline took in a step.
+    """The cost of a pipeline stage in a step.
 
     Attributes:
-        processor: where it is. name: of its block.
-        forward, backward: cycles of one pass of a micro-batch. update: of the optimizer.
-        batches: whose activations it holds at once, at most.
-        activation_bytes: of the copies that it keeps of them; 0 where it holds one batch.
-        tile_bytes: of memory, on the fullest tile of its processor.
-        idle: the share of the time in which processors ran at once that this one waited.
+        processor: its processor. name: the name of its block.
+        forward, backward: cycles of one pass of a micro-batch. update: cycles of the optimizer.
+        batches: the most micro-batches whose activations it holds at once.
+        activation_bytes: bytes of the copies of these activations; 0 if it holds one batch.
+        tile_bytes: memory of the fullest tile of its processor.
+        idle: the share of time that it waited while processors ran in parallel.
     """
 
     processor: int
@@ -127,10 +127,10 @@ class StageProfile(NamedTuple):
 def plan_slots(schedule: str, stages: int, batches: int) -> list[list[Pass]]:
     """The passes that run at once, slot by slot.
 
-    "sequential": one after the other, 2 n s slots for n micro-batches and s stages. "grouped": all
+    "sequential": one after another, 2 n s slots for n micro-batches and s stages. "grouped": all
     forward passes, each stage a slot after the one before it, then all backward passes, 2 (n + s -
     1) slots. "interleaved": stages alternate between the next forward pass and the oldest backward
-    pass, as many slots, and stage i holds at most s - i micro-batches where grouped holds n.
+    pass, the same number of slots, but stage i holds at most s - i micro-batches, not n.
     """
     if schedule == "sequential":
         order = [*range(stages)]
@@ -161,7 +161,7 @@ def batches_held(slots: Iterable[Iterable[Pass]], stage: int) -> int:
 
 
 def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str]]]:
-    """The place of each node of a step, and processors and names of the stages that have any.
+    """The place of each node of a step, and the processors and names of non-empty stages.
 
     Without `cut` there is one stage.
 
@@ -187,7 +187,7 @@ def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str
             if key[0] == "buffer" and key in step.outputs and BACKWARD in phases:
                 raise NotImplementedError(
                     f"buffer {key[1]!r} changes in the forward pass and is read in the backward "
-                    "pass, which has no program in micro-batches"
+                    "pass, which is not supported with micro-batches"
                 )
             homes[key[1]] = stage
         elif key[0] in ("state", "sum") and key[1] in homes:
@@ -209,16 +209,17 @@ def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str
 
 
 class Pipeline:
-    """The programs of the places of a step, and what they send each other.
+    """The programs of the places of a step, and the transfers between them.
 
     Args:
-        graph: of the machine.
-        step: what is cut.
+        graph: the machine's graph.
+        step: the traced step to split.
         schedule: one of `SCHEDULES`; None for one stage over the whole machine.
         batches: micro-batches of a step.
 
     Attributes:
-        places: of the nodes. stages: processor and name of each. graphs: of their processors.
+        places: places of the nodes. stages: processor and name of each. graphs: those of their
+            processors.
 
     Raises:
         ValueError: a block on a processor that the target does not have.
@@ -256,14 +257,14 @@ class Pipeline:
         """The graph of the processor where a node is computed, or held."""
         return self.graphs[self.places[node].stage]
 
-    # What stages send each other.
+    # Transfers between stages.
 
     def bring(self, node: Any, value: Tensor, place: Place | None) -> Tensor:
-        """What a node made, for a reader at another place: what is sent there.
+        """The result of a node for a reader at another place: the copy sent there.
 
         Raises:
-            NotImplementedError: stages that read what a later one makes; a weight of stages on
-                several processors.
+            NotImplementedError: a stage reads the result of a later one; stages on several
+                processors share a weight.
         """
         home = self.places[node]
         if place is None:
@@ -306,7 +307,7 @@ class Pipeline:
             kind is dtype and bool(((unique >= start) & (unique < stop)).any())
             for kind, start, stop in self._incoming
         ):
-            # What has come is overwritten while it is sent on: a copy is.
+            # A received tensor may be overwritten while it is sent on, so a copy is sent.
             local = self.graphs[origin.stage].add_variable(dtype, unique.shape, "sent on")
             self.graphs[origin.stage].set_tile_mapping(local, tiles)
             self.programs[origin].add(Copy(source, local, name="send on"))
@@ -328,9 +329,9 @@ class Pipeline:
         """The whole step.
 
         Args:
-            sums: of gradients, which begin as zeros.
-            loads: what comes from the host for each micro-batch.
-            loss: what goes there.
+            sums: sums of gradients, initially zero.
+            loads: copies from the host for each micro-batch.
+            loss: the copy of the loss to the host.
         """
         zero: dict[int, Steps] = defaultdict(Steps)
         for key, total in sums:
@@ -379,8 +380,8 @@ class Pipeline:
         return body.add(self._together(update))
 
     def _reduce(self, sums: Sequence[Tensor]) -> Steps:
-        """Adds the sums of all replicas: in pairs, then in pairs of pairs, so that all of them get
-        the same bits."""
+        """Adds the sums of all replicas: in pairs, then in pairs of pairs, so that all of them have
+        identical bits."""
         steps = Steps(name="all-reduce")
         by_type: dict[DType, list[Tensor]] = defaultdict(list)
         for total in sums:
@@ -409,7 +410,7 @@ class Pipeline:
         return f"stage {stage} {phase}" if self._is_cut else None
 
     def _together(self, by_stage: dict[int, Steps]) -> Program:
-        """Programs of stages, at the same time where their processors are different."""
+        """The programs of stages, in parallel if their processors are different."""
         if not self._is_cut:
             return Steps(*by_stage.values())
         branches: dict[int, Steps] = defaultdict(Steps)
@@ -418,8 +419,8 @@ class Pipeline:
         return Parallel(branches)
 
     def _keep(self, stage: int, loads: list[Copy]) -> list[tuple[Copy, Copy]]:
-        """For each micro-batch under way the copies that keep, and bring back, what its forward
-        pass leaves for the backward pass; none where there is one at a time."""
+        """For each micro-batch in flight the copies that save and restore the tensors that its
+        forward pass leaves for the backward pass; empty if there is one at a time."""
         held, graph = self.held[stage], self.graph.root
         if held == 1:
             return []
@@ -445,7 +446,7 @@ class Pipeline:
         ]
 
     def profile(self, run: Profile) -> list[StageProfile]:
-        """What each stage took."""
+        """The cost of each stage."""
         each = run.target.processor_tiles
         found = []
         for stage, (processor, name) in enumerate(self.stages):

@@ -1,8 +1,8 @@
 """One training step of a model as a graph of torch's own operators.
 
 The step is run once under `make_fx`, with its backward pass and the optimizer's step, so that every
-formula is torch's. A second pass takes the writes in place apart and replaces operators that the
-machine does not have by those that it has (`decompositions.TABLE`).
+formula is torch's. A second pass removes in-place writes and replaces unsupported operators by
+supported ones (`decompositions.TABLE`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from popsparse.compiled.decompositions import TABLE, WRITING
 Key = tuple[str, ...]
 """Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
 ("rate", number of the group), ("input", number), ("target",), ("loss",), ("output",), and
-("sum", parameter), of the gradients of the micro-batches so far."""
+("sum", parameter), the sum of the gradients of the micro-batches so far."""
 
-# Operators that change no number, and those around an optimizer's step.
+# Operators that do not change values, and those around an optimizer's step.
 _IDENTITIES = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "detach_"}
 _STEP = "step"
 
@@ -46,8 +46,8 @@ class Step(NamedTuple):
         module: holds the graph and its constants.
         inputs: the placeholder of every tensor.
         outputs: the node of the loss, and of the new value of each tensor that the step changes.
-        stages: the processor of each stage of the model, and its name. Nodes have the number of
-            theirs in `meta["custom"]["stage"]`.
+        stages: the processor of each stage of the model, and its name. Each node has the number of
+            its stage in `meta["custom"]["stage"]`.
     """
 
     module: fx.GraphModule
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 def _unhooked(optimizer: torch.optim.Optimizer) -> Any:
-    """The step of its class without the hooks that a trainer follows."""
+    """The `step` of its class, without the hooks that a trainer adds."""
     step: Any = type(optimizer).step
     return step.__wrapped__
 
@@ -70,13 +70,13 @@ def _emptied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Key, Tensor]:
-    """The tensors of the optimizer's state; what it has not made yet as its first step begins.
+    """The tensors of the optimizer's state; missing ones have the values of a first step.
 
-    "step", which counts alike for all parameters, is one tensor.
+    "step", which is the same for all parameters, is one tensor.
 
     Raises:
-        ValueError: counts that differ; the momentum of an optimizer with dampening, which begins
-            with a gradient.
+        ValueError: step counts that differ; the momentum of an optimizer with dampening, which
+            starts with a gradient.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"] if p in names]
@@ -85,7 +85,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     copies: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         if group.get("dampening") and any(not optimizer.state.get(p) for p in group["params"]):
-            raise ValueError("dampening: the first step must be taken by torch")
+            raise ValueError("dampening: take the first step with torch")
         params = [p.detach().clone() for p in group["params"]]
         copies |= dict(zip(group["params"], params, strict=True))
         fresh.param_groups.append({**group, "params": params, "weight_decay": 0})
@@ -107,7 +107,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             else:
                 tensors["state", names[parameter], key] = value
     if len(counts) > 1:
-        raise ValueError(f"parameters that have taken different numbers of steps: {sorted(counts)}")
+        raise ValueError(f"expected parameters with equal step counts, got {sorted(counts)}")
     return {key: value.detach() for key, value in tensors.items()}
 
 
@@ -129,7 +129,7 @@ def _take_step(
             for key, value in values.items():
                 if key[:2] in (("state", name), ("state", _STEP)):
                     stepped.state[params[name]][key[-1]] = value.clone()
-        # Differentiable steps are taken by operators alone, with no number known to the host.
+        # Differentiable steps use only operators, without reading numbers on the host.
         rate = values["rate", str(number)].detach().requires_grad_()
         how = {"differentiable": True, "foreach": False, "fused": False, "capturable": False}
         known = {name: value for name, value in how.items() if name in group}
@@ -147,14 +147,14 @@ def _take_step(
 
 
 def _clip(gradients: dict[str, Tensor], most: float) -> dict[str, Tensor]:
-    """As `torch.nn.utils.clip_grad_norm_`: scaled so that their norm together is at most that."""
+    """As `torch.nn.utils.clip_grad_norm_`: scale gradients to a total norm of at most `most`."""
     total = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
     factor = (most / (total + 1e-6)).clamp(max=1.0)
     return {name: gradient * factor for name, gradient in gradients.items()}
 
 
 class _Scopes:
-    """Names of the modules and phases that nodes come from, for the profile."""
+    """Names of the modules and phases of nodes, for the profile."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -164,10 +164,10 @@ class _Scopes:
         self.marked = 0
         self.stage = 0
         self.stages: list[tuple[int, str]] = [(0, "")]
-        self.first: list[int] = []  # Sequence number of autograd as each later stage begins.
+        self.first: list[int] = []  # Autograd's sequence number when each later stage begins.
 
     def mark(self, module: str | None = None) -> None:
-        """The nodes made since the last mark belong to this module."""
+        """Assign the nodes made since the last mark to this module."""
         tracing: Any = get_proxy_mode()
         nodes = list(tracing.tracer.graph.nodes)
         for node in nodes[self.marked :]:
@@ -176,7 +176,7 @@ class _Scopes:
         self.marked = len(nodes)
 
     def begin(self, name: str, processor: int | None) -> None:
-        """A block begins here; one on another processor is a stage."""
+        """Begin a block; one on another processor begins a stage."""
         if processor is None or processor == self.stages[-1][0]:
             self.stages[-1] = (self.stages[-1][0], name or self.stages[-1][1])
             return
@@ -205,7 +205,7 @@ class _Scopes:
             self.follow(output.grad_fn, name)
 
     def follow(self, node: Any, name: str) -> None:
-        """The backward of a module's operators belongs to it too."""
+        """Assign the backward of a module's operators to the module too."""
         waiting = [node]
         while waiting:
             node = waiting.pop()
@@ -246,10 +246,10 @@ def trace(
     return_output: bool = False,
     batches: int | None = None,
 ) -> Step:
-    """The step of a model in its present mode, on inputs of these shapes.
+    """Trace the step of a model in its current mode, on inputs of these shapes.
 
-    With a number of `batches` it is that of the last of so many micro-batches, whose gradients are
-    added to the sums of those before; the optimizer takes their mean.
+    With `batches` micro-batches it is the step of the last one: its gradients are added to the sums
+    of the earlier ones, and the optimizer uses their mean.
     """
     originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -346,7 +346,7 @@ def trace(
 
 
 def _simplify(graph: fx.Graph) -> fx.Graph:
-    """The graph without operators that change nothing and those whose result nobody reads."""
+    """Remove operators that change nothing and those whose result is unused."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
         if "record_function" in name:
@@ -354,7 +354,7 @@ def _simplify(graph: fx.Graph) -> fx.Graph:
         source: Any = None
         if name == "bernoulli":
             node.meta["strides"] = node.args[0].meta["val"].stride()
-        if name.startswith("new_") or name.endswith("_like"):  # which read no number
+        if name.startswith("new_") or name.endswith("_like"):  # reads no values
             fill = node.args[-1] if "full" in name else int("ones" in name)
             value = node.meta["val"]
             node.target = torch.ops.aten.full.default

@@ -1,4 +1,4 @@
-"""The dense product on the same machine: how it would be cut over the tiles, and what it takes.
+"""The dense product on the same machine: its plan over the tiles, and its cost.
 
 `plan(m, k, n, dtype, target)` finds, for C[m, n] = A[m, k] B[k, n], the cut that poplibs' planner
 would choose: a 1x1 convolution in the matrix units (AMP) or by vector multiply-accumulate (HMAC),

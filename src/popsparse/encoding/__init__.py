@@ -1,1 +1,1 @@
-"""The non-zeros of a pattern dealt to the tiles: buckets, meta-info, spills."""
+"""Distribution of a pattern's non-zeros over the tiles: buckets, meta-info, spills."""

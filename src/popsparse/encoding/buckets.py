@@ -1,19 +1,19 @@
-"""Buckets: their layout, which non-zeros belong to which, and what overflows.
+"""Buckets: their layout, the assignment of non-zeros to them, and the overflow record.
 
 The names follow the note on PopSparse (Li, Z. et al., arXiv:2303.16999) and the storage of the
 library it describes: X counts rows of the sparse matrix (output features), Y its columns (input
-features), Z the batch. A *bucket* is the fixed piece of memory a tile owns: meta-info, 16-bit words
-that say where non-zeros belong, and values. A *sub-group* is the part of a bucket that belongs to
-one (x, y) rectangle of the matrix.
+features), Z the batch. A *bucket* is the fixed memory of a tile for non-zeros: meta-info, 16-bit
+words with their positions, and values. A *sub-group* is the part of a bucket that belongs to one
+(x, y) rectangle of the matrix.
 
 X and Y are cut into equal chunks of blocks. The blocks of a rectangle, in row-major order, are cut
 into one contiguous piece for each of its Z partners; a piece's rows are kept in order of decreasing
 length, so that what is trimmed from the end is short (sections 3 and 4 of the PopSparse note).
 All of it is sorting and running sums over arrays: no loop over buckets or rows.
 
-Bucket and operand come together when the bucket of (x - i, y - j) is at the tiles of (x, y), offset
-(i, j) cyclic in the partition. The distribution phase covers offset (0, 0) for every Z partner;
-each further offset that the overflow record keeps costs one step for each Z partner.
+Bucket and operand meet when the bucket of (x - i, y - j) is at the tiles of (x, y), offset (i, j)
+cyclic in the partition. The distribution phase covers offset (0, 0) for every Z partner; each
+further offset in the overflow record costs one step for each Z partner.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from popsparse.planning.plan import Plan
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Everything that fixes the shape of the buckets; a plan in the partitioner's own terms.
+    """The shape of the buckets: the part of a plan that the partitioner uses.
 
     Args:
         rows, cols, batch: sizes of X, Y and Z in elements.
-        partition: how many parts X, Y and Z are cut into; their product is the number of buckets.
+        partition: number of parts of X, Y and Z; their product is the number of buckets.
         block: rows and columns of a block; (1, 1) selects the element format of meta-info, any
             other block the block format.
         nz_elements: capacity of a bucket in values (elements, not blocks).
         meta_info_words: capacity of a bucket in 16-bit words of meta-info, end marker included.
         grad_a_words: the same for the extra buckets of grad_input; 0 when the buckets are shared
             between the passes. Only the element format has such buckets.
-        grad_w: whether the meta-info carries the work lists of grad_weight.
-        batch_grain: elements of Z that are not divided among workers.
-        data_bytes: bytes of a value, 2 or 4: column offsets of the element format are bytes.
+        grad_w: whether the meta-info contains the work lists of grad_weight.
+        batch_grain: elements of Z that stay together on one worker.
+        data_bytes: bytes of a value, 2 or 4: column offsets of the element format count bytes.
         workers: worker threads of a tile.
 
     Raises:
@@ -120,12 +120,12 @@ class BucketLayout:
 
     @property
     def rectangles(self) -> int:
-        """How many (x, y) rectangles the matrix is cut into."""
+        """Number of (x, y) rectangles of the matrix."""
         return self.partition[0] * self.partition[1]
 
     @property
     def buckets(self) -> int:
-        """How many buckets there are: one for each tile in use."""
+        """Number of buckets: one for each tile in use."""
         return self.rectangles * self.partition[2]
 
     @property
@@ -148,8 +148,8 @@ class BucketLayout:
     ) -> np.ndarray | int:
         """Words of a sub-group before its rows, as charged when buckets are filled.
 
-        Every worker is charged, whether the sub-group gives it work or not, unless
-        `actual_workers`: then min(workers, pieces of work), which the work lists never exceed.
+        Every worker is charged, even without work, unless `actual_workers`: then min(workers,
+        pieces of work), which the work lists never exceed.
         """
         forward: np.ndarray | int = self.workers
         grad_w: np.ndarray | int = self.workers
@@ -188,8 +188,8 @@ def bucket_layout(plan: Plan) -> BucketLayout:
 class Runs:
     """Rows of pieces: `length` consecutive blocks of one row of one rectangle. int64 [runs].
 
-    `piece` is the bucket the run starts in, `row` the block row inside the rectangle, `start` where
-    its blocks begin in the order of `Assignment`.
+    `piece` is the bucket in which the run starts, `row` the block row inside the rectangle, `start`
+    the position of its first block in the order of `Assignment`.
     """
 
     piece: np.ndarray
@@ -206,7 +206,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Blocks in order of rectangles: `order` [nnz] gives their slots in the pattern, `col` [nnz]
+    """Blocks in order of rectangles: `order` [nnz] has their slots in the pattern, `col` [nnz]
     their block column inside the rectangle; `runs` are sorted by (bucket, decreasing length, row).
     """
 
@@ -233,7 +233,7 @@ def assign(rows: np.ndarray, cols: np.ndarray, layout: BucketLayout) -> Assignme
 
     Args:
         rows, cols: block coordinates, integers [nnz], sorted row-major, distinct, in range.
-        layout: how the matrix is cut.
+        layout: the layout of the buckets.
     """
     part_x, part_y, _ = layout.part
     parts_y, parts_z = layout.partition[1:]
@@ -264,13 +264,13 @@ class SubGroups:
     """Sub-groups in the order of buckets, and inside a bucket in the order they arrived.
 
     Attributes:
-        bucket, rectangle: int64 [groups]; rectangle is x * Ny + y, where the blocks belong.
-        rows, nz: how many non-empty rows and blocks a sub-group has, int64 [groups].
-        row, length: row inside the rectangle and its blocks, int64 [all rows]; within a sub-group
-            by decreasing length, then row.
+        bucket, rectangle: int64 [groups]; rectangle is x * Ny + y, to which the blocks belong.
+        rows, nz: number of non-empty rows and of blocks in a sub-group, int64 [groups].
+        row, length: row inside the rectangle and its number of blocks, int64 [all rows]; within a
+            sub-group by decreasing length, then row.
         col: block column inside the rectangle, integers [nnz], row by row.
-        source: slot of the pattern each block comes from, integers [nnz]; for the transposed form
-            the place of the block among the values of the sub-group.
+        source: slot of each block in the pattern, integers [nnz]; for the transposed form the
+            place of the block among the values of the sub-group.
     """
 
     bucket: np.ndarray
@@ -287,13 +287,13 @@ class SubGroups:
         cls, assignment: Assignment, runs: Runs, bucket: np.ndarray, arrival: np.ndarray,
         layout: BucketLayout,
     ) -> SubGroups:  # fmt: skip
-        """From rows and the bucket each ended up in.
+        """Collect sub-groups from rows and their final buckets.
 
         Args:
-            runs: all rows; `runs.piece` is where each began.
-            bucket: where each ended, int64 [runs].
-            arrival: 0 for rows that stayed, else the number of the move that brought them; rows
-                of one piece that arrived together in a bucket are one sub-group. int64 [runs].
+            runs: all rows; `runs.piece` is the initial bucket of each.
+            bucket: the final bucket of each, int64 [runs].
+            arrival: 0 for rows that stayed, else the number of their move; rows of one piece that
+                arrived together in a bucket are one sub-group. int64 [runs].
         """
         if arrival.any():
             order = stable_order(runs.row)
@@ -331,7 +331,7 @@ class SubGroups:
         return np.cumsum(self.length) - self.length
 
     def place(self, layout: BucketLayout) -> np.ndarray:
-        """Where each block's first value lies in the array of all buckets' values, int64 [nnz]."""
+        """Position of each block's first value in the array of all buckets' values, int64 [nnz]."""
         before = np.searchsorted(self.bucket, self.bucket)
         in_bucket = self.first_nz - self.first_nz[before] if len(self.bucket) else self.first_nz
         base = self.bucket * layout.nz_elements + in_bucket * layout.area
@@ -378,12 +378,12 @@ FLAGS_PER_WORD = 2
 
 @dataclass(frozen=True)
 class OverflowInfo:
-    """The overflow record: where the loops of the propagation phase end.
+    """The overflow record: the loop bounds of the propagation phase.
 
     Attributes:
         x, y, z: loop end counts: x is the farthest distance in X plus 1; y is Ny when x > 1, else
-            the farthest distance in Y plus 1; z is Nz always.
-        used_x: bool [Nx]; whether anything travels distance i in X (0 included).
+            the farthest distance in Y plus 1; z is always Nz.
+        used_x: bool [Nx]; whether any block travels distance i in X (0 included).
         partition: Nx, Ny, Nz.
     """
 
@@ -401,7 +401,7 @@ class OverflowInfo:
         far_y = (groups.rectangle % parts_y - home % parts_y) % parts_y
         used = np.zeros(parts_x, bool)
         used[far_x] = True
-        # Compared as pairs: distance in X decides.
+        # Compared as pairs: the distance in X counts first.
         farthest = int((far_x * parts_y + far_y).max(initial=0))
         x = farthest // parts_y + 1
         y = farthest % parts_y + 1 if x == 1 else parts_y
@@ -442,6 +442,6 @@ class OverflowInfo:
     def propagation_steps(self) -> int:
         """Compute steps of the propagation phase: kept offsets times the Z partners.
 
-        Step numbers of the note: skipped X offsets still cost one exchange each, not counted here.
+        Counted as in the note: skipped X offsets still cost one exchange each, not counted here.
         """
         return self.z * len(self.kept_offsets)

@@ -1,7 +1,7 @@
-"""The words of meta-info: written and read.
+"""Writing and reading the words of meta-info.
 
-Every word is an unsigned 16-bit number. Offsets called "from here" count words from the first word
-of the entry they stand in. A bucket is a list of sub-groups and then one 0.
+Every word is an unsigned 16-bit number. Offsets "from here" count words from the first word of
+their own entry. A bucket is a list of sub-groups followed by a 0.
 
 Element format, sub-group of 9 words:
     0 id                  x * Ny + y + 1 of the rectangle (grad_input's buckets: y * Nx + x + 1)
@@ -57,7 +57,7 @@ class MetaInfoWriter:
         grad_a: write grad_input's own buckets.
 
     Attributes:
-        words: words each bucket takes, end marker included, int64 [buckets].
+        words: words of each bucket, end marker included, int64 [buckets].
     """
 
     def __init__(self, groups: SubGroups, layout: BucketLayout, *, grad_a: bool = False) -> None:
@@ -80,7 +80,7 @@ class MetaInfoWriter:
         self.words = 1 + np.bincount(groups.bucket, self.size, layout.buckets).astype(np.int64)
 
     def write(self, out: np.ndarray) -> None:
-        """Write into uint16 [buckets, bucket_stride]; each bucket's words must fit its part."""
+        """Write into uint16 [buckets, bucket_stride]; each bucket's words must fit its row."""
         groups, layout = self.groups, self.layout
         before = np.cumsum(self.size) - self.size
         if len(before):
@@ -179,9 +179,9 @@ class MetaInfoWriter:
 
 
 class BucketContents(NamedTuple):
-    """Every block the buckets hold, in order of buckets and inside them as stored. int64 [nnz].
+    """Every block in the buckets, in order of buckets and inside them as stored. int64 [nnz].
 
-    `bucket` is where it lies, `rectangle` = x * Ny + y where it belongs, `row` and `col` its block
+    `bucket` holds the block, `rectangle` = x * Ny + y is its rectangle, `row` and `col` its block
     coordinates inside the rectangle, `place` its position in the bucket's values in blocks.
     `group` counts the sub-groups, in order of buckets.
     """
@@ -249,7 +249,7 @@ def read_buckets(
             ones, in the order of columns as stored.
 
     Raises:
-        ValueError: a size that does not fit the layout, or words no bucket can hold.
+        ValueError: a size that does not match the layout, or words that no bucket can have.
     """
     if meta_info.size != layout.buckets * layout.bucket_stride:
         raise ValueError(

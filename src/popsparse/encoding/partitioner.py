@@ -1,12 +1,12 @@
-"""The partitioner: a pattern and its values as buckets, and back.
+"""The partitioner: converts a pattern and its values to buckets and back.
 
     partitioner = Partitioner(plan)
     encoded = partitioner.encode(pattern, values)
     encoded.meta_info, encoded.nz_values          # what the host writes to the machine
     pattern, values = partitioner.decode(encoded)
 
-The method is that of PopSparse's partitioner; `meta_info` documents the words, `spilling` what
-happens when a bucket is full, `overflow` what the propagation phase reads.
+The method is that of PopSparse's partitioner; `meta_info` documents the words, `spilling` the
+handling of full buckets, `buckets` the overflow record that the propagation phase reads.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from popsparse.planning.search import make_plan, matmul_plan
 
 @dataclass(frozen=True)
 class EncodingInfo:
-    """How full the buckets are and what spilled. Arrays are int64 [groups * buckets].
+    """The fill of the buckets and the number of spills. Arrays are int64 [groups * buckets].
 
     Attributes:
         words_used: words of meta-info in each bucket, end marker included, of `words_capacity`.
-        grad_a_words_used: the same of grad_input's own buckets, of `grad_a_words_capacity`;
+        grad_a_words_used: the same for grad_input's own buckets, of `grad_a_words_capacity`;
             None when the buckets are shared.
         nz_used: values in each bucket (elements), of `nz_capacity`.
-        sub_groups: how many sub-groups each bucket holds.
-        spilled: blocks that are not in the bucket they started in.
-        propagated: blocks that are in a bucket of another (x, y) rectangle: the distribution phase
-            does not reach them, the propagation phase does.
+        sub_groups: number of sub-groups in each bucket.
+        spilled: blocks that left the bucket they started in.
+        propagated: blocks in a bucket of another (x, y) rectangle: the distribution phase does not
+            reach them, the propagation phase does.
         overflow: the overflow record.
     """
 
@@ -67,7 +67,7 @@ class EncodingInfo:
 
     @classmethod
     def joined(cls, infos: Sequence[EncodingInfo]) -> EncodingInfo:
-        """The figures of several groups of one plan as one."""
+        """Join the figures of several groups of one plan."""
         first = infos[0]
         grad_a = [info.grad_a_words_used for info in infos if info.grad_a_words_used is not None]
         return cls(
@@ -90,16 +90,16 @@ class EncodingInfo:
 
     @property
     def nz_fill(self) -> np.ndarray:
-        """Part of each bucket's values in use, float64 [groups * buckets]."""
+        """Share of each bucket's values in use, float64 [groups * buckets]."""
         return self.nz_used / max(self.nz_capacity, 1)
 
     @property
     def words_fill(self) -> np.ndarray:
-        """Part of each bucket's meta-info in use, float64 [groups * buckets]."""
+        """Share of each bucket's meta-info in use, float64 [groups * buckets]."""
         return self.words_used / self.words_capacity
 
     def summary(self) -> dict[str, Any]:
-        """The figures a report wants, as plain numbers."""
+        """The figures for a report, as plain numbers."""
         return {
             "buckets": len(self.nz_used),
             "nz_fill_mean": float(self.nz_fill.mean()),
@@ -118,14 +118,14 @@ class EncodedPattern:
 
     Attributes:
         meta_info: uint16, the overflow record and then, for each bucket, its forward words and
-            grad_input's own where it has them.
-        positions: int64 [blocks of the plan]: where each block's first value lies in the values of
-            all buckets. Blocks are in the pattern's order; one that the plan works in smaller
-            blocks gives several, row-major inside it.
-        nz_size: values of all buckets together.
+            grad_input's own words if there are any.
+        positions: int64 [blocks of the plan]: position of each block's first value in the values of
+            all buckets. Blocks are in the pattern's order; if the plan's blocks are smaller, each
+            block of the pattern has several, row-major inside it.
+        nz_size: number of values of all buckets.
         block: rows and columns of the plan's blocks.
         pattern_block: rows and columns of the pattern's blocks.
-        info: figures; None of dense weights, which have no buckets.
+        info: figures; None for dense weights, which have no buckets.
     """
 
     meta_info: np.ndarray
@@ -143,7 +143,7 @@ class EncodedPattern:
     def place(self, values: np.ndarray) -> np.ndarray:
         """Values [nnz] or [nnz, height, width] in the order of buckets: [nz_size], gaps are 0.
 
-        Needed anew at each change of values; the meta-info only when the pattern changes.
+        Call it whenever values change; the meta-info changes only with the pattern.
         """
         out = np.zeros(self.nz_size, values.dtype)
         blocks = values.reshape(-1, *self._cuts).transpose(0, 1, 3, 2, 4)
@@ -191,11 +191,11 @@ class Partitioner:
     Deterministic, and without state between calls.
 
     Args:
-        plan: a `Plan`, or a `BucketLayout` for buckets of one's own choice.
-        pattern_block: rows and columns of the pattern's blocks, where the layout's are smaller.
+        plan: a `Plan`, or a `BucketLayout` for custom buckets.
+        pattern_block: rows and columns of the pattern's blocks, if the layout's are smaller.
             Defaults to the layout's.
-        options: how spills go, and for error messages what made the buckets; an `Options` or a
-            mapping. With a plan, both come from the plan.
+        options: how to spill, and for error messages how the buckets were made; an `Options` or a
+            mapping. A plan provides both itself.
 
     Raises:
         ValueError: a plan that keeps its weights dense, or blocks that do not divide each other.
@@ -236,7 +236,7 @@ class Partitioner:
         options: Any = None,
         cache: PlanningCache | None = None,
     ) -> Partitioner:
-        """The partitioner that goes with the plan of a layer or a product; errors as there."""
+        """Create the partitioner for the plan of a layer or product; raises planning's errors."""
         make = matmul_plan if isinstance(params, MatmulParams) else make_plan
         return cls(make(target, dtype, params, options, cache))  # type: ignore[arg-type]
 
@@ -253,11 +253,11 @@ class Partitioner:
 
     @spanned("encode")
     def encode(self, pattern: Any, values: Any = None) -> Encoded:
-        """Pattern and values in buckets.
+        """Encode a pattern and its values into buckets.
 
         Args:
             pattern: a `SparsePattern` of [rows, cols] with its `values` ([nnz] or [nnz, b, b],
-                tensor or array), or a `SparseMatrix`, which brings its own. With several groups a
+                tensor or array), or a `SparseMatrix`, which has its own. With several groups a
                 sequence of patterns (and one of values).
 
         Returns:
@@ -273,7 +273,7 @@ class Partitioner:
         if isinstance(patterns[0], SparseMatrix):
             if values is not None:
                 raise ValueError(f"a {type(patterns[0]).__name__} brings its own values: give none")
-            # The canonical order is the one positions refer to.
+            # Positions refer to the canonical order.
             canonical = [matrix.to_coo() for matrix in patterns]
             arrays = [m.nz_values.reshape(-1, *m.block_dimensions) for m in canonical]
             patterns = canonical
@@ -297,7 +297,7 @@ class Partitioner:
         return Encoded(encoded.meta_info, encoded.place(flat), encoded)
 
     def encode_pattern(self, pattern: Any) -> EncodedPattern:
-        """The meta-info only, and where values go: for when the values follow or change alone."""
+        """Encode only the pattern: meta-info and value positions, for values written separately."""
         return self._encode_patterns(self._per_group(pattern, "pattern"))
 
     def sub_groups(self, pattern: Any) -> SubGroups:
@@ -310,14 +310,14 @@ class Partitioner:
         return self._fill(assign(rows, cols, self.layout))[0]
 
     def decode(self, meta_info: Any, nz_values: Any = None) -> Any:
-        """Pattern and values back: (SparsePattern, tensor), exactly what was encoded.
+        """Decode pattern and values: (SparsePattern, tensor), exactly what was encoded.
 
         Args:
             meta_info: an `Encoded`, or its array with `nz_values`, as read from the machine.
 
         Returns:
-            With several groups, a list of such pairs. Blocks that are not square cannot be a
-            `SparsePattern`: they come back as a `COOMatrix`.
+            With several groups, a list of such pairs. Blocks that are not square are returned as a
+            `COOMatrix`, since a `SparsePattern` cannot hold them.
 
         Raises:
             ValueError: arrays of the wrong size, or words that no partitioner wrote.
@@ -396,7 +396,7 @@ class Partitioner:
         return fine.row, fine.col, fine.data.ravel()
 
     def _encode_group(self, pattern: Any, out: np.ndarray) -> tuple[np.ndarray, EncodingInfo]:
-        """Write one group's words; where each block's values go, and the figures."""
+        """Write one group's words; returns the position of each block's values, and the figures."""
         layout = self.layout
         rows, cols, order = self._coordinates(pattern)
         assignment = assign(rows, cols, layout)
@@ -448,7 +448,7 @@ class Partitioner:
             excess = grad_a.words - layout.grad_a_words
             if (excess <= 0).all():
                 return groups, moved, forward, grad_a
-            # A non-zero that leaves saves two words of grad_input's, four with its column: those
+            # A non-zero that leaves saves two of grad_input's words, four with its column: buckets
             # that are too full have to give up at least a quarter of their excess.
             used = np.bincount(groups.bucket, groups.nz, layout.buckets).astype(np.int64)
             limit = np.where(excess > 0, used - (excess + 3) // 4, limit)

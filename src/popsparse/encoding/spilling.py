@@ -1,8 +1,8 @@
-"""Moving what does not fit a bucket to buckets that have room.
+"""Moving rows that do not fit a bucket to buckets that have room.
 
-Full buckets give up rows from the end, the shortest first. What they gave up looks for room
+Full buckets give up rows from the end, the shortest first. These rows go to buckets with room:
 first among the partners of the same (x, y) rectangle (Z), then of the same x (Y and Z), then
-everywhere; in each range first uncut rows, then rows cut in two. Buckets are tried against the
+everywhere; in each range first whole rows, then rows cut in two. Buckets are tried against the
 direction in which the propagation phase moves them, so that spilled data is used soonest.
 """
 
@@ -22,7 +22,7 @@ class BucketOverflowError(ValueError):
 
     Attributes:
         left: blocks that found no room.
-        growth: by which factor the buckets would have to grow, as far as is known.
+        growth: factor by which the buckets would have to grow, as far as known.
     """
 
     def __init__(self, message: str, left: int, growth: float) -> None:
@@ -83,7 +83,7 @@ class _Balancer:
         return room - self.words[bucket], self.limit[bucket] - self.nz[bucket]
 
     def rebalance(self, span: int, cut_rows: bool, speed: bool, force: bool) -> None:
-        """Place what is pending inside ranges of `span` buckets, the largest overflow first."""
+        """Place pending rows inside ranges of `span` buckets, the largest overflow first."""
 
         def largest(bucket: int) -> tuple[int, int, int, int]:
             rest = self.pending[bucket]
@@ -129,7 +129,7 @@ class _Balancer:
             while part > 0 and int(self.cost(full + 1, placed + part)) > words:
                 part -= 1
             if part > 0:
-                # The end of the row leaves, its beginning waits for the next bucket.
+                # The end of the row moves; its beginning waits for the next bucket.
                 tail_length = tail_length.copy()
                 tail_length[0] -= part
                 row = rest.row[: full + 1]
@@ -155,7 +155,7 @@ def spill(
         limit: blocks each bucket may hold, int64 [buckets].
         options: `optimise_for_speed` tries buckets in the order the propagation phase meets them,
             otherwise the emptiest first; `force_bucket_spills` empties every bucket into others,
-            first the same x's last; `use_actual_worker_split_costs` counts only the workers a
+            those of the same x last; `use_actual_worker_split_costs` counts only the workers a
             sub-group uses (`BucketLayout.header_words`).
 
     Raises:
@@ -169,7 +169,7 @@ def spill(
     nz = before_nz - (before_nz - runs.length)[first[runs.piece]]
     rows = np.arange(len(runs)) - first[runs.piece] + 1
     words = np.asarray(layout.sub_group_words(rows, nz, actual_workers))
-    # Costs rise along a piece, so what fits is its beginning.
+    # Costs rise along a piece, so the part that fits is its beginning.
     stays = (words <= layout.meta_info_words - 1) & (nz <= limit[runs.piece]) & (not force)
     if stays.all():
         return SpillResult(runs, runs.piece, np.zeros(len(runs), np.int64))
@@ -199,7 +199,7 @@ def spill(
 
 
 def _joined(kept: Runs, moves: list[_Move]) -> SpillResult:
-    """The rows that stayed and those that moved, as one."""
+    """Join the rows that stayed and those that moved."""
     sizes = [len(move.row) for move in moves]
     runs = Runs(
         np.concatenate([kept.piece, np.repeat([move.source for move in moves], sizes)]),
@@ -219,7 +219,7 @@ def _overflow(balancer: _Balancer, total: int, force: bool) -> BucketOverflowErr
     room = layout.buckets * (layout.meta_info_words - 1)
     need_nz = total / max(layout.buckets * layout.capacity, 1)
     need_words = (int(balancer.words.sum()) + words) / room
-    # Even when sums would fit, a part has to: never suggest less than the largest unplaced row.
+    # Even if the sums fit, a bucket must have room for a row of one non-zero.
     growth = max(need_nz, need_words, 1.0) * 1.05
     word_growth = float(balancer.cost(1, 1)) / max(layout.meta_info_words - 1, 1)
     growth = max(growth, word_growth)

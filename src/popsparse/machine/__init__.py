@@ -1,7 +1,7 @@
 """The tile machine: a model of a bulk-synchronous processor with private memories.
 
-Build a `Graph` of variables and vertices for a `Target`, put `Program`s together, and run them with
-an `Engine`: it gives the numbers and, as a `Profile`, the cycles, bytes and memory of each step.
+Build a `Graph` of variables and vertices for a `Target`, compose `Program`s, and run them with an
+`Engine`: it returns the numbers and, as a `Profile`, the cycles, bytes and memory of each step.
 """
 
 from popsparse.machine import codelets

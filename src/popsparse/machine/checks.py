@@ -14,10 +14,10 @@ from popsparse.machine.vertex import VertexSet
 
 
 def check_mapping(graph: Graph, target: Target) -> None:
-    """Every element of every variable has a tile, and the target has that tile.
+    """Check that every element of every variable is mapped to a tile of the target.
 
     Raises:
-        MappingError: naming the variable and its first element without one.
+        MappingError: names the variable and its first element without a tile.
     """
     for dtype, group in graph.variables.items():
         tile_map = graph.tile_map(dtype)
@@ -71,10 +71,10 @@ def _check_constants(graph: Graph, set_name: str, vertices: VertexSet) -> None:
 
 
 def _check_races(graph: Graph, set_name: str, sets: Sequence[VertexSet], dtype: DType) -> None:
-    """No element is written by one vertex and touched by another.
+    """Check that no element is written by one vertex and accessed by another.
 
     Runs of all vertices are sorted and grouped where they overlap; only groups with a write and
-    more than one vertex are looked at element by element.
+    more than one vertex are checked element by element.
     """
     starts, ends, owners, writes = [], [], [], []
     first = 0
@@ -141,8 +141,8 @@ def _raise_race(
 def check_compute_set(
     graph: Graph, target: Target, set_name: str, sets: Sequence[VertexSet]
 ) -> None:
-    """Vertices sit on tiles of the target, touch only their tile's memory, write no constant, and
-    do not race.
+    """Check that vertices are on tiles of the target, access only their tile's memory, write no
+    constant, and do not race.
 
     Raises:
         MappingError, LocalityError, RaceError, ProgramError

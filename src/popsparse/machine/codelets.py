@@ -1,11 +1,11 @@
 """Codelets that programs share: elementary arithmetic, and control.
 
-Arithmetic but `DOT` shares its elements among a tile's workers (`runs_on="workers"`, so a tile
-spends workers x the figure). Sums are made in float32 and round once when stored.
+Arithmetic, except `DOT`, shares its elements among a tile's workers (`runs_on="workers"`, so a tile
+spends workers x the figure). Sums are computed in float32 and rounded once when stored.
 
-Control handles integers, costs one worker a load, an operation and a store with their addresses,
-and is meant for one element. No source gives these estimates; a control vertex is a few dozen
-cycles of a superstep that costs hundreds.
+Control codelets handle integers and are meant for one element: they cost one worker a load, an
+operation and a store with their addresses. No source gives these estimates; a control vertex takes
+a few dozen cycles of a superstep that costs hundreds.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _add_scaled(v: VertexView) -> None:
 
 
 def _add_cycles(v: VertexView) -> int:
-    # Section 7.3 of docs/popsparse-formulas.md: 11 + workers x (58 + 3 each vector); the 11 of
-    # the supervisor is spread over the workers' 6 slots, rounded up.
+    # Section 7.3 of docs/popsparse-formulas.md: 11 + workers x (58 + 3 for each vector); the
+    # supervisor's 11 cycles are spread over the workers' 6 slots, rounded up.
     return 58 + 2 + 3 * -(-_share(v, _elements(v, v.a)) // _width(v, v.a.dtype))
 
 

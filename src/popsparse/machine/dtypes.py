@@ -16,7 +16,7 @@ class DType:
 
     @property
     def name(self) -> str:
-        """NumPy's, such as "float16"."""
+        """NumPy's name of the type, such as "float16"."""
         return self.numpy.name
 
     @property
@@ -26,7 +26,7 @@ class DType:
 
     @property
     def vector_width(self) -> int:
-        """Elements of 64 bits, what a tile of an IPU loads in a cycle."""
+        """Elements in 64 bits, which a tile of an IPU loads in a cycle."""
         return 8 // self.size
 
     @property
@@ -35,7 +35,7 @@ class DType:
 
     @property
     def poison(self) -> Any:
-        """The value of unwritten memory: NaN, or the bytes 0xAB, so that results show its use."""
+        """The value of unwritten memory: NaN, or the bytes 0xAB, so that its use is noticed."""
         if self.is_floating:
             return np.nan
         if self.numpy.kind == "b":
@@ -77,11 +77,11 @@ _BY_NAME = {t.name: t for t in _POPLAR.values()} | _POPLAR
 
 
 def as_dtype(value: Any) -> DType:
-    """The element type meant by a `DType`, NumPy's or Poplar's name ("float16", "half"), or a NumPy
-    or torch dtype.
+    """Convert a `DType`, NumPy's or Poplar's name of a type ("float16", "half"), or a NumPy or
+    torch dtype to a `DType`.
 
     Raises:
-        TypeError: a type the machine does not have.
+        TypeError: a type the machine does not support.
     """
     if isinstance(value, DType):
         return value
@@ -108,11 +108,11 @@ class LocalityError(MachineError):
 
 
 class RaceError(MachineError):
-    """Two vertices of one compute set, or two parts of one copy, that meet in one element."""
+    """Two vertices of one compute set, or two parts of one copy, that access the same element."""
 
 
 class ProgramError(MachineError):
-    """A program that is put together wrongly, or that does not end."""
+    """An invalid program, or one that does not end."""
 
 
 class AbortError(MachineError):

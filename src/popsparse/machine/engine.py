@@ -60,7 +60,7 @@ def _folder(value: Any, name: str) -> Path:
     return Path(value)
 
 
-# The field of each option, and what reads its value.
+# The field of each option, and the function that reads its value.
 _OPTIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "autoReport.all": ("", _flag),
     "autoReport.directory": ("folder", _folder),
@@ -75,22 +75,22 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine. Others, also such that Poplar has, are refused.
+    """The options of an engine. All others, including other options of Poplar, are errors.
 
     Attributes:
         allow_out_of_memory: `debug.allowOutOfMemory`: a program that does not fit is planned and
-            its memory reported; running it is what fails. (false)
+            its memory reported; only running it fails. (false)
         float_exceptions: `debug.floatPointOpException`: a vertex that divides by zero, overflows or
-            makes NaN of numbers ends the run. (false: infinities and NaN go on)
-        worker_stack_bytes: `target.workerStackSizeInBytes`: of each worker's stack, in the memory
-            of every tile with vertices. (None: what is typical of all stacks, see
+            makes NaN of numbers ends the run. (false: infinities and NaN propagate)
+        worker_stack_bytes: `target.workerStackSizeInBytes`: bytes of each worker's stack, in the
+            memory of every tile with vertices. (None: a typical total of all stacks, see
             `machine/target.py`)
-        graph_report, execution_report: `autoReport.outputGraphProfile`: a file `memory.json` as
-            soon as the engine is there; `autoReport.outputExecutionProfile`: a file
-            `profile.json` after runs. `autoReport.all` is both. (false)
-        folder: `autoReport.directory`, made where it does not exist. (".")
+        graph_report, execution_report: `autoReport.outputGraphProfile`: write `memory.json` when
+            the engine is created; `autoReport.outputExecutionProfile`: write `profile.json` after
+            runs. `autoReport.all` does both. (false)
+        folder: `autoReport.directory`, created if it does not exist. (".")
         reported_runs: `autoReport.executionProfileProgramRunCount`: how many runs of each program
-            are in `profile.json`, the first ones. (2)
+            `profile.json` holds, from the first on. (2)
     """
 
     allow_out_of_memory: bool = False
@@ -103,14 +103,14 @@ class EngineOptions:
 
     @classmethod
     def of_engine(cls, options: Any) -> EngineOptions:
-        """The options given to an engine, over those of the environment.
+        """The options given to an engine, which override those of the environment.
 
-        The environment's are for all engines of a process: each reports into a folder of its own,
-        `engine-0` on, in the order they are made.
+        Those of the environment apply to all engines of a process: each reports into its own
+        folder, `engine-0` on, in order of creation.
 
         Raises:
-            ValueError, TypeError: as `parse`; an environment variable that holds something else
-                than a JSON object of options.
+            ValueError, TypeError: as `parse`; an environment variable that is not a JSON object of
+                options.
         """
         parsed = cls.parse(options)
         for variable in ENVIRONMENT:
@@ -133,10 +133,11 @@ class EngineOptions:
 
     @classmethod
     def parse(cls, options: Any) -> EngineOptions:
-        """From a mapping of names to values, as text or as they are.
+        """Parse a mapping of names to values, which may be text.
 
         Raises:
-            ValueError: an unknown option, with the nearest known one; a value of another kind.
+            ValueError: an unknown option (the message suggests the nearest known one); an invalid
+                value.
             TypeError: not a mapping.
         """
         check_kind("options", options, (Mapping, type(None)), "a mapping of names to values")
@@ -155,33 +156,33 @@ class EngineOptions:
 
 
 class Engine:
-    """A program checked, planned and ready to run.
+    """A program, checked, planned and ready to run.
 
     Args:
         graph: the variables and vertices.
         program: a program, or several by name.
-        target: the machine; the graph's own by default.
+        target: the machine; defaults to the graph's target.
         check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
             profile.
-        max_iterations: after this many turns a while loop is taken for endless.
-        options: by name, as Poplar spells them: see `EngineOptions`. What is left out is taken from
-            a JSON object in DYNSPARSE_ENGINE_OPTIONS or else POPLAR_ENGINE_OPTIONS.
-        print_to: where `PrintTensor` writes; standard error.
-        numerics: whether half and float data is computed. Without it only integers and bools,
-            which steer a program, move and change; the profile is the same at a fraction of the
-            time and memory, and floating-point tensors can be neither read nor written.
+        max_iterations: a while loop that exceeds this many turns is an error.
+        options: options by Poplar's names: see `EngineOptions`. Others come from a JSON object in
+            the environment variable DYNSPARSE_ENGINE_OPTIONS or else POPLAR_ENGINE_OPTIONS.
+        print_to: where `PrintTensor` writes; defaults to standard error.
+        numerics: whether to compute half and float data. If False, only integers and bools, which
+            control a program, move and change; the profile is the same at a fraction of the time
+            and memory, and floating-point tensors can be neither read nor written.
         stochastic_rounding: a seed: float16 results of vertices are rounded up or down at random,
-            so that the expected value is the value; each vertex computes in float32 and rounds once
-            as it writes. None rounds to nearest. Host transfers always do.
+            so that the expected value is exact; each vertex computes in float32 and rounds once
+            as it writes. None rounds to nearest. Host transfers always round to nearest.
 
     Raises:
         MappingError: an element without a tile, or on a tile the target does not have.
         LocalityError: a vertex connected to another tile's memory.
-        RaceError: vertices of a compute set, or sides of a copy, that meet in one element.
-        OutOfMemoryError: a tile that does not fit, with its largest variables.
-        ValueError: an option that is unknown or has a value of another kind.
+        RaceError: vertices of a compute set, or sides of a copy, that access the same element.
+        OutOfMemoryError: a tile overflows; the message names its largest variables.
+        ValueError: an unknown option or an invalid value.
         ProgramError: a program that contains itself or writes a constant; or, without numerics, a
-            codelet that makes integers of floating-point data.
+            codelet that makes integers from floating-point data.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Engine:
             self._write_report("memory.json", "Memory", [self.report()])
 
     def report(self) -> Profile:
-        """The profile of no run: the program's counts and the memory it takes."""
+        """A profile without a run: the program's counts and the memory it takes."""
         steps = [StepProfile(name, kind) for name, kind, _ in self._state.steps]
         counts = dict(self.counts)
         return Profile(self.target, self.memory_use, steps, self._contents, counts=counts)
@@ -264,7 +265,7 @@ class Engine:
 
     @spanned("machine run")
     def run(self, program: str | None = None) -> Profile:
-        """Run a program (named, if there are several) and return what it cost.
+        """Run a program (by name, if there are several) and return its profile.
 
         Variables keep their values from run to run.
         """
@@ -303,25 +304,25 @@ class Engine:
 
         Raises:
             KeyError: no handle or variable of that name, or several variables.
-            ProgramError: a type that is not computed.
+            ProgramError: floating-point data of an engine with `numerics=False`.
             ValueError: a replica that does not exist.
         """
         return self._state.read(what, replica)
 
     def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
-        """Set a tensor's values, of all replicas or of one. They round to its element type; a
+        """Set a tensor's values, on all replicas or on one. They are rounded to its element type; a
         scalar fills it.
 
         Raises:
             KeyError: no handle or variable of that name, or several variables.
-            ValueError: another shape, or integers that do not fit the type.
+            ValueError: a wrong shape, or integers that do not fit the type.
             TypeError: fractional values for an integer type.
             ProgramError: a constant.
         """
         self._state.write(what, values, replica)
 
     def remote(self, name: str, replica: int = 0) -> np.ndarray:
-        """What a remote buffer holds, [rows, elements]: the host may read and write it in place.
+        """The contents of a remote buffer, [rows, elements]; the host may read and write in place.
 
         Raises:
             KeyError: no such buffer. ValueError: a replica that does not exist.
@@ -330,7 +331,7 @@ class Engine:
         return self._state.remote[buffer][self._state.number(replica)]
 
     def connect(self, stream: str, end: Any) -> None:
-        """Connect a stream of the graph to the host: see `Host.connect`. Replicas take their turns.
+        """Connect a stream of the graph to the host: see `Host.connect`. Replicas take turns.
 
         Raises:
             KeyError: no such stream.

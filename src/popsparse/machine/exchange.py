@@ -1,10 +1,10 @@
 """Planning a copy: which bytes cross the exchange, and how long that takes.
 
 Every route is fixed when the program is compiled. A tile receives `exchange_bytes_per_cycle` and
-sends as much at the same time; a send may be heard by any number of tiles at no extra cost; data
-that both tiles of a shared bus receive comes at twice the rate; each contiguous fragment costs its
-receiver a few control cycles beside the payload. (`Target` gives the sources.) Bytes that stay on
-their tile are copied by its workers instead.
+sends as much at the same time; any number of tiles may receive a send at no extra cost; data that
+both tiles of a shared bus receive arrives at twice the rate; each contiguous fragment costs its
+receiver a few control cycles alongside the payload. (`Target` gives the sources.) Bytes that stay
+on their tile are copied by its workers instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CopyPlan:
 
     @property
     def exchange_cycles(self) -> int:
-        """On the chips and, at the same time, on the links between them."""
+        """Cycles of the exchanges on the chips and, at the same time, on the links between them."""
         return max(int(self.exchange_per_tile.max()), self.link_cycles)
 
     @property
@@ -182,7 +182,7 @@ def plan_copy(
 
 
 def _receive_code(begin: np.ndarray, size: np.ndarray, to: np.ndarray, tiles: int) -> np.ndarray:
-    """Bytes of the instructions that receive fragments, which come in order of their places."""
+    """Bytes of the instructions that receive fragments, given in order of their addresses."""
     goes_on = np.append(False, (begin[1:] == begin[:-1] + size[:-1]) & (to[1:] == to[:-1]))
     code = RECEIVE.typical * np.bincount(to, minlength=tiles)
     return np.asarray(code + RECEIVE_POINTER.typical * np.bincount(to[~goes_on], minlength=tiles))
@@ -191,7 +191,7 @@ def _receive_code(begin: np.ndarray, size: np.ndarray, to: np.ndarray, tiles: in
 def _send_code(
     begin: np.ndarray, size: np.ndarray, tile: np.ndarray, tiles: int, element: int
 ) -> np.ndarray:
-    """Bytes of the instructions that send fragments; what several tiles hear is sent once."""
+    """Bytes of the instructions that send fragments; data for several tiles is sent once."""
     _, first = np.unique(begin * (int(size.max()) + 1) + size, return_index=True)
     long = size[first] * element > 4 * SHORT_WORDS
     each = SEND.typical + LONG_SEND.typical * long
@@ -201,7 +201,7 @@ def _send_code(
 def link_cycles(target: Target, links: np.ndarray) -> int:
     """Cycles of moving bytes between processors: links[i, j] from i to j, all at once.
 
-    Bytes take every link on their way at its rate, so the busiest links count.
+    Bytes cross every link of their route at its rate, so the busiest links count.
     """
     loads: dict[tuple[int, int, bool], float] = {}
     for start, end in np.argwhere(links).tolist():
@@ -212,12 +212,12 @@ def link_cycles(target: Target, links: np.ndarray) -> int:
 
 
 def _route(start: int, end: int, processors: int) -> list[tuple[tuple[int, int, bool], float]]:
-    """The links on the way between two processors of the ladder: (from, to, whether they serve the
-    pair alone), and how many there are."""
+    """The links of the route between two processors of the ladder: (from, to, whether they serve
+    only the pair), and how many there are."""
     if start // 2 == end // 2:
         return [((start, end, True), PAIR_LINKS.typical)]
     path = [start]
-    # First across the rung, but for the last of an odd number, which has nobody beside it.
+    # First across the rung, except for the last of an odd number, which has no partner.
     if (start ^ end) & 1 and start ^ 1 < processors:
         path.append(start ^ 1)
     step = 2 if end // 2 > start // 2 else -2
@@ -237,8 +237,8 @@ def _link_bytes(
     src_tiles: np.ndarray,
     dst_tiles: np.ndarray,
 ) -> np.ndarray:
-    """Elements from processor to processor, [processors, processors]. What several tiles of one
-    hear crosses once."""
+    """Elements from processor to processor, [processors, processors]. Data for several tiles of one
+    processor crosses once."""
     count, each = target.processors, target.processor_tiles
     start, to = src_tiles // each, dst_tiles // each
     far = start != to
@@ -266,9 +266,9 @@ def broadcast_cycles(target: Target, tensor: Tensor) -> int:
 
 
 def bind_pair(src: Tensor, dst: Tensor, memory: dict[DType, np.ndarray]) -> Callable[[], None]:
-    """What moves the data of one pair of a copy."""
+    """A function that moves the data of one pair of a copy."""
     if src.shape != dst.shape:
-        # A shape that both sides have as plain views saves a temporary.
+        # A shape in which both sides are plain views saves a temporary.
         as_dst, as_src = src.reshape(dst.shape), dst.reshape(src.shape)
         if as_src.is_regular and not as_dst.is_regular:
             dst = as_src

@@ -25,11 +25,11 @@ from popsparse.machine.vertex import Codelet, Ragged, VertexSet
 _ALIGNMENT = 64
 _MOST = 2**48
 
-# Of one transfer of a remote buffer: Graphcore's cookbook.
+# Most bytes of one transfer of a remote buffer: Graphcore's cookbook.
 _MOST_REMOTE = 128 * 2**20
 
 Callers = tuple[tuple[CodeType, int], ...]
-"""Code and line of calls, the nearest first."""
+"""Code and line of each call, the nearest first."""
 
 _MACHINE = str(Path(__file__).parent)
 _SOURCE = Path(__file__).parents[2]
@@ -40,9 +40,9 @@ _NEAREST = 2
 
 def find_callers() -> Callers:
     """The two nearest calls from outside the tile machine, and the nearest from outside the
-    library, unless some installed package made it.
+    library, unless an installed package made it.
 
-    Nothing but code objects is kept, so no variable lives longer; texts are made when asked for.
+    Only code objects are kept, so no variable lives longer; texts are made on demand.
     """
     calls: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
@@ -61,8 +61,8 @@ def find_callers() -> Callers:
 
 
 def describe_callers(made_by: Callers) -> list[str]:
-    """Each call as "file:line function"; files of the library by their path in it, others by their
-    name, so that a profile does not tell where its maker's files lie."""
+    """Each call as "file:line function"; files of the library by their path in it, others only by
+    their name, so that a profile does not reveal its author's folders."""
     return [f"{_file(code.co_filename)}:{line} {code.co_name}" for code, line in made_by]
 
 
@@ -72,7 +72,7 @@ def _file(name: str) -> str:
 
 
 def _merge_key(vertices: VertexSet) -> Any:
-    """Single vertices with equal keys can run as one set; None keeps a set apart."""
+    """Single vertices with equal keys can run as one set; None keeps a set separate."""
     if vertices.grid.shape != (1,) or vertices.offsets:
         return None
     scalars = tuple(sorted(vertices.scalars.items()))
@@ -83,7 +83,7 @@ def _merge_key(vertices: VertexSet) -> Any:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [1, ...] of one shape as one [n, ...]; a regular view if they are evenly apart."""
+    """Tensors [1, ...] of one shape as one [n, ...]; a regular view if they are evenly spaced."""
     first = tensors[0]
     shape = (len(tensors), *first.shape[1:])
     inner = {t._strides[1:] if t._strides is not None else None for t in tensors}
@@ -115,8 +115,8 @@ def merge_vertices(sets: Sequence[VertexSet]) -> list[VertexSet]:
 
 @dataclass(eq=False)
 class Variable:
-    """One contiguous stretch of the memory of its type. `tensor` views all of it; `made_by` are the
-    calls that led to it."""
+    """One contiguous stretch of the memory of its type. `tensor` views all of it; `made_by` holds
+    the calls that created it."""
 
     name: str
     tensor: Tensor
@@ -147,7 +147,7 @@ class ComputeSet:
         self._merged: tuple[int, list[VertexSet]] = (0, [])
 
     def merged(self) -> list[VertexSet]:
-        """The vertices with those added one by one joined, as they run."""
+        """The vertices as they run: those added one by one are joined into sets."""
         if self._merged[0] != len(self.vertex_sets):
             self._merged = (len(self.vertex_sets), merge_vertices(self.vertex_sets))
         return self._merged[1]
@@ -155,7 +155,7 @@ class ComputeSet:
 
 @dataclass(eq=False)
 class Stream:
-    """Data between host and machine, `numel` elements a time."""
+    """Data between host and machine, `numel` elements at a time."""
 
     name: str
     dtype: DType
@@ -165,12 +165,12 @@ class Stream:
 
 @dataclass(eq=False)
 class RemoteBuffer:
-    """Rows of elements in the memory beside a processor, far larger than that of its tiles and far
-    slower. Made by `Graph.add_remote_buffer`; `Copy` moves rows.
+    """Rows of elements in the memory beside a processor, far larger and far slower than that of its
+    tiles. Made by `Graph.add_remote_buffer`; `Copy` moves rows.
 
     Attributes:
-        numel: elements of a row, what one copy moves.
-        rows: how many there are.
+        numel: elements of a row, which one copy moves.
+        rows: number of rows.
     """
 
     name: str
@@ -188,14 +188,14 @@ class Graph:
 
     Args:
         target: the machine.
-        replicas: so many copies of the program run side by side, each on its share of the
-            processors and with variables of its own; `graph.target` is what one of them has.
+        replicas: number of copies of the program that run side by side, each on its share of the
+            processors and with its own variables; `graph.target` is the share of one replica.
 
     Attributes:
-        root: the graph itself; of a virtual graph, that which it is part of.
+        root: the graph itself; for a virtual graph, the graph it is part of.
 
     Raises:
-        TypeError: no target. ValueError: processors that replicas cannot share evenly.
+        TypeError: not a target. ValueError: replicas cannot share the processors evenly.
     """
 
     def __init__(self, target: Target, replicas: int = 1) -> None:
@@ -220,7 +220,9 @@ class Graph:
         dimensions = list(shape) if isinstance(shape, Sequence) else [shape]
         sizes = [check_integer("a size of a shape", n) for n in dimensions]
         if any(n < 0 for n in sizes) or math.prod(sizes) >= _MOST:
-            raise ValueError(f"sizes of 0 or more and below 2^48 in all, got {shortened(sizes)}")
+            raise ValueError(
+                f"expected sizes of at least 0 and below 2^48 in all, got {shortened(sizes)}"
+            )
         check_kind("name", name, (str, type(None)), "a text or None")
         group = self.variables.setdefault(dtype, [])
         start = self.sizes.get(dtype, 0)
@@ -236,9 +238,9 @@ class Graph:
     def add_variable(
         self, dtype: Any, shape: Any, name: str | None = None, tiles: Any = None
     ) -> Tensor:
-        """A variable of this element type and shape; it holds NaN (or poison) until written.
+        """Add a variable of this element type and shape; it holds NaN (or poison) until written.
 
-        `tiles` maps it at once, as in `set_tile_mapping`.
+        `tiles` maps it as `set_tile_mapping` does.
         """
         tensor = self._add(dtype, shape, name, is_constant=False)
         if tiles is not None:
@@ -248,7 +250,7 @@ class Graph:
     def add_constant(
         self, dtype: Any, shape: Any, values: Any, name: str | None = None, tiles: Any = None
     ) -> Tensor:
-        """A variable whose values are fixed: nothing may write it. `values` broadcast to `shape`.
+        """Add a variable that nothing may write. `values` broadcast to `shape`.
 
         It needs a mapping like any other variable.
         """
@@ -259,7 +261,7 @@ class Graph:
         return tensor
 
     def set_initial_value(self, tensor: Tensor, values: Any) -> None:
-        """What the tensor holds when an engine is made."""
+        """Set the values that the tensor holds when an engine is created."""
         self._check_own(tensor)
         array = check_array("values", values, "fiub", "numbers").astype(tensor.dtype.numpy)
         self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
@@ -321,7 +323,7 @@ class Graph:
             owner = np.repeat(flat, len(runs.starts) // len(flat))
         else:
             owner = flat[(np.cumsum(runs.lengths) - 1) // (tensor.numel // len(flat))]
-        # What lies side by side on one tile is one run: programs map row by row.
+        # Adjacent runs on one tile are joined into one: programs map row by row.
         ends = runs.ends[:-1]
         new = np.append(True, (owner[1:] != owner[:-1]) | (runs.starts[1:] != ends))
         if not new.all():
@@ -335,7 +337,7 @@ class Graph:
         self._maps.pop(dtype, None)
 
     def map_stretches(self, tensor: Tensor, tiles: Any, lengths: Any) -> None:
-        """Map the elements in order: `lengths[i]` of them, one after the other, to `tiles[i]`.
+        """Map the elements in order: the next `lengths[i]` of them to `tiles[i]`.
 
         Both are integers [stretches]; the lengths add up to the tensor's elements.
         """
@@ -392,8 +394,8 @@ class Graph:
         return self._maps[dtype]
 
     def tiles_of(self, tensor: Tensor) -> np.ndarray:
-        """The tile of every element, int64 of the tensor's shape; -1 where none is mapped, and in a
-        virtual graph where it is another's."""
+        """The tile of every element, int64 of the tensor's shape; -1 for unmapped elements, and in
+        a virtual graph for tiles outside it."""
         pieces = self.tile_map(self._check_own(tensor).dtype).split(tensor.runs())
         tiles = pieces.tiles
         if self._tile_numbers is not None:
@@ -403,10 +405,10 @@ class Graph:
         return np.repeat(tiles, pieces.lengths).reshape(tensor.shape)
 
     def _machine_tiles(self, tiles: np.ndarray, subject: str) -> np.ndarray:
-        """Tiles of this graph as those of the machine, int64.
+        """Tiles of this graph as tiles of the machine, int64.
 
         Raises:
-            MappingError: a tile that does not exist, which `subject` names.
+            MappingError: a tile that does not exist; the message begins with `subject`.
         """
         outside = tiles[(tiles < 0) | (tiles >= self.target.tiles)]
         if outside.size:
@@ -418,20 +420,20 @@ class Graph:
         return numbers if self._tile_numbers is None else self._tile_numbers[numbers]
 
     def virtual(self, *, tiles: Any = None, processor: int | None = None) -> Graph:
-        """The same graph seen as one of some tiles only, counted from 0.
+        """A view of the graph restricted to some of its tiles, numbered from 0.
 
-        Variables and vertices made through it are placed there. Variables, names and programs are
-        shared: what one made another may copy and run.
+        Variables and vertices added through it are placed on these tiles. Variables, names and
+        programs are shared: each view may copy and run what another added.
 
         Args:
             tiles: distinct tiles of this graph, int [any], neighbours on a bus side by side.
-            processor: all tiles of this one, in place of `tiles`.
+            processor: use all tiles of this processor, in place of `tiles`.
 
         Raises:
             ValueError: both or none of them; a tile or processor that does not exist.
         """
         if (tiles is None) == (processor is None):
-            raise ValueError("a virtual graph is of tiles or of a processor: give one of them")
+            raise ValueError("a virtual graph takes either tiles or a processor: give one of them")
         if processor is not None:
             number, each = check_integer("processor", processor, 0), self.target.processor_tiles
             if number >= self.target.processors:
@@ -445,7 +447,7 @@ class Graph:
         across = view._tile_numbers // self.root.target.processor_tiles
         processors = len(np.unique(across))
         if processors > 1 and len(where) % processors:
-            raise ValueError("a virtual graph over several processors takes as many tiles of each")
+            raise ValueError("a virtual graph over several processors needs as many tiles of each")
         view.target = self.root.target.with_(tiles=len(where), processors=processors)
         return view
 
@@ -458,18 +460,18 @@ class Graph:
     def add_vertices(
         self, compute_set: ComputeSet, codelet: Codelet, tiles: Any, values: Mapping[str, Any]
     ) -> VertexSet:
-        """Many vertices of one codelet, run as one call.
+        """Add many vertices of one codelet, which run as one call.
 
         Args:
-            compute_set: where they run.
-            codelet: what they run.
+            compute_set: the compute set they are added to.
+            codelet: the codelet they run.
             tiles: the tile of each vertex, [vertices]; or a grid of any shape, e.g.
                 [tiles, workers], so that broadcast views can share an operand among vertices.
             values: for each field a tensor [*grid, ...] (vertex i gets entry i), or a `Ragged`
                 for a plain list of vertices; for each scalar a number or an array [*grid].
 
         Raises:
-            TypeError, ValueError: a field missing, unknown, of another type or count.
+            TypeError, ValueError: a field missing, unknown, or of a wrong type or count.
             MappingError: a tile that does not exist.
         """
         check_kind("compute_set", compute_set, ComputeSet, "a ComputeSet")
@@ -524,7 +526,7 @@ class Graph:
     def add_vertex(
         self, compute_set: ComputeSet, codelet: Codelet, tile: int, values: Mapping[str, Any]
     ) -> VertexSet:
-        """One vertex. Fields are tensors without the leading axis of `add_vertices`."""
+        """Add one vertex. Fields are tensors without the leading axis of `add_vertices`."""
         check_kind("values", values, Mapping, "tensors and numbers by name")
         lifted = {
             name: value.expand_dims(0) if isinstance(value, Tensor) else value
@@ -545,7 +547,7 @@ class Graph:
 
     @typed
     def add_stream(self, name: str, dtype: Any, numel: int, *, to_device: bool) -> Stream:
-        """A stream for `Copy`: `numel` elements each time, to or from the machine."""
+        """Add a stream for `Copy`: `numel` elements at a time, to or from the machine."""
         if name in self.streams:
             raise ValueError(f"the stream {name!r} exists already")
         stream = Stream(name, as_dtype(dtype), check_integer("numel", numel, 0), to_device)
@@ -554,13 +556,13 @@ class Graph:
 
     @typed
     def add_remote_buffer(self, name: str, dtype: Any, numel: int, rows: int = 1) -> RemoteBuffer:
-        """Memory beside the processor for `Copy`: `rows` of `numel` elements each, zeros at first.
+        """Add memory beside the processor for `Copy`: `rows` of `numel` elements, initially zero.
 
-        Each replica has one of its own.
+        Each replica has its own buffer.
 
         Raises:
             ValueError: a name that exists, fewer than one row or element, a row above 128 MiB.
-            OutOfMemoryError: more than there is beside the processors.
+            OutOfMemoryError: more memory than the processors have beside them.
         """
         if name in self.remote_buffers:
             raise ValueError(f"the remote buffer {name!r} exists already")

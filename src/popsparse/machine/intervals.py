@@ -12,12 +12,12 @@ import numpy as np
 
 IntArray = np.ndarray
 
-# Elements of a run in the mean.
+# Mean elements of a run.
 _LONG = 1024
 
 
 def expand(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:
-    """start, start + step, ... (length of them) for each pair, one after the other: int64."""
+    """The `length` numbers start, start + step, ... of each pair, concatenated: int64."""
     before = np.cumsum(lengths) - lengths
     out = np.repeat(starts - step * before, lengths)
     ramp = np.arange(len(out), dtype=np.int64)
@@ -26,7 +26,7 @@ def expand(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:
 
 
 def ranks(counts: IntArray) -> IntArray:
-    """0 to count - 1 for each count, one after the other: int64."""
+    """0 to count - 1 for each count, concatenated: int64."""
     return expand(np.zeros(len(counts), np.int64), counts)
 
 
@@ -42,7 +42,7 @@ class Runs(NamedTuple):
 
     @property
     def are_long(self) -> bool:
-        """Whether there are some, and going through them one by one is quicker than by address."""
+        """Whether there are runs, long enough that iterating over them beats going by address."""
         return int(self.lengths.sum()) >= _LONG * len(self.starts) > 0
 
     def addresses(self) -> IntArray:
@@ -75,7 +75,7 @@ class TileMap:
 
     @classmethod
     def from_assignments(cls, size: int, parts: list[tuple[Runs, IntArray]]) -> TileMap:
-        """From runs and their tiles; where two parts meet, the later one holds."""
+        """From runs and their tiles; where two parts overlap, the later one wins."""
         if not parts:
             return cls(np.array([0, size]), np.array([-1]))
         starts = np.concatenate([runs.starts for runs, _ in parts])

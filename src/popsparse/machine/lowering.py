@@ -1,4 +1,4 @@
-"""From programs to steps that are run and counted."""
+"""Lowering of programs to steps, which are run and counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from popsparse.machine.vertex import BoundVertices, VertexSet
 
 
 def _measure_link(state: State, numel: int, dtype: Any, rate: float) -> tuple[int, float]:
-    """Bytes of all replicas, and what moving them at once takes."""
+    """Bytes of all replicas, and the cycles to move them at once."""
     size = numel * dtype.size * len(state.memories)
     return size, float(math.ceil(size / rate * state.target.clock_hz))
 
@@ -50,7 +50,7 @@ def _lower_stream_copy(state: State, program: programs.Copy, path: str) -> Node:
 
 
 def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
-    """Each processor has memory of its own beside it, so replicas do not wait for each other."""
+    """Each processor has its own memory beside it, so replicas do not wait for each other."""
     buffer = program.remote
     assert buffer is not None
     if state.graph.remote_buffers.get(buffer.name) is not buffer:
@@ -63,8 +63,8 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     home = state.remote_home.setdefault(buffer, processors)
     if len(processors) > 1 or processors != home:
         raise ProgramError(
-            f"remote buffer {buffer.name!r} is beside one processor: {tensor.name} and what else "
-            f"is copied must lie on tiles of it, got those of processors "
+            f"remote buffer {buffer.name!r} is beside one processor: {tensor.name} and all other "
+            f"tensors copied must be on its tiles, got tiles of processors "
             f"{sorted({*processors, *home})}"
         )
     beside = [other for other, at in state.remote_home.items() if at == home]
@@ -128,7 +128,7 @@ _IN_BRANCHES = (
 
 
 class Lowering:
-    """Turns programs into nodes, each program once however often it is used."""
+    """Turns programs into nodes; a program used several times is lowered once."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -195,7 +195,7 @@ class Lowering:
         return run
 
     def _check_branch(self, program: programs.Program, processor: int, path: str) -> None:
-        """Raises ProgramError for what is not of this processor alone."""
+        """Raises ProgramError for a program that involves another processor."""
         if (program, processor) in self.checked:
             return
         self.checked.add((program, processor))
@@ -210,7 +210,7 @@ class Lowering:
         else:
             raise ProgramError(
                 f"a branch of {path or 'Parallel'!r} cannot contain {type(program).__name__}: a "
-                "branch computes and copies on its own processor alone"
+                "branch computes and copies only on its own processor"
             )
         each = self.state.target.processor_tiles
         others = [t for tiles in used for t in np.unique(tiles) if t // each != processor]
@@ -236,7 +236,7 @@ class Lowering:
         return run
 
     def _test(self, scalar: Tensor, path: str) -> Callable[[Profile], int]:
-        """Reading a control value: it goes to every tile, so that all take the same branch."""
+        """Read a control value: it goes to every tile, so that all take the same branch."""
         state = self.state
         step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
         flats = [memory[scalar.dtype] for memory in state.memories]
@@ -315,7 +315,7 @@ class Lowering:
         poison = np.broadcast_to(np.asarray(tensor.dtype.poison), tensor.shape)
 
         def run(profile: Profile) -> None:
-            # Poison from here on, so that a program which reads it all the same is noticed.
+            # Poison, so that a program which still reads it is noticed.
             if state.computes(tensor.dtype):
                 state.store(tensor, poison, "WriteUndef")
 
@@ -503,7 +503,7 @@ class _Schedule:
 
     Worker vertices of a tile are dealt in order to its workers, which issue in turn: the tile takes
     `workers` times the longest worker's sum. Codelets that use all workers, or the supervisor, run
-    one after the other.
+    one after another.
     """
 
     def __init__(self, bound: list[BoundVertices], tiles: int, workers: int) -> None:

@@ -29,7 +29,7 @@ from popsparse.machine.vertex import Codelet, VertexSet
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """One element for each piece of a variable that lies on one tile; variables by number."""
+    """The pieces of variables on tiles: arrays with one element for each; variables by number."""
 
     variable: np.ndarray
     tile: np.ndarray
@@ -38,7 +38,7 @@ class Holdings:
 
     @classmethod
     def of(cls, graph: Graph, tiles: int) -> Holdings:
-        """Of all variables, numbered type by type as `graph.variables` has them."""
+        """Holdings of all variables, numbered type by type as in `graph.variables`."""
         columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
         first = 0
         for dtype, group in graph.variables.items():
@@ -71,9 +71,9 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set that is live at
-    once to the name of such a step; `held` has the sets live while a step runs, one for each place
-    it is called from if they differ."""
+    """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set of variables live
+    at once to the name of a step at which they are; `held` has the sets live while a step runs, one
+    for each place that calls it if they differ."""
 
     variables: list[Variable]
     always: int
@@ -91,7 +91,7 @@ class Liveness:
 class _Effect:
     reads: int = 0
     writes: int = 0
-    # Completely written, so that the earlier values are not live before.
+    # Completely written, so the earlier values are not live before the step.
     replaces: int = 0
 
 
@@ -127,11 +127,11 @@ class _Analysis:
         return np.searchsorted(self.starts[dtype], addresses, "right") - 1
 
     def _viewed(self, dtype: DType, tensors: list[Tensor]) -> list[int]:
-        """Which variables of a type tensors view."""
+        """The variables of a type that the tensors view."""
         extents = [tensor.extents() for tensor in tensors]
         low, high = (np.concatenate(column) for column in zip(*extents, strict=True))
         owner = self._owner(dtype, low)
-        # Stretches in one variable need no closer look; handles may list millions of elements.
+        # Stretches in one variable need no further check; handles may list millions of elements.
         apart = owner != self._owner(dtype, high)
         owners = [owner[~apart]]
         if apart.any():
@@ -141,7 +141,7 @@ class _Analysis:
         return np.flatnonzero(np.bincount(np.concatenate(owners))).tolist()
 
     def _covered(self, dtype: DType, tensors: list[Tensor]) -> list[int]:
-        """Which variables of a type tensors cover together."""
+        """The variables of a type that the tensors together cover completely."""
         runs = [tensor.runs() for tensor in tensors]
         starts = np.concatenate([r.starts for r in runs])
         lengths = np.concatenate([r.lengths for r in runs])
@@ -152,7 +152,7 @@ class _Analysis:
         return np.flatnonzero((covered == sizes) & (sizes > 0)).tolist()
 
     def effect(self, leaf: programs.Program) -> _Effect:
-        """What a step reads and writes."""
+        """The variables that a step reads and writes."""
         if leaf not in self.effects:
             self.effects[leaf] = self._effect(leaf)
         return self.effects[leaf]
@@ -182,8 +182,8 @@ class _Analysis:
         return _Effect(self.touched(read), self.touched(written), self.touched(written, True))
 
     def before(self, program: programs.Program, after: int) -> int:
-        """What is live before a program, given what is live after it."""
-        # Branches of Parallel lie on tiles of their own: for each tile they are a sequence too.
+        """The variables live before a program, given those live after it."""
+        # Branches of Parallel use separate tiles: for each tile they are a sequence too.
         if isinstance(program, (programs.Sequence, programs.Parallel)):
             for part in reversed(program.parts()):
                 after = self.before(part, after)
@@ -227,7 +227,7 @@ class _Analysis:
         return test
 
     def _hold(self, program: programs.Program, live: int) -> None:
-        """Note what is live while a step runs; subsets of others come from unfinished rounds."""
+        """Record what is live while a step runs; subsets of others come from unfinished rounds."""
         known = self.held.get(program, [])
         if not any(live | other == other for other in known):
             self.held[program] = [*(other for other in known if other | live != live), live]
@@ -285,8 +285,8 @@ def find_carried(
 _VERTEX_BYTES = 4
 _EDGE_BYTES = 8
 _SCALAR_BYTES = 4
-# The smallest tiles that were built, the Mk1's. Smaller ones, as tests have, are charged neither
-# stacks nor control code: they would hold little else.
+# The smallest tiles that were built, the Mk1's. Smaller ones, as in tests, are charged neither
+# stacks nor control code, which would fill most of their memory.
 REAL_TILE = 256 * 1024
 
 
@@ -294,8 +294,8 @@ REAL_TILE = 256 * 1024
 class MemoryUse:
     """Bytes per tile by category, [tiles] each.
 
-    "temporary" is the most that variables which are not always live take at once on each tile, if
-    they are packed without gaps.
+    "temporary" is the peak size, on each tile, of the variables that are not always live, packed
+    without gaps.
     """
 
     by_category: dict[str, np.ndarray]
@@ -313,7 +313,7 @@ class MemoryUse:
 
     @property
     def data_bytes(self) -> np.ndarray:
-        """Of variables and constants alone, [tiles]."""
+        """Bytes of variables and constants only, [tiles]."""
         data = ("always live", "temporary", "constants")
         return np.sum([self.by_category[name] for name in data], axis=0)
 
@@ -334,9 +334,9 @@ def measure_memory(
     """The bytes each tile needs.
 
     Args:
-        stack_bytes: of each worker, on tiles with vertices; None: what is typical of real tiles.
-        steps: compute sets, copies and decisions, whose control code every tile in use has; where
-            there are any, also the code that talks to the host.
+        stack_bytes: stack of each worker, on tiles with vertices; None: typical of real tiles.
+        steps: number of compute sets, copies and decisions, whose control code every tile in use
+            holds; if above 0, the code that talks to the host counts too.
     """
     tiles = target.tiles
     state, code = np.zeros(tiles), np.zeros(tiles)
@@ -380,7 +380,7 @@ def measure_memory(
         "control code": np.where(in_use, control, 0.0),
         "stacks": np.where(state > 0, stacks, 0.0),
     }
-    # The step at which the fullest tile is fullest, and what it then holds.
+    # The peak step of the fullest tile, and what the tile then holds.
     tile = int(np.sum(list(categories.values()), axis=0).argmax())
     peak = max(sums, key=lambda bits: sums[bits][tile], default=0)
     held = holdings.on_tile(always | liveness.members(peak), tile)
@@ -411,14 +411,14 @@ Stretches = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class HeldVariable:
-    """A variable, and what it takes of each tile.
+    """A variable, and its bytes on each tile.
 
     Attributes:
-        name, dtype: its own.
+        name, dtype: name and element type.
         kind: "constant", "always live" or "not always live".
-        bytes: on all tiles together.
+        bytes: bytes on all tiles together.
         made_by: the calls that made it, the nearest first, each as "file:line function".
-        on: stretches of tiles, (first, after the last, bytes on each).
+        on: ranges of tiles, (first, after the last, bytes on each).
     """
 
     name: str
@@ -431,7 +431,8 @@ class HeldVariable:
 
 @dataclass(frozen=True)
 class PlacedVertices:
-    """The vertices of a codelet in one step: `on` are (first tile, after the last, how many)."""
+    """The vertices of a codelet in one step; `on` lists (first tile, after the last, vertices on
+    each)."""
 
     step: int
     codelet: str
@@ -442,8 +443,8 @@ class Contents:
     """Variables and vertices of a graph under some programs, computed on first access.
 
     Attributes:
-        tiles: of the machine.
-        rows: the step of the profile of each program that has one.
+        tiles: number of tiles of the machine.
+        rows: the step in the profile of each program that has one.
     """
 
     def __init__(
@@ -482,8 +483,8 @@ class Contents:
 
     @cached_property
     def live(self) -> dict[int, list[int]]:
-        """By step of the profile: which variables, by number, are live while it runs and are not
-        always live. Of a step that several places call, where they take most."""
+        """For each step of the profile the numbers of the variables that are live while it runs but
+        not always live. For a step called from several places, the call where they take most."""
         liveness = self._liveness
         sizes = np.array([v.bytes for v in liveness.variables], float)
         always = liveness.members(liveness.always)
@@ -514,7 +515,7 @@ class Contents:
         return [i for i, v in enumerate(self.variables) if v.kind != "not always live"]
 
     def bytes_on(self, tile: int | None) -> np.ndarray:
-        """Bytes of each variable on a tile, or on all together: int64 [variables].
+        """Bytes of each variable on a tile, or on all tiles together: int64 [variables].
 
         Raises:
             ValueError: no such tile.
@@ -532,7 +533,7 @@ class Contents:
         return [(self.variables[i], int(held[i])) for i in order.tolist() if held[i]]
 
     def vertices_on(self, tile: int) -> list[tuple[PlacedVertices, int]]:
-        """The vertices of a tile: step and codelet, and how many there are."""
+        """The vertices of a tile: step and codelet, and their number."""
         at = self._tile(tile)
         counts = [
             (vertices, sum(count for first, end, count in vertices.on if first <= at < end))
@@ -541,8 +542,8 @@ class Contents:
         return [(vertices, count) for vertices, count in counts if count]
 
     def variables_at(self, step: int, tile: int | None = None) -> list[tuple[HeldVariable, int]]:
-        """What is live while a step runs and not always live, with its bytes on a tile, or on all
-        together: the largest first.
+        """The variables live while a step runs but not always live, with their bytes on a tile, or
+        on all tiles together: the largest first.
 
         Raises:
             ValueError: a step without memory, or a tile that does not exist.
@@ -556,14 +557,14 @@ class Contents:
     def over_steps(
         self, steps: Sequence[int], tile: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that are always live, and those that are not, at each of some steps.
+        """Bytes that are always live, and those that are not, at each of the given steps.
 
         Args:
             steps: numbers of steps; steps without memory count as 0.
-            tile: on this tile; None: on all together.
+            tile: the tile; None: all tiles together.
 
         Returns:
-            Two int64 [steps]. The first is the same everywhere.
+            Two int64 [steps]. The first is constant.
         """
         held = self.bytes_on(tile)
         always = np.full(len(steps), int(held[self.always].sum()), np.int64)
@@ -593,7 +594,7 @@ class Contents:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], tiles: int) -> Contents:
-        """From what `to_dict` gave, of a machine of so many tiles."""
+        """The inverse of `to_dict`, for a machine of this many tiles."""
 
         def of(kind: Any, entry: Mapping[str, Any]) -> Any:
             return kind(**{**entry, "on": [tuple(stretch) for stretch in entry["on"]]})
@@ -612,7 +613,7 @@ class Contents:
 def to_stretches(
     owner: np.ndarray, tile: np.ndarray, amount: np.ndarray, tiles: int, owners: int
 ) -> list[Stretches]:
-    """What each owner has on the tiles, from single amounts."""
+    """The stretches of tiles of each owner, from single amounts."""
     keys, place = np.unique(owner * tiles + tile, return_inverse=True)
     total = np.bincount(place, weights=amount, minlength=len(keys)).astype(np.int64)
     first = np.ones(len(keys), bool)

@@ -20,13 +20,13 @@ class ProgramNode:
 
     Attributes:
         kind: the name of its class: "Sequence", "Repeat", "Execute", ...
-        name: its own, or "".
-        step: its row in `Profile.steps`; None where it costs nothing itself.
-        runs: how often it ran, from all places that it is called from.
-        cycles: of all these runs, with the programs inside. A program that other places call too
-            counts here by its share of the runs.
-        parts: what is inside: (label, number of the node, runs from here). Labels are "then" and
-            "otherwise", "case 3" and "default", "condition" and "body"; "" elsewhere.
+        name: its name, or "".
+        step: its row in `Profile.steps`; None if it costs nothing itself.
+        runs: how often it ran, over all places that call it.
+        cycles: cycles of all these runs, with the programs inside. A program inside that other
+            places call too counts by its share of the runs.
+        parts: the programs inside: (label, number of the node, runs from here). Labels are "then"
+            and "otherwise", "case 3" and "default", "condition" and "body"; "" otherwise.
     """
 
     kind: str
@@ -48,9 +48,9 @@ def build_tree(
 
     Args:
         rows: the step of each program that has one.
-        cycles: of each step, all runs together.
-        choices: by step of a control value: how often it had which value.
-        runs: of the root.
+        cycles: cycles of each step, all runs together.
+        choices: for each step with a control value, how often it had which value.
+        runs: runs of the root.
     """
     order: list[programs.Program] = []
     seen: set[programs.Program] = set()
@@ -89,7 +89,7 @@ def build_tree(
 def _parts(
     program: programs.Program, runs: int, chosen: Mapping[int, int]
 ) -> list[tuple[str, programs.Program, int]]:
-    """What is inside a program, and how often each of it ran."""
+    """The programs inside a program, and how often each ran."""
     tests = sum(chosen.values())
     true = sum(count for value, count in chosen.items() if value)
     if isinstance(program, programs.Repeat):
@@ -109,7 +109,7 @@ def _parts(
 PARTS = ("compute", "exchange", "sync", "host")
 """The parts of a step's cycles."""
 
-# A timeline longer than this is cut off; the totals go on.
+# A timeline longer than this is cut off; the totals are complete.
 _TIMELINE_ROWS = 100_000
 
 
@@ -119,17 +119,17 @@ def _total(values: np.ndarray | None) -> int:
 
 @dataclass(eq=False)
 class StepProfile:
-    """One step of the program and what all its runs cost together.
+    """One step of the program and the total cost of its runs.
 
     `kind` is "compute", "exchange", "control", "sync", "host", "remote" or "links". Cycles: `sync`
-    waiting for all tiles, `exchange` (links included), `compute` (vertices, and copies inside
-    tiles), `host` (and remote buffers). `tile_cycles` is what
-    each tile itself computed, `tile_exchange` what it exchanged: the rest of the step it waits.
-    These and the bytes on the exchange are [tiles], or None for steps without. `to_host_bytes` and
-    `from_host_bytes` are what all tiles together sent over the host link; "remote" likewise with
-    the memory beside the processors; `link_bytes` went from one processor to another. `flops` are
-    the floating-point operations that its codelets say they do, `peak_flops` what a tile could do
-    in a cycle on operands of their type.
+    (waiting for all tiles), `exchange` (links included), `compute` (vertices, and copies inside
+    tiles), `host` (and remote buffers). `tile_cycles` are the cycles each tile itself computed,
+    `tile_exchange` those it exchanged; it waits for the rest of the step. These and the bytes on
+    the exchange are [tiles], or None for steps without. `to_host_bytes` and `from_host_bytes` are
+    the bytes of all tiles over the host link; "remote" likewise for the memory beside the
+    processors; `link_bytes` are those between processors. `flops` are the floating-point operations
+    that the codelets declare, `peak_flops` what a tile could do in a cycle on operands of their
+    type.
     """
 
     name: str
@@ -158,7 +158,7 @@ class StepProfile:
 
     @property
     def balance(self) -> float:
-        """Mean over the tiles of their compute, over that of the busiest: 1 is even."""
+        """Mean compute cycles of the tiles over those of the busiest tile: 1 is perfectly even."""
         if self.tile_cycles is None or not self.compute:
             return 0.0
         return float(self.tile_cycles.mean()) / self.compute
@@ -204,7 +204,7 @@ _FIGURES = tuple(f.name for f in fields(StepProfile) if f.name not in _ARRAYS)
 
 
 def _shorten(values: np.ndarray) -> list[list[float]]:
-    """Figures of the tiles as [how many in a row, the figure of each of them]."""
+    """Figures of the tiles, run-length encoded: [number of tiles, the figure of each]."""
     first = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
     counts = np.diff(np.append(first, len(values)))
     return [[n, value] for n, value in zip(counts.tolist(), values[first].tolist(), strict=True)]
@@ -223,7 +223,7 @@ class TimelineRow(NamedTuple):
 
 @dataclass
 class CodeletProfile:
-    """All vertices of a codelet: how many ran and the sum of their estimates."""
+    """All vertices of a codelet: how many ran and the sum of their estimated cycles."""
 
     vertices: int = 0
     cycles: float = 0
@@ -231,12 +231,13 @@ class CodeletProfile:
 
 @dataclass(eq=False)
 class Profile:
-    """The cost of one run. Fields are plain numbers and NumPy arrays, but for `contents`: what lies
-    where and when, and `nodes`: the program that ran. `name` is the one the engine knows it by.
+    """The cost of one run. Fields are plain numbers and NumPy arrays, except `contents` (the memory
+    of the tiles over time) and `nodes` (the program that ran). `name` is the program's name in the
+    engine.
 
-    `cycles` is the time that passed. Where processors run at once (`Parallel`), that is less than
-    the sum over the steps: `parallel_cycles` of it passed there, in which each processor was busy
-    for `busy` cycles, [processors]. `in_branch`: whether it runs now, for engines.
+    `cycles` is the elapsed time. Where processors run at once (`Parallel`), it is less than the sum
+    over the steps: `parallel_cycles` of it passed there, in which each processor was busy for
+    `busy` cycles, [processors]. `in_branch`: whether a branch is running, for engines.
     """
 
     target: Target
@@ -260,13 +261,13 @@ class Profile:
             self.busy = np.zeros(self.target.processors)
 
     def chosen(self, step: int, value: int) -> None:
-        """Count a control value that was tested. For engines."""
+        """Count a tested control value. For engines."""
         counts = self.choices.setdefault(step, {})
         counts[value] = counts.get(value, 0) + 1
 
     def tree(self) -> list[ProgramNode]:
         """The static program that ran, the root first, each program before those inside it. Empty
-        where none ran."""
+        if none ran."""
         return self.nodes
 
     def record(self, step: int, *, tile_cycles: np.ndarray | None = None, **amounts: float) -> None:
@@ -312,22 +313,22 @@ class Profile:
 
     @property
     def to_host_bytes(self) -> int:
-        """Bytes that went to the host over its link."""
+        """Bytes sent to the host over its link."""
         return int(self._total("to_host_bytes"))
 
     @property
     def from_host_bytes(self) -> int:
-        """Bytes that came from the host over its link."""
+        """Bytes received from the host over its link."""
         return int(self._total("from_host_bytes"))
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that went from one processor to another."""
+        """Bytes sent from one processor to another."""
         return int(self._total("link_bytes"))
 
     @property
     def overlapped_cycles(self) -> float:
-        """Cycles of steps that ran beside the longest branch of a `Parallel`."""
+        """Cycles of steps that ran in parallel to the longest branch of a `Parallel`."""
         return sum(self.parts.values()) - self.cycles
 
     @property
@@ -367,7 +368,7 @@ class Profile:
         return out
 
     def step(self, name: str) -> StepProfile:
-        """The step of this name: its whole path, or the end of it if only one step has it.
+        """The step of this name: its full path, or the end of the path if that is unique.
 
         Raises:
             KeyError: no step of that name, or several.
@@ -386,12 +387,10 @@ class Profile:
         Keys: `program` (its name); `target`; `counts` (tiles used, variables, vertices, ...);
         `cycles` (total, sync, exchange, compute, host); `seconds`; `memory` (limit,
         max_tile_bytes, worst_tile, and that tile's by_category); `steps` (name, kind, runs, cycles
-        by part, balance, bytes; and `per_tile`, figures of the tiles in order, each with how many
-        tiles in a row have it);
+        by part, balance, bytes; and `per_tile`, figures of the tiles, run-length encoded);
         `timeline` (rows of step, start, sync, exchange, compute, host); `parallel` (cycles, busy);
-        `codelets`; `tiles` (bytes,
-        cycles, exchange, received, sent: lists; memory: lists by category); `contents` (as of
-        `Contents.to_dict`); `tree` (nodes as of the method).
+        `codelets`; `tiles` (bytes, cycles, exchange, received, sent: lists; memory: lists by
+        category); `contents` (as in `Contents.to_dict`); `tree` (nodes as of the method `tree`).
         """
         worst = self.memory.worst_tile
         return {
@@ -425,10 +424,10 @@ class Profile:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
-        """From what `to_dict` gave.
+        """The inverse of `to_dict`.
 
         Raises:
-            LookupError, TypeError, ValueError: something else.
+            LookupError, TypeError, ValueError: other data.
         """
         target = Target(**plain["target"])
         memory = {k: np.asarray(v, float) for k, v in plain["tiles"]["memory"].items()}
@@ -458,7 +457,7 @@ class Profile:
 
     @typed
     def summary(self, max_steps: int = 30) -> str:
-        """A text a person reads: target, memory, cycles by kind, the costliest steps."""
+        """A readable text: target, memory, cycles by kind, the costliest steps."""
         target, use = self.target, self.memory
         lines = [
             f"Target: {target.name}, {target.tiles:,} tiles of {target.bytes_per_tile:,} bytes, "
@@ -522,9 +521,9 @@ def build_document(title: str, runs: Iterable[Profile], **more: Any) -> dict[str
     """Plain data for a file.
 
     Args:
-        title: of the page that is made of it.
-        runs: what the page is about.
-        more: what else it shows: "summary", "plan", "predicted", "encoding"; None is left out.
+        title: title of the report page.
+        runs: the profiles of the page.
+        more: its other contents: "summary", "plan", "predicted", "encoding"; None is omitted.
     """
     return {
         "format": FORMAT,

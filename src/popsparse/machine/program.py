@@ -44,7 +44,7 @@ class Sequence(Program):
 
 
 class Execute(Program):
-    """Run the vertices of a compute set. The step bears its name, or the one given."""
+    """Run the vertices of a compute set. The step's name defaults to that of the compute set."""
 
     def __init__(self, compute_set: ComputeSet, *, name: str | None = None) -> None:
         self.compute_set = check_kind("compute_set", compute_set, ComputeSet, "a ComputeSet")
@@ -54,10 +54,10 @@ class Execute(Program):
 class Copy(Program):
     """Move data over the exchange, all at once: `Copy(source, destination)`, or several pairs,
     `Copy([(source, destination), ...])`. One side of a single pair may be a `Stream`, or a
-    `RemoteBuffer`, of which a row moves: that of `index`, one integer on a tile.
+    `RemoteBuffer`, of which one row moves: that of `index`, a single integer on a tile.
 
-    Sources and destinations match in type and number of elements, in the order in which they list
-    them; no destination may overlap a source or another destination.
+    Sources and destinations match in type and number of elements; elements are copied in order. No
+    destination may overlap a source or another destination.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Copy(Program):
 
 
 class CrossReplicaCopy(Program):
-    """Each replica's tensor to another replica: with `to` = {0: 1, 1: 0} from replica 0 to 1, and
-    from 1 to 0. Replicas that it does not name as receivers keep what they have.
+    """Copy each replica's tensor to another replica: `to` = {0: 1, 1: 0} copies from replica 0 to 1
+    and from 1 to 0. Replicas that are not receivers keep their values.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PrintTensor(Program):
 
 
 class ErrorProgram(Program):
-    """End the run with an `AbortError` that has this message and the values of a tensor."""
+    """End the run with an `AbortError` with this message and the values of a tensor."""
 
     def __init__(
         self, message: str, tensor: Tensor | None = None, *, name: str | None = None
@@ -213,17 +213,17 @@ class _While(Program):
 
 
 class RepeatWhileTrue(_While):
-    """Run `condition`, test `predicate`, run `body` if it is true, and again."""
+    """Run `condition`, test `predicate`, run `body` if it is true, and repeat."""
 
 
 class RepeatWhileFalse(_While):
-    """Run `condition`, test `predicate`, run `body` if it is false, and again."""
+    """Run `condition`, test `predicate`, run `body` if it is false, and repeat."""
 
     runs_while = False
 
 
 class If(Program):
-    """One program or the other."""
+    """Run one program if `predicate` is true, otherwise the other."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class If(Program):
 
 
 class Switch(Program):
-    """The program of the case that equals `value`, or the default (nothing if none is given)."""
+    """Run the program of the case that equals `value`, or the default (none: do nothing)."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class AbortOnCondition(If):
 
 
 class Call(Program):
-    """Run a program that other places call too. It is planned, and held in memory, once."""
+    """Run a program that other places call too. It is planned and stored once."""
 
     def __init__(self, function: Program, *, name: str | None = None) -> None:
         self.function = check_program(function)
@@ -291,9 +291,9 @@ class Call(Program):
 class Parallel(Program):
     """Programs of different processors that run at the same time, by processor.
 
-    The results are those of one branch after the other, and cycles those of the longest: within a
-    branch only the tiles of its processor synchronise. So a branch computes and copies on its
-    processor alone; what crosses links or the host link comes before or after.
+    The results are those of running the branches in order, the cycles those of the longest branch:
+    within a branch only the tiles of its processor synchronise. So a branch computes and copies
+    only on its processor; transfers over links or the host link come before or after.
     """
 
     def __init__(self, branches: abc.Mapping[int, Program], *, name: str | None = None) -> None:
@@ -315,8 +315,8 @@ class Sync(Program):
 
 
 class WriteUndef(Program):
-    """Declare that the values of a tensor are not needed any more. Costs nothing; the memory of
-    variables that it covers completely can be shared up to the next write."""
+    """Declare that the values of a tensor are no longer needed. Costs nothing; the memory of
+    variables that it covers completely can be shared until the next write."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = check_kind("tensor", tensor, Tensor, "a Tensor")

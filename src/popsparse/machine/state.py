@@ -21,7 +21,7 @@ from popsparse.machine.tensor import Tensor
 
 
 class Host:
-    """Feeds streams to the machine and takes what comes back."""
+    """Feeds streams to the machine and receives those from it."""
 
     def __init__(self) -> None:
         self._ends: dict[Stream, Callable[..., Any]] = {}
@@ -29,9 +29,9 @@ class Host:
     def connect(self, stream: Stream, end: Any) -> None:
         """Connect a stream.
 
-        To the machine: an array [numel] or [k, numel], read row after row and round again, or a
-        function without arguments giving [numel]. From the machine: a function that takes
-        [numel], or an array [numel] or [k, numel] filled likewise.
+        To the machine: an array [numel] or [k, numel], read row by row in a cycle, or a function
+        without arguments that returns [numel]. From the machine: a function that takes [numel],
+        or an array [numel] or [k, numel], filled row by row in a cycle.
         """
         if callable(end):
             self._ends[stream] = end
@@ -71,16 +71,16 @@ class Host:
         self._end(stream)(values.reshape(-1))
 
 
-# A node runs one step (and those inside it) and adds what it cost to the profile.
+# A node runs one step (and those inside it) and adds its cost to the profile.
 Node = Callable[[Profile], None]
 
 
 class State:
-    """The memory of a graph's variables on a target, and what else steps need.
+    """The memory of a graph's variables on a target, and other state of the steps.
 
     `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
     step of the profile, `rows` the row of each program that has one; `making` is the program whose
-    row is added. Arguments as of `Engine`.
+    row is being added. Arguments as for `Engine`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class State:
         self.print_to: TextIO = sys.stderr
         self.float_exceptions = False
         self.rounding: np.random.Generator | None = None  # None rounds to nearest
-        # Beside which processor a remote buffer is: that of the tiles it is copied to first.
+        # The processor of each remote buffer: that of the tiles in its first copy.
         self.remote_home: dict[RemoteBuffer, list[int]] = {}
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
         self.making: Program | None = None
@@ -119,7 +119,7 @@ class State:
 
     @contextmanager
     def float_errors(self, path: str, codelet: str) -> Iterator[None]:
-        """Raises ProgramError where floating-point exceptions are enabled."""
+        """Raises ProgramError for floating-point errors, if such exceptions are enabled."""
         if not self.float_exceptions:
             yield
             return
@@ -136,11 +136,11 @@ class State:
         return self.target.link_sync_cycles if several else self.target.sync_cycles
 
     def computes(self, dtype: DType) -> bool:
-        """Whether data of this type is computed: see `numerics`."""
+        """Whether data of this type is computed: see `numerics` of `Engine`."""
         return self.numerics or not dtype.is_floating
 
     def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
-        """A row of the profile."""
+        """Add a row to the profile."""
         self.steps.append((name, kind, plan))
         row = len(self.steps) - 1
         if self.making is not None:
@@ -175,7 +175,7 @@ class State:
         return self._tensor(what).values(self.memories[self.number(replica)])
 
     def number(self, replica: Any) -> int:
-        """The number of a replica that exists."""
+        """Check and return the number of a replica."""
         number = check_integer("replica", replica, 0)
         if number >= len(self.memories):
             raise ValueError(f"replica must be below {len(self.memories)}, got {number}")
@@ -191,7 +191,7 @@ class State:
         self.store(tensor, values, f"write to {name}", replica)
 
     def store(self, tensor: Tensor, values: Any, what: str, replica: int | None = None) -> None:
-        """Set a tensor's values; errors as of `write`, with `what` was done in the message."""
+        """Set a tensor's values; raises as `write`, with messages that begin with `what`."""
         chosen = self.memories if replica is None else [self.memories[self.number(replica)]]
         array = check_array(what, values, "fiub", "numbers")
         if array.shape not in ((), tensor.shape):

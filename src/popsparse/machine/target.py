@@ -1,10 +1,10 @@
-"""The machine: its constants, with their sources, and what each target has.
+"""The machine: its constants with their sources, and the targets.
 
 None is fitted to a published benchmark. Sources: [V] vendor documents, [T] constants and code in
-PopLibs or in other public sources, [M] measured and published by somebody, [I] arithmetic on these.
-The C600 is a board with the same processor and tiles; an independent compiler for it
-(osmarks/ipu-stack on GitHub) publishes its measurements and what it found of the exchange.
-docs/popsparse-fidelity.md shows what they change.
+PopLibs or in other public sources, [M] published measurements, [I] arithmetic on these.
+The C600 is a board with the same processor and tiles; the author of an independent compiler for it
+(osmarks/ipu-stack on GitHub) published measurements and findings about the exchange.
+docs/popsparse-fidelity.md shows their effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
 
 @dataclass(frozen=True)
 class Fact:
-    """A number with its range; `typical` is what the model takes."""
+    """A number with its range; the model uses `typical`."""
 
     name: str
     low: float
@@ -189,7 +189,7 @@ STREAMING = Fact(
 PRESETS = ("mk2", "bow")  # names of functions of `Target`
 _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
 
-# The largest of each: far more than any machine has, and little enough to simulate, or to plan for.
+# The upper bound of each: far above any machine, yet small enough to simulate and plan for.
 _INTEGERS = {
     "tiles": 2**16,
     "processors": 2**10,
@@ -227,24 +227,24 @@ class Target:
 
     Args:
         name: shown in reports.
-        tiles: how many cores with their own memory, on all processors, at most 65,536. [V] profiles
-            and data sheets.
-        processors: how many chips share the tiles, in order and evenly.
+        tiles: number of cores with their own memory, on all processors, at most 65,536. [V]
+            profiles and data sheets.
+        processors: number of chips; each has an equal, contiguous range of the tiles.
         bytes_per_tile: memory of one tile, bytes. [V] text of Poplar's out-of-memory error.
         workers: hardware threads of a tile. Each issues every `workers`-th cycle. [V] Poplar
             assembly programming guide.
         data_path_bits: width of a load or store. [T] PopLibs' vector widths: 4 half, 2 float.
-        clock_hz: cycles a second. [V] `gc-info` of an M2000; Bow-2000 data sheet.
-        exchange_bytes_per_cycle: what a tile receives and, at the same time, sends, each cycle.
-            [T] `Target::getExchangeBytesPerCycle`; [I] makes the published 7.8 TB/s of a whole Mk2.
-        exchange_bus_tiles: how many neighbouring tiles share a bus (1: none). Data that all of
-            them receive arrives at the sum of their rates. [V]
+        clock_hz: cycles per second. [V] `gc-info` of an M2000; Bow-2000 data sheet.
+        exchange_bytes_per_cycle: bytes a tile receives and, at the same time, sends in each cycle.
+            [T] `Target::getExchangeBytesPerCycle`; [I] gives the published 7.8 TB/s of a whole Mk2.
+        exchange_bus_tiles: number of neighbouring tiles that share a bus (1: none). Data that all
+            of them receive arrives at the sum of their rates. [V]
             `Target::getTilesPerSharedExchangeBus`.
         exchange_fragment_cycles: control instructions per contiguous fragment received. They run
-            beside the payload, so the longer of the two counts. [T] an independent compiler for the
-            C600.
-        sync_cycles: what a superstep costs before its first byte arrives: the synchronisation of
-            all tiles, the code around an exchange, the way across the chip: `SUPERSTEP`.
+            in parallel to the payload, so the longer of the two counts. [T] an independent compiler
+            for the C600.
+        sync_cycles: cost of a superstep before its first byte arrives: the synchronisation of all
+            tiles, the code around an exchange, the way across the chip: `SUPERSTEP`.
         memcpy_bytes_per_cycle: copies inside a tile. [T] `Target::getMemcpyBytesPerCycle`.
         local_copy_cycles: overhead of each copy inside a tile: `COPY_LAUNCH`.
         coefficient_load_bytes_per_cycle: loading weights into the matrix units. [T] PopLibs: 64-bit
@@ -254,13 +254,13 @@ class Target:
         host_write_bytes_per_second: tiles to host. [V] the same: 30 Gbit/s.
         remote_read_bytes_per_second: memory beside a processor to its tiles. [V] the same: buffer
             to tile.
-        remote_write_bytes_per_second: tiles to that memory, which is said to be 3 to 20 times
-            slower than the links. [V] the same: tile to buffer.
-        remote_bytes: how much of that memory a processor has: `STREAMING`.
-        link_bytes_per_second: what one link between two processors carries in one direction and,
-            at the same time, in the other: `LINK`. How many join which processors: `PAIR_LINKS`,
+        remote_write_bytes_per_second: tiles to that memory, reportedly 3 to 20 times slower than
+            the links. [V] the same: tile to buffer.
+        remote_bytes: bytes of that memory per processor: `STREAMING`.
+        link_bytes_per_second: rate of one link between two processors in each direction, both at
+            the same time: `LINK`. Number of links between processors: `PAIR_LINKS`,
             `CROSS_LINKS`, `RAIL_LINKS`.
-        link_sync_cycles: cost of each synchronisation of all processors, where there are several.
+        link_sync_cycles: cost of each synchronisation of all processors, if there are several.
             [T] `Target::getGlobalSyncCycles` of the C600. Uncertain.
 
     Raises:
@@ -307,8 +307,8 @@ class Target:
         grain = self.processors * (self.exchange_bus_tiles if self.processors > 1 else 1)
         if self.tiles % grain:
             raise ValueError(
-                f"tiles must be a multiple of {grain}, so that {self.processors} processors have "
-                f"as many whole buses each, got {self.tiles}"
+                f"tiles must be a multiple of {grain}, so that each of {self.processors} "
+                f"processors has the same number of whole buses, got {self.tiles}"
             )
 
     @classmethod
@@ -329,9 +329,9 @@ class Target:
         """Several processors joined by links.
 
         Args:
-            processors: how many.
+            processors: number of processors.
             processor: "bow" or "mk2".
-            tiles: of each of them.
+            tiles: tiles of each processor.
             changes: any other field.
         """
         count = check_integer("processors", processors, 1)
@@ -346,21 +346,21 @@ class Target:
 
     @property
     def whole_sync_cycles(self) -> float:
-        """Cost of a synchronisation of all there is."""
+        """Cost of a synchronisation of all processors."""
         return self.sync_cycles if self.processors == 1 else self.link_sync_cycles
 
     @typed
     def share(self, replicas: int) -> Target:
-        """What each of some replicas has: its share of the processors.
+        """The target of one replica: its share of the processors.
 
         Raises:
-            ValueError: processors that they cannot share evenly.
+            ValueError: replicas cannot share the processors evenly.
         """
         count = check_integer("replicas", replicas, 1)
         if self.processors % count:
             raise ValueError(
-                f"replicas must share {self.processors} processors evenly, got {count}: take "
-                "Target.pod(n) of a multiple of them"
+                f"replicas must share {self.processors} processors evenly, got {count}: use "
+                "Target.pod(n) with n a multiple of replicas"
             )
         if count == 1:
             return self
@@ -382,7 +382,7 @@ class Target:
         return self.data_path_bits // (8 * as_dtype(dtype).size)
 
     def conv_units(self, inputs: Any, partials: Any) -> int:
-        """Matrix units usable for these types: 16, of float16 to float32 8."""
+        """Matrix units usable for these types: 16, or 8 for float16 to float32."""
         pair = (as_dtype(inputs), as_dtype(partials))
         if pair not in _CONV_UNITS:
             raise ValueError(
@@ -392,13 +392,13 @@ class Target:
         return _CONV_UNITS[pair]
 
     def peak_flops(self, dtype: Any) -> float:
-        """Floating-point operations that a tile's matrix units do in a cycle on operands of this
-        type: 128 half, 32 float, and 0 of integers."""
+        """Floating-point operations per cycle of a tile's matrix units on operands of this type:
+        128 for half, 32 for float, 0 for integers."""
         return {HALF: 128.0, FLOAT: 32.0}.get(as_dtype(dtype), 0.0)
 
     @typed
     def seconds(self, cycles: float) -> float:
-        """The time of so many cycles."""
+        """Convert cycles to seconds."""
         if not isinstance(cycles, (int, float, np.number)) or isinstance(cycles, bool):
             raise TypeError(f"cycles must be a number, got {shortened(cycles)}")
         return float(cycles) / self.clock_hz

@@ -13,14 +13,14 @@ from dynsparse._core.checks import check_integer, check_kind, typed
 from popsparse.machine.dtypes import DType
 from popsparse.machine.intervals import Runs
 
-# Addresses that `extents` takes together.
+# Number of addresses that `extents` groups into one part.
 _PART = 4096
 
 _NOWHERE = np.empty(1, np.int8)
 
 
 def _axis(axis: Any, dimensions: int) -> int:
-    """Which of the dimensions is meant; negative ones count from the end."""
+    """The dimension from 0; negative ones count from the end."""
     number = check_integer("axis", axis)
     if not -dimensions <= number < dimensions:
         raise ValueError(f"axis must be one of {dimensions} dimensions, got {number}")
@@ -68,8 +68,8 @@ class Tensor:
     """A view of a graph's variables: `dtype`, `shape`, and where each element lives.
 
     Regular views keep an offset and strides, so slicing a large variable costs nothing;
-    concatenations and gathers keep one address per element, unless they are made of long `runs`,
-    which are then all they keep. Made by `Graph.add_variable`.
+    concatenations and gathers keep one address per element, or only their `runs` if these are long.
+    Made by `Graph.add_variable`.
     """
 
     __slots__ = ("_addresses", "_offset", "_runs", "_strides", "dtype", "graph", "shape")
@@ -115,7 +115,7 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """The variables the view looks at."""
+        """The names of the variables that the tensor views."""
         return self.graph.names_of(self)
 
     def addresses(self) -> np.ndarray:
@@ -151,7 +151,7 @@ class Tensor:
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """The least and the greatest address of parts that together are the tensor: int64 [parts]
-        each. Parts may meet. There are far fewer than runs, and they are found far faster."""
+        each. Parts may overlap. There are far fewer parts than runs, and they are found faster."""
         if self.numel == 0:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._strides is not None:
@@ -176,7 +176,7 @@ class Tensor:
         return as_strided(flat[self._offset :], self.shape, strides)
 
     def values(self, memory: dict[DType, np.ndarray]) -> np.ndarray:
-        """A copy of what the elements hold."""
+        """A copy of the elements' values."""
         data, flat = self.data(memory), memory[self.dtype]
         if data is not None:
             return data.copy()
@@ -201,12 +201,12 @@ class Tensor:
     # Views.
 
     def _strided(self) -> np.ndarray:
-        """An array without memory that has the shape and strides of a regular view: NumPy makes
-        others of it, whose elements nobody may read."""
+        """An array without memory, with the shape and strides of a regular view: NumPy computes
+        views of it; its elements must not be read."""
         return as_strided(_NOWHERE, self.shape, self._strides)
 
     def _like(self, view: np.ndarray) -> Tensor:
-        """The tensor that lies as a view of `_strided` does."""
+        """The tensor with the layout of a view of `_strided`."""
         moved = view.__array_interface__["data"][0] - _NOWHERE.__array_interface__["data"][0]
         return Tensor(self.graph, self.dtype, view.shape, self._offset + moved, view.strides)
 
@@ -214,7 +214,7 @@ class Tensor:
         return Tensor(self.graph, self.dtype, addresses.shape, addresses=addresses)
 
     def __getitem__(self, key: Any) -> Tensor:
-        """NumPy's indexing: integers, slices, ..., None; integer arrays make a gather."""
+        """Index as in NumPy: integers, slices, ..., None; integer arrays make a gather."""
         parts = key if isinstance(key, tuple) else (key,)
         if self._strides is None or any(isinstance(p, (list, np.ndarray)) for p in parts):
             return self._listed(np.asarray(self.addresses()[key]))
@@ -222,7 +222,7 @@ class Tensor:
             p if p is None or p is ... or isinstance(p, slice) else check_integer("an index", p)
             for p in parts
         ]
-        # With ... NumPy gives a view also of a single element.
+        # With ... NumPy returns a view even of a single element.
         index = tuple(plain) if ... in plain else (*plain, ...)
         return self._like(self._strided()[index])
 
@@ -237,7 +237,7 @@ class Tensor:
         return self[(slice(None),) * axis + (slice(start, stop),)]
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in order under another shape; one size may be -1."""
+        """The same elements in order with another shape; one size may be -1."""
         new = _sizes(shape)
         if new.count(-1) == 1:
             rest = -math.prod(new)
@@ -269,7 +269,7 @@ class Tensor:
         return self._like(self._strided().transpose(order))
 
     def broadcast_to(self, *shape: int) -> Tensor:
-        """Repeated along new leading dimensions and those of size 1. Only to be read."""
+        """Repeat along new leading dimensions and those of size 1. The result is read-only."""
         new = _sizes(shape)
         try:
             if self._strides is None:
@@ -279,12 +279,12 @@ class Tensor:
             raise ValueError(f"{list(self.shape)} does not broadcast to {new}") from None
 
     def expand_dims(self, axis: int) -> Tensor:
-        """A dimension of size 1 before `axis`."""
+        """Insert a dimension of size 1 before `axis`."""
         axis = _axis(axis, self.ndim + 1)
         return self.reshape([*self.shape[:axis], 1, *self.shape[axis:]])
 
     def squeeze(self, axis: int) -> Tensor:
-        """Without the dimension `axis`, which must be of size 1."""
+        """Remove the dimension `axis`, which must be of size 1."""
         axis = _axis(axis, self.ndim)
         if self.shape[axis] != 1:
             raise ValueError(f"dimension {axis} of {list(self.shape)} is not of size 1")
@@ -292,7 +292,7 @@ class Tensor:
 
 
 def _joined(parts: list[Runs]) -> Runs:
-    """The runs of parts one after the other, those that go on joined as `Tensor.runs` has them."""
+    """The runs of all parts in order; adjacent runs are joined, as in `Tensor.runs`."""
     starts, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
     first = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths)[:-1])[: len(starts)])
     return Runs(starts[first], np.add.reduceat(lengths, first) if len(first) else lengths)
@@ -300,7 +300,7 @@ def _joined(parts: list[Runs]) -> Runs:
 
 @typed
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """One tensor after the other along `axis`. Unless long stretches [n] are joined it lists an
+    """Concatenate tensors along `axis`. Unless long stretches [n] are joined, the result keeps an
     address per element, so for large operands prefer one variable and its slices, or a `Copy` of
     several pairs."""
     tensors = list(tensors)
@@ -328,8 +328,8 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 def rotation(
     source: Tensor, destination: Tensor, shift: int, axis: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs for a `Copy` by which entry i of `destination` gets entry i + shift of `source`,
-    going round at the end: how tiles pass a buffer to their neighbours."""
+    """Pairs for a `Copy` that moves entry i + shift of `source` to entry i of `destination`,
+    cyclically: how tiles pass a buffer to their neighbours."""
     if source.shape != destination.shape:
         raise ValueError(
             f"a rotation keeps the shape, got {list(source.shape)} and {list(destination.shape)}"

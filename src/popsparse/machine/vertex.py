@@ -1,7 +1,7 @@
 """Codelets and the vertices that run them.
 
-A codelet is a numeric kernel and a cycle estimate, both written for many vertices at once: the
-arrays they get have one leading entry per vertex. So a compute set of 1,472 tiles is one call.
+A codelet is a numeric kernel and a cycle estimate, both written for many vertices at once: their
+arrays have one leading entry per vertex. So a compute set of 1,472 tiles is one call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESERVED = ("count", "is_wide", "rank", "shape", "tiles", "target", "torch")
 
 @dataclass(frozen=True)
 class Field:
-    """What a codelet does with an edge, and the element types it takes (None: any)."""
+    """How a codelet accesses an edge, and the element types it accepts (None: any)."""
 
     direction: Literal["in", "out", "inout"]
     dtypes: tuple[DType, ...] | None = None
@@ -73,19 +73,19 @@ class Codelet:
             is [vertices] unless they were added as a grid. Storing into a half array rounds as
             the machine does; the kernel chooses the type it accumulates in. With stochastic
             rounding the half arrays it writes are float32, rounded when it returns.
-        cycles: a number, or `cycles(v)` giving a number or [*v.shape]. For "worker" the cycles of
-            the one worker that runs the vertex; for "workers" those of the slowest worker; for
+        cycles: a number, or `cycles(v)` returning a number or [*v.shape]. For "worker" the cycles
+            of the one worker that runs the vertex; for "workers" those of the slowest worker; for
             "supervisor" those of the whole tile.
-        runs_on: "worker": one of the tile's workers, the vertices of a tile being dealt round to
-            them (Poplar's Vertex). "workers": all of them together, the codelet sharing out its
-            own work (MultiVertex). "supervisor": the tile's supervisor, which starts workers
-            itself. The last two run one after the other.
+        runs_on: "worker": one of the tile's workers; the vertices of a tile are dealt to them in
+            turn (Poplar's Vertex). "workers": all workers together; the codelet divides its own
+            work (MultiVertex). "supervisor": the tile's supervisor, which starts workers itself.
+            Vertices of the last two run one after another.
         scalars: names of further values, numbers or one per vertex.
-        data_dependent: whether `cycles` reads the data, so must be asked at every run, before the
-            kernel. Otherwise it is asked once.
+        data_dependent: whether `cycles` reads the data, so it is called at every run, before the
+            kernel. Otherwise it is called once.
         code_bytes: the codelet's size in the memory of each tile that runs it.
         flops: floating-point operations of a vertex, a multiply-accumulate as two: a number, or
-            `flops(v)` giving a number or [*v.shape]. Asked after `cycles` wherever that is. Only
+            `flops(v)` returning a number or [*v.shape]. Called after `cycles`, as often. Only
             profiles show them.
     """
 
@@ -167,11 +167,11 @@ class RaggedView:
 
 
 class VertexView:
-    """What a kernel sees: its fields and scalars by name, and `tiles` [*shape], `shape`, `rank`
+    """The kernel's view: its fields and scalars by name, and `tiles` [*shape], `shape`, `rank`
     (vertex dimensions, 1 for a plain list), `count` (vertices in all), `target`, and `is_wide`,
     whether rounding is stochastic.
 
-    A field is NumPy; `torch(name)` is the same memory as a torch tensor.
+    Fields are NumPy arrays; `torch(name)` is the same memory as a torch tensor.
     """
 
     def __init__(self, tiles: np.ndarray, target: Any) -> None:
@@ -247,7 +247,7 @@ class VertexSet:
 
     @property
     def read(self) -> list[DType]:
-        """The element types of what the vertices read."""
+        """The element types that the vertices read."""
         return [t.dtype for name, t in self.edges.items() if self.codelet.fields[name].reads]
 
     def runs(self, name: str) -> tuple[Runs, np.ndarray]:
@@ -256,8 +256,9 @@ class VertexSet:
 
 
 def round_at_random(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """float32 as float16: of the two neighbours the nearer one with the larger probability, so that
-    the expected value is the value. What overflows when rounded to nearest is infinite."""
+    """Round float32 to float16 stochastically: to one of the two neighbours, the nearer with the
+    larger probability, so that the expected value is exact. Values that overflow when rounded to
+    nearest become infinite."""
     nearest = values.astype(np.float16)
     beyond = np.where(values > nearest, np.float16(np.inf), np.float16(-np.inf))
     with np.errstate(all="ignore"):
@@ -268,9 +269,9 @@ def round_at_random(values: np.ndarray, generator: np.random.Generator) -> np.nd
 
 
 class BoundVertices:
-    """A vertex set joined to the memory of an engine.
+    """A vertex set bound to the memory of an engine.
 
-    `generator` draws how float16 results are rounded; None rounds to nearest.
+    `generator` is for stochastic rounding of float16 results; None rounds to nearest.
     """
 
     def __init__(
@@ -283,14 +284,14 @@ class BoundVertices:
         self.vertices = vertices
         self.codelet = vertices.codelet
         self.view = VertexView(vertices.grid, target)
-        # What the kernel sees; estimates of cycles see the types of the machine.
+        # The kernel's arrays; estimates of cycles see the types of the machine.
         self._kernel_view = self.view
         self._generator = generator
         self._wide: list[tuple[np.ndarray, np.ndarray]] = []
         if generator is not None:
             self._kernel_view = VertexView(vertices.grid, target)
             self._kernel_view.is_wide = True
-        # Edges that are no regular view are gathered before the kernel and scattered after it.
+        # Edges that are not regular views are gathered before the kernel and scattered after it.
         self._gathered: list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]] = []
         for name, tensor in vertices.edges.items():
             edge = self.codelet.fields[name]

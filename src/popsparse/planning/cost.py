@@ -5,12 +5,12 @@ integer arrays. Partitions and bucket sizes are sections 2.1 and 2.2 of
 docs/popsparse-formulas.md, the terms sections 4.1 and 4.2, quirks included: they choose the plans
 that the original chose. `timing` says how long a plan really takes.
 
-The original prices propagation at nothing, and with few blocks a bucket its plans are a lottery:
-capacity is a rounded number of blocks, and whether the fullest of all rectangles exceeds it decides
-between no propagation and dozens of steps. Here the non-zeros of a rectangle are a binomial
-variable; the tail beyond the capacity of its buckets, over all rectangles, gives the chance that
-anything spills, and the excess of the fullest rectangle over its neighbours' room how far it has to
-travel (section 4.3 of docs/popsparse-formulas.md).
+The original assigns propagation no cost, and with few blocks per bucket its plans are a lottery:
+capacity is a rounded number of blocks, and whether the fullest rectangle exceeds it decides between
+no propagation and dozens of steps. Here the non-zeros of a rectangle are a binomial variable; the
+tail beyond the capacity of its buckets, over all rectangles, gives the probability of a spill, and
+the excess of the fullest rectangle over its neighbours' room the distance it has to travel
+(section 4.3 of docs/popsparse-formulas.md).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SearchSpace:
         return -(-groups // self.partitions)
 
     def broken_rules(self) -> dict[str, np.ndarray]:
-        """By rule, which partitions break it."""
+        """For each rule, which partitions break it."""
         px, py, pz = self.partitions
         _, nx, ny, nz = self.groups
         constraints = self.options.plan_constraints
@@ -123,7 +123,7 @@ class SearchSpace:
 
 
 Ints = Any
-_SUB_GROUPS = 2  # What the original provides room for; a bucket may hold more, smaller ones.
+_SUB_GROUPS = 2  # The number the original reserves room for; a bucket may hold more, smaller ones.
 
 
 def ceil_fraction(total: Ints, ratio: float) -> Ints:
@@ -179,7 +179,7 @@ def meta_info_words(
     rows, columns = expected_groups(x, y, ratio)
     fixed = header_words(workers, element=not block)
     if grad_weight:
-        # The original counts the element format's word for the number of workers once a worker.
+        # The original counts the element format's worker-count word once for each worker.
         fixed += workers * (GRAD_W_WORKER + (0 if block else 1))
     return _words(fixed, rows * (ROW_ENTRY + columns), oversize, exchange_bytes)
 
@@ -187,7 +187,7 @@ def meta_info_words(
 def own_grad_input_words(
     x: Ints, y: Ints, ratio: float, oversize: float, workers: int, exchange_bytes: float
 ) -> Ints:
-    """Words of the buckets of grad_input's own; x, y are the groups of the forward pass."""
+    """Words of grad_input's own buckets; x, y are the groups of the forward pass."""
     rows, columns = expected_groups(y, x, ratio)
     fixed = header_words(workers, element=True)
     return _words(fixed, rows * (ROW_ENTRY + 2 * columns), oversize, exchange_bytes)
@@ -204,7 +204,7 @@ def _capacity(space: SearchSpace, groups: Array, words: Array) -> Array:
     fixed = header_words(workers, workers if grad_weight else None, element=element)
     _, columns = expected_groups(tx, ty, space.params.nz_ratio)
     columns = np.maximum(columns, 1)
-    # A row costs its entry besides a word for each non-zero; a piece may cut two rows short.
+    # A row costs its entry and a word for each non-zero; a piece may cut two rows short.
     by_words = (words - 1 - fixed - 2 * ROW_ENTRY) * columns // (columns + ROW_ENTRY)
     return np.maximum(0, np.minimum(groups, by_words))
 
@@ -220,7 +220,7 @@ def expected_steps(space: SearchSpace, groups: Array, words: Array) -> tuple[Arr
     tx, ty, _ = space.per_tile
     ratio = space.params.nz_ratio
     rectangles = px * py * space.params.num_groups
-    # Blocks that the plan cuts up come and go together.
+    # Blocks of the pattern that the plan splits are present or absent as a whole.
     pattern = space.params.sparsity_params.area
     together = pattern // (space.block[0] * space.block[1])
     room = pz * _capacity(space, groups, words)
@@ -269,7 +269,7 @@ def expected_cycles(
     gz = space.grouping.z
     workers = space.target.workers
     _, columns = expected_groups(tx, ty, space.params.nz_ratio)
-    # Whole rows move, as far as a bucket has room.
+    # Whole rows move, as long as a bucket has room.
     count = np.clip(np.ceil(excess), np.maximum(columns, 1), np.maximum(groups, 1)).astype(np.int64)
     if kind == "grad_weight":
         compute = _grad_weight_cycles(space, 1, count, tz * gz) // workers
@@ -296,7 +296,7 @@ class Buckets:
     area: int
     forward_words: Array
     grad_input_words: Array
-    """Of grad_input's own buckets, or the forward words again when they are shared."""
+    """Words of grad_input's own buckets, or the forward words if the buckets are shared."""
 
     def bytes(self, words: Array, value_size: int) -> Array:
         return self.groups * self.area * value_size + 2 * words
@@ -375,7 +375,7 @@ def product_terms(
 
     results = v.tx * tz * v.gx * gz
     cast = dtype is not partials
-    # The original asks here for partitions of z where it means those of y.
+    # The original uses the partitions of z here where it means those of y.
     held = np.where(cast | (pz > 1), results * partials.size, 0)
     cycles = tile_cycles.zero_partials(results, workers)
     cycles = cycles + _multiply(space, grad_input=grad_input)

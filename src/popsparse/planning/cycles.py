@@ -1,13 +1,13 @@
-"""Cycles that the planner expects of vertices, tiles and exchanges, sparse and dense.
+"""The planner's cycle estimates of vertices, tiles and exchanges, sparse and dense.
 
 All functions are vectorised: sizes may be integers or NumPy integer arrays, and the result has
 their common shape. A result is cycles of a tile: the slowest worker's instructions times the
 number of workers, which take turns, plus the supervisor's own.
 
-Shared parameters of sparse vertices: `x` rows (blocks: block rows) of one worker, `z` its elements
-of the batch, `y` non-zeros (blocks: blocks) of each row, `workers` of a tile, `buckets` looked
-through, in each of which one sub-group is this tile's.
-Of dense ones: `field` elements streamed, `in_groups` and `out_groups` of channels on a tile.
+Shared parameters of sparse vertices: `x` rows (for blocks, block rows) of one worker, `z` its
+elements of the batch, `y` non-zeros (for blocks, blocks) of each row, `workers` of a tile,
+`buckets` searched, in each of which one sub-group is this tile's.
+Of dense vertices: `field` elements streamed, `in_groups` and `out_groups` of channels on a tile.
 
 Sources, all in docs/popsparse-formulas.md: sparse vertices, sections 3.1 to 3.3; the vertices
 around them, 3.4; the exchange, 3.5; dense vertices (poplibs' planner), 7.1, 7.2 and 7.4. The
@@ -31,8 +31,8 @@ CONTROL_INSTRUCTIONS = 20
 
 LOOP_STEPS = 4
 """Supersteps of one turn that exchange anything: the loop's condition and two choices, each sent to
-all tiles, and the buckets passed on. What else there is in a turn needs no tile but its own, so no
-synchronisation. The original's loop has a choice more."""
+all tiles, and the buckets passed on. All other work of a turn is local to a tile and needs no
+synchronisation. The original's loop has one choice more."""
 
 LOOP_CONTROL = 5 * CONTROL_INSTRUCTIONS
 """Worker instructions of a turn's control: five such vertices."""
@@ -43,7 +43,7 @@ _SCALE = 16  # The original works in sixteenths of a byte a cycle.
 
 
 class ExchangeCost:
-    """Cycles of an exchange in which each tile receives so many bytes."""
+    """Cycles of an exchange in which each tile receives `received` bytes."""
 
     def __init__(self, target: Any) -> None:
         rate = float(target.exchange_bytes_per_cycle)
@@ -108,14 +108,14 @@ def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DType, workers
 
 
 def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DType, workers: int) -> Ints:
-    """Bringing a dense operand into the order in which grad_weight's matrix units read it."""
+    """Rearranging a dense operand into the order in which grad_weight's matrix units read it."""
     steps = np.asarray(z) // (32 // dtype.size)
     inner = 12 * edge // 2 if dtype.size == 4 else 23 * edge // 4
     return 18 + workers * (34 + ceil_div(blocks, workers) * (3 + steps * (3 + inner)))
 
 
 def by_z(z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...]) -> list[Ints]:
-    """Choose, place by place, the constants of the specialised kernels for some values of z."""
+    """Choose, element by element, the constants of the kernels specialised for some values of z."""
     z = np.asarray(z)
     conditions = [z == key for key in exact]
     return [
@@ -227,8 +227,8 @@ _BLOCK = {
 def kernel_edge(block: tuple[int, int], dtype: DType) -> int:
     """Edge of the smallest square kernel that holds the block (the largest one if none does).
 
-    The kernels take square blocks of 4 and 8, for float16 also of 16. Other blocks have none, yet
-    embeddings use them and are planned by these formulas all the same.
+    The kernels take square blocks of 4 and 8, for float16 also of 16. Other blocks have no kernel,
+    yet embeddings use them, and these formulas plan them too.
     """
     edges = (4, 8) if dtype.size == 4 else (4, 8, 16)
     return next((edge for edge in edges if edge >= max(block)), edges[-1])
@@ -332,7 +332,7 @@ def block_grad_weight_amp(
 
 
 def zero_partials(elements: Ints, workers: int) -> Ints:
-    """Zeroing as the planner prices it: one element a cycle (the machine does 64 bits a cycle)."""
+    """The planner's cost of zeroing: one element a cycle (the machine does 64 bits a cycle)."""
     return -(-np.asarray(elements) // workers) * workers
 
 
@@ -354,8 +354,8 @@ class WorkPieces(NamedTuple):
 def grid_split(rows: int, grains: int, workers: int) -> tuple[tuple[int, int, int, int], ...]:
     """A rectangle of rows x grains cut for workers: (row, rows, grain, grains) of each piece.
 
-    A near-square grid of pieces, then the largest is halved, along rows where it has more rows than
-    grains, until every worker has one; ties among the largest go to the earliest. See
+    Starts with a near-square grid of pieces, then halves the largest, along rows if it has more
+    rows than grains, until every worker has one; ties go to the earliest. See
     section 2.3 of docs/popsparse-formulas.md.
     """
     area = ceil_div(rows * grains, workers)
@@ -405,7 +405,7 @@ def grid_splits(
 
 
 def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`count` [groups] things cut evenly: (group, begin, size) of each non-empty piece."""
+    """Split `count` [groups] items evenly: (group, begin, size) of each non-empty piece."""
     used = np.minimum(count, workers)
     group = np.repeat(np.arange(len(count)), used)
     index = ranks(used)
@@ -417,8 +417,8 @@ def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray,
 def split_rows(group_rows: np.ndarray, row_nz: np.ndarray, grains: int, workers: int) -> WorkPieces:
     """Share every sub-group's rows among workers.
 
-    More than twice as many rows as workers are cut by their non-zeros, the batch staying
-    together; fewer are cut as a grid of rows x batch grains.
+    If there are more than twice as many rows as workers, they are split by their non-zeros and the
+    batch stays together; otherwise rows x batch grains are split as a grid.
 
     Args:
         group_rows: rows of each sub-group, int64 [groups], none of them 0.
@@ -468,7 +468,7 @@ class AMP:
 
 @dataclass(frozen=True)
 class HMAC:
-    """Vector multiply-accumulate; any number of in-channels a group."""
+    """Vector multiply-accumulate; any number of in-channels per group."""
 
     in_channels: int
     out_channels: int
@@ -596,21 +596,21 @@ def reduce_stage(
 
 
 def dynamic_slice(elements: Ints, dtype: DType, workers: int) -> Ints:
-    """Taking or writing back a slice of so many elements on each tile."""
+    """Reading or writing back a slice of this many elements on each tile."""
     return 25 + workers * (63 + 2 * (ceil_div(elements, workers) // dtype.vector_width))
 
 
 def add_in_place(elements: Ints, dtype: DType, workers: int) -> Ints:
-    """Adding so many elements to what earlier steps made."""
+    """Adding this many elements to the results of earlier steps."""
     return 11 + workers * (58 + 3 * ceil_div(ceil_div(elements, workers), dtype.vector_width))
 
 
 def rearrange(held: Ints, dtype: DType, copy_bytes: int, *, odd: bool) -> Ints:
-    """Bringing the `held` bytes on a tile into groups of channels, one element at a time; `odd`:
+    """Rearranging the `held` bytes on a tile into groups of channels, one element at a time; `odd`:
     the channels do not fill vectors."""
     return ceil_div(5 * held, (3 if odd else 4) * min(copy_bytes, dtype.size))
 
 
 def regroup(held: Ints, kind: AMP | HMAC, dtype: DType, copy_bytes: int) -> Ints:
-    """Bringing `held` bytes from the vertex's groups of out-channels into those of the result."""
+    """Rearranging `held` bytes from the vertex's groups of out-channels to those of the result."""
     return ceil_div(5 * held, 4 * min(copy_bytes, kind.out_channels * dtype.size))

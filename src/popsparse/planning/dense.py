@@ -5,8 +5,8 @@ would choose: a 1x1 convolution in the matrix units (AMP) or by vector multiply-
 split over the tiles in the streamed field, the out-channels and the in-channels, and in time
 (serial splits). See section 7 of docs/popsparse-formulas.md.
 
-PopSparse only reports the serial splits that the planner of dense products would choose for it
-(`fully_connected_dense_grad_w_serial_splits`); Graphcore's application had a product cut that way.
+For the dense grad_weight, PopSparse only reports the serial splits that this planner would choose
+(`fully_connected_dense_grad_w_serial_splits`); Graphcore's application split its product that way.
 Here each piece is planned, computed, pooled and sent before the next.
 """
 
@@ -79,7 +79,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Terms:
-    """Cycles of each term over the full product, and what else the search compares."""
+    """Cycles of each term over the full product, and the other criteria of the search."""
 
     terms: dict[str, Array]
     cycles: Array
@@ -95,7 +95,8 @@ def tile_bytes(cut: Cut, dtype: DType, partials: DType) -> Array:
 
 
 def _sizes(cut: Cut) -> tuple[Array, ...]:
-    """Of the fullest tile: field elements, in- and out-groups; elements streamed, held, made."""
+    """Sizes of the fullest tile: field elements, in- and out-groups; elements streamed, held and
+    produced."""
     f, o, i = cut.partitions
     kind = cut.kind
     ft = -(-cut.fields // f)
@@ -107,7 +108,7 @@ def _sizes(cut: Cut) -> tuple[Array, ...]:
 
 
 def least_cycles(cut: Cut, dtype: DType, target: Any) -> Array:
-    """What each partition cannot beat: the peak rate, and the rearrangement of operands."""
+    """A lower bound for each partition: the peak rate, and the rearrangement of operands."""
     kind = cut.kind
     peak = kind.units * 8 // dtype.size if isinstance(kind, AMP) else dtype.vector_width
     tiles = cut.partitions.prod(axis=0)
@@ -155,10 +156,10 @@ def _reduction(
 def _links(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -> Array:
     """Cycles of one step's bytes on the links between processors.
 
-    Tiles are numbered by part of the in-channels, of the field, of the out-channels, and processors
-    have as many each. An operand's part is spread over the tiles that share it; each processor of
-    these receives what it does not hold, once. Partial sums and what is rearranged, `moved` bytes a
-    tile, come evenly from all processors in use.
+    Tiles are numbered by part of the in-channels, of the field, of the out-channels, and divided
+    evenly among the processors. An operand's part is spread over the tiles that share it; each of
+    their processors receives the rest once. Partial sums and rearranged data, `moved` bytes a tile,
+    come evenly from all processors in use.
     """
     f, o, i = cut.partitions
     streamed, held, results = _sizes(cut)[3:]
@@ -173,7 +174,7 @@ def _links(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -
     received += held * dtype.size * np.minimum(o, each) * from_others(-(-f * o // tiles))
     summed_far = from_others(np.minimum(i, used))
     received += (results * partials.size * summed_far + moved * from_others(used)) * each
-    # Of a byte that each of so many processors receives evenly from the others.
+    # Cycles per byte that each of `count` processors receives evenly from the others.
     cycles = np.zeros(target.processors + 1)
     for count in range(2, target.processors + 1):
         even = (1 - np.eye(count)) / (count - 1)
@@ -203,7 +204,7 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
         allowed = np.ones(ft.shape, bool)
     else:
         compute = hmac(ft, ig, og, kind, dtype, partials, workers)
-        # The planner does not believe in more than a vector of products a cycle.
+        # The planner assumes at most one vector of products a cycle.
         allowed = cut.fields * cut.outs * cut.channels <= width * used * compute * serial
     terms["compute"] = compute
     result = partials if cut.serial_in > 1 else dtype
@@ -277,12 +278,12 @@ class DensePlan:
         vertex: what multiplies on a tile; `method` is its name, e.g. "amp 16 units 16x16".
         field, out, in_: splits over tiles of the streamed columns, the out- and the in-channels.
         serial_out, serial_in: splits in time; at most one is above 1.
-        broadcast_once: the streamed operand is brought to the tiles once, before the serial loop.
+        broadcast_once: the streamed operand is sent to the tiles once, before the serial loop.
         terms: cycles by name as the planner counts them; they add up to `planned_cycles`.
-        phases: bulk-synchronous steps, each of which costs the target's `sync_cycles`, on several
+        phases: bulk-synchronous steps, each of which costs the target's `sync_cycles`, with several
             processors its `link_sync_cycles`.
-        temporary_bytes, resident_bytes: of a tile; resident are A, B and C.
-        cycles: planned cycles and the synchronisation.
+        temporary_bytes, resident_bytes: bytes of a tile; A, B and C are resident.
+        cycles: planned cycles plus synchronisation.
         seconds, tflops: at the target's clock; tflops counts 2 m k n.
     """
 
@@ -375,19 +376,19 @@ def plan(
     partials: Any = None,
     available_memory_proportion: float = 0.6,
 ) -> DensePlan:
-    """The best cut of a dense [m, k] x [k, n] product.
+    """Plan a dense [m, k] x [k, n] product: find its best cut.
 
     Args:
         m, k, n: sizes.
         dtype: float16 or float32.
         target: a `popsparse.machine.Target`.
-        partials: type of the partial sums, by default that of the data.
+        partials: type of the partial sums; defaults to that of the data.
         available_memory_proportion: the part of a tile temporary data may take; when no cut fits,
             it is doubled twice, then dropped.
 
     Raises:
-        ValueError: sizes below 1, partials narrower than the data, operands the machine's memory
-            cannot hold.
+        ValueError: sizes below 1, partials narrower than the data, operands that do not fit the
+            machine's memory.
         TypeError: sizes that are not integers.
     """
     m, k, n = (check_integer(name, v, 1) for v, name in ((m, "m"), (k, "k"), (n, "n")))
@@ -409,7 +410,7 @@ def _plan(
     if resident > target.bytes_per_tile:
         raise ValueError(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
-            f"its operands alone, {target.name} has {target.bytes_per_tile:,}: take smaller sizes"
+            f"its operands alone, {target.name} has {target.bytes_per_tile:,}: use smaller sizes"
         )
     best = _search(m, k, n, dtype, partials, target, share, resident)
     cut = f"{best.field} x {best.out} x {best.in_} tiles, {best.method}"
@@ -444,7 +445,7 @@ def _serial_splits(groups: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _even(size: int, tiles: int) -> np.ndarray:
-    """Which numbers of parts leave no part empty, bool [tiles + 1]."""
+    """The numbers of parts that leave no part empty, bool [tiles + 1]."""
     parts = np.arange(1, tiles + 1)
     return np.append(False, even_parts(size, parts) == parts)
 
@@ -478,9 +479,9 @@ def _search(
     resident: int,
 ) -> DensePlan:
     first = int(target.bytes_per_tile * share)
-    # HMAC is held to its peak by the planner: it cannot beat a product faster than that.
+    # The planner limits HMAC to its peak rate: it cannot beat a product that is faster.
     least = m * k * n / (dtype.vector_width * target.tiles)
-    # The likeliest first: what they take spares most of the others.
+    # The most promising first: their cost rules out most of the others.
     cuts = [
         cut
         for swapped in (True, False)
@@ -563,7 +564,7 @@ def dense_passes(
     """The dense products by pass name; errors as of `dense.plan`."""
     names = ["forward"]
     if options.do_grad_a_pass or options.do_grad_w_pass:
-        # The gradient that grad_weight reads lies as grad_input wants it.
+        # The gradient that grad_weight reads has the layout of grad_input.
         names.append("grad_input")
     if options.do_grad_w_pass:
         names.append("grad_weight")
@@ -581,7 +582,7 @@ def dense_passes(
 
 
 class GradientPiece(NamedTuple):
-    """Output channels [x0, x1) and input channels [y0, y1) of each group; `plan` of the product
+    """Output channels [x0, x1) and input channels [y0, y1) of each group; `plan` is for the product
     [y1 - y0, batch] x [batch, x1 - x0]."""
 
     x0: int
@@ -592,10 +593,10 @@ class GradientPiece(NamedTuple):
 
 
 def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
-    """The pieces, in the order they are computed; they are cut at edges of blocks.
+    """The pieces, in the order they are computed; they are cut at block edges.
 
-    As many as the planner's serial splits of the full product; twice as many, and again, where a
-    piece does not fit.
+    Their number is that of the planner's serial splits of the full product, doubled until each
+    piece fits.
 
     Raises:
         ValueError: not even a piece of one block fits.
@@ -624,7 +625,7 @@ def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
 
 
 def _planned(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
-    """The product of one group's piece of x by y channels."""
+    """The plan of one group's piece of x by y channels."""
     params = replace(layer.params, output_channels_per_group=x, input_channels_per_group=y)
     partials = update.partials_type
     return dense_pass(
@@ -649,7 +650,7 @@ def _pieces(plan: Plan, update: Update, each: list[int]) -> list[GradientPiece]:
 
 
 def _check_room(plan: Plan, update: Update, piece: GradientPiece) -> None:
-    """Raise ValueError where a piece does not fit beside the weights, by the planners' figures."""
+    """Raise ValueError if a piece does not fit beside the weights, by the planners' figures."""
     target, size = plan.target, plan.dtype.size
     held = plan.buckets.words * 2 + plan.buckets.nz_elements * size * (1 + update.optimizer_slots)
     if plan.use_dense:
@@ -664,5 +665,5 @@ def _check_room(plan: Plan, update: Update, piece: GradientPiece) -> None:
         raise ValueError(
             f"the dense gradient of {piece.x1 - piece.x0} x {piece.y1 - piece.y0} weights needs "
             f"{needed:,} bytes a tile with the layer's own, {target.name} has "
-            f"{target.bytes_per_tile:,}: take smaller sizes or more tiles"
+            f"{target.bytes_per_tile:,}: use smaller sizes or more tiles"
         )

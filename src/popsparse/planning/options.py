@@ -16,7 +16,7 @@ from popsparse.planning.params import data_type
 Parsed = TypeVar("Parsed")
 
 PARTITION_METHODS = ("strip", "stripv0", "block", "block-naive", "block-group2")
-"""How a block-sparse product is dealt to the tiles, see `block_sparse.partition`."""
+"""How a block-sparse product is distributed over the tiles, see `block_sparse.partition`."""
 
 _STATIC = ("available_memory_proportion", "num_bands", "n_split", "enable_preprocessing")
 _BLOCK_SPARSE = ("partition_method", "number_of_pass", "memory_cycle_ratio")
@@ -30,19 +30,19 @@ _ELSEWHERE = {
     "oversize": "did you mean 'meta_info_bucket_oversize_proportion'?",
     "memory": "did you mean 'available_memory_proportion'?",
 }
-"""Of names that are no options, what there is for the same purpose."""
+"""What to use instead of names that are not options here."""
 
 
 def spelled(name: Any) -> Any:
-    """The name here of one in PopSparse's spelling: "partitioner.optimiseForSpeed" is
-    "optimise_for_speed". Names here are their own."""
+    """The name here of an option in PopSparse's spelling: "partitioner.optimiseForSpeed" is
+    "optimise_for_speed". Names in the spelling here stay unchanged."""
     if not isinstance(name, str):
         return name
     return re.sub("(?<=.)(?=[A-Z])", "_", name.removeprefix("partitioner.")).lower()
 
 
 def _read(name: str, value: Any, default: Any) -> Any:
-    """The value of an option whose text PopSparse would read: "0.5", "true", JSON."""
+    """The value of an option; parses text that PopSparse would read: "0.5", "true", JSON."""
     if not isinstance(value, str):
         return value
     if isinstance(default, bool):
@@ -53,7 +53,7 @@ def _read(name: str, value: Any, default: Any) -> Any:
         if default is None or isinstance(default, (int, float)):
             return float(value) if default is None else type(default)(value)
     except (ValueError, RecursionError):
-        pass  # Refused by the option's own check.
+        pass  # The option's own check raises.
     return value
 
 
@@ -68,13 +68,13 @@ def _unknown(name: Any, known: list[str], what: str) -> ValueError:
 def parse_options(
     cls: type[Parsed], value: Parsed | Mapping[str, Any] | None, known: Sequence[str]
 ) -> Parsed:
-    """Options of a dataclass from a mapping of some of its fields, or as they are.
+    """Options of a dataclass from a mapping of some of its fields; an instance stays unchanged.
 
     Names and texts may be PopSparse's, such as {"availableMemoryProportion": "0.5"}.
 
     Raises:
-        ValueError: a name that is not among `known`, with the nearest that is; a name in both
-            spellings. TypeError: not a mapping.
+        ValueError: a name that is not among `known` (the message suggests the nearest); a name in
+            both spellings. TypeError: not a mapping.
     """
     if isinstance(value, cls):
         return value
@@ -94,7 +94,7 @@ _SECTIONS = {"partition": ["x", "y", "z"], "exchange": ["grad_w_exchange_buckets
 
 @dataclass(frozen=True)
 class PlanConstraints:
-    """Parts of the plan fixed beforehand; None leaves the choice to the planner."""
+    """Fixed parts of the plan; None leaves the choice to the planner."""
 
     x: int | None = None
     y: int | None = None
@@ -104,12 +104,12 @@ class PlanConstraints:
 
     @classmethod
     def parse(cls, value: Any) -> PlanConstraints:
-        """From {"partition": {"x", ..}, "exchange": {"grad_w_exchange_buckets"}, "use_dense"}.
+        """Parse {"partition": {"x", ..}, "exchange": {"grad_w_exchange_buckets"}, "use_dense"}.
 
-        PopSparse's spellings are read too.
+        PopSparse's spellings are accepted too.
 
         Raises:
-            ValueError, TypeError: not a mapping, an unknown key, a value of the wrong kind.
+            ValueError, TypeError: not a mapping, an unknown key, an invalid value.
         """
         if isinstance(value, cls):
             return value
@@ -143,37 +143,40 @@ def _items(value: Any, what: str) -> list[tuple[Any, Any]]:
 class Options:
     """Options of a sparse layer or product.
 
-    A dynamic product or layer takes all but those named for other products below, a static one
-    those of static products and `available_memory_proportion`, a block-sparse one its own three.
+    A dynamic product or layer takes all options except those marked static or block-sparse; a
+    static product takes the static ones and `available_memory_proportion`; a block-sparse product
+    takes its own three. Defaults are in parentheses.
 
     Attributes:
         available_memory_proportion: the part of a tile's memory the plan's temporary data may
-            take. When no dynamic plan fits, the bound is doubled, then dropped; 0 asks for the plan
-            of least temporary memory. (0.6)
+            take. When no dynamic plan fits, the bound is doubled, then dropped; 0 selects the plan
+            with the least temporary memory. (0.6)
         meta_info_bucket_oversize_proportion: spare room of the buckets, >= 0. (0.3)
         do_grad_a_pass, do_grad_w_pass: plan for grad_input, grad_weight too. (False)
         partials_type: type of the partial sums; never narrower than the data, and float32 for
             elements. (float32)
         shared_buckets: grad_input reads the forward buckets; blocks always do. (True)
-        optimise_for_speed: spills go where they are used soonest, else where most is free. (True)
+        optimise_for_speed: spills go to where they are used soonest, else to where most space is
+            free. (True)
         force_bucket_spills: every bucket's content spills; to test the propagation. (False)
         use_actual_worker_split_costs: meta-info counts only the workers in use. (False)
         enable_structured_rearrangements: grad_weight rearranges by transpose vertices rather
             than by plain copies. (True)
         price_propagation: plan with the expected cost of propagation, from the binomial tail of
-            the bucket loads; the original prices it at 0. (False)
+            the bucket loads; the original assigns it no cost. (False)
         plan_constraints: see `PlanConstraints.parse`.
-        num_bands: static: column bands; 0 leaves them to the planner. (0)
-        n_split: static: parts of the dense operand's n columns; 0 leaves them to the planner. (0)
-        enable_preprocessing: static: rows and columns with hardly any non-zeros are set apart
-            while planning. (True)
-        partition_method: block-sparse: how products are dealt to tiles, one of
+        num_bands: static: number of column bands; 0: the planner chooses. (0)
+        n_split: static: number of parts of the dense operand's n columns; 0: the planner chooses.
+            (0)
+        enable_preprocessing: static: planning sets aside rows and columns with hardly any
+            non-zeros. (True)
+        partition_method: block-sparse: how products are distributed over tiles, one of
             `PARTITION_METHODS`. ("strip")
-        number_of_pass: block-sparse: the product is made in so many parts, one after the other,
-            which share memory: of block rows, or of the sum where the result is sparse. With one
-            group and the methods strip and stripv0. (1)
-        memory_cycle_ratio: block-sparse: how much the methods block and block-group2 mind a tile's
-            memory beside its products, in [0, 1]; None: 0.2.
+        number_of_pass: block-sparse: compute the product in this many sequential parts, which share
+            memory: of block rows, or of the sum if the result is sparse. Requires one group and the
+            methods strip or stripv0. (1)
+        memory_cycle_ratio: block-sparse: weight of a tile's memory against its products in the
+            methods block and block-group2, in [0, 1]; None: 0.2.
 
     Raises:
         ValueError, TypeError: an option out of range or of the wrong type.
@@ -227,10 +230,11 @@ class Options:
 
     @classmethod
     def parse(cls, value: Options | Mapping[str, Any] | None, product: str = "dynamic") -> Options:
-        """Options of a "dynamic", "static" or "block-sparse" product.
+        """Parse the options of a "dynamic", "static" or "block-sparse" product.
 
         Raises:
-            ValueError: an option that is unknown or of another product, with the nearest known one.
+            ValueError: an option that is unknown or of another product (the message suggests the
+                nearest known one).
             TypeError: not a mapping.
         """
         others = {*_STATIC[1:], *_BLOCK_SPARSE}
@@ -247,7 +251,7 @@ class Options:
         return options
 
     def repaired(self, dtype: DType, is_element: bool) -> Options:
-        """The options as carried out: partials no narrower than the data, float32 for elements."""
+        """The effective options: partials no narrower than the data, float32 for elements."""
         if is_element or self.partials_type.size < dtype.size:
             return replace(self, partials_type=data_type("float32"))
         return self
@@ -268,12 +272,12 @@ class Update:
 
     Attributes:
         pooling: how magnitudes of a block become one score: "sum", "avg", "max"; "none" sends the
-            gradient as it is, block rows x block columns times as many bytes. ("sum")
-        optimizer_slots: tensors of optimizer state that go to the host and come back with the
-            values: 1 for momentum, 2 for Adam, where the optimizer runs on the machine. (0)
+            full gradient, block rows x block columns times as many bytes. ("sum")
+        optimizer_slots: number of optimizer state tensors that go to the host and back with the
+            values: 1 for momentum, 2 for Adam, if the optimizer runs on the machine. (0)
         available_memory_proportion: the part of a tile's memory that temporary data of the dense
             gradient may take. (0.1, as in Graphcore's application)
-        partials_type: of the dense gradient's partial sums. (float32)
+        partials_type: type of the dense gradient's partial sums. (float32)
 
     Raises:
         ValueError, TypeError: an option out of range or of the wrong type.
@@ -299,5 +303,5 @@ class Update:
 
     @classmethod
     def parse(cls, value: Update | Mapping[str, Any] | None) -> Update:
-        """From a mapping; unknown names are an error that names the nearest known one."""
+        """Parse a mapping; the error for an unknown name suggests the nearest known one."""
         return parse_options(cls, value, [item.name for item in fields(cls)])

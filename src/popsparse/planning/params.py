@@ -1,4 +1,4 @@
-"""What a product is: its type, sizes and their division into parts.
+"""The parameters of a product: its type, sizes and their division into parts.
 
 Names and meaning follow PopSparse's `FullyConnectedParams` and its two `MatMulParams`.
 """
@@ -20,7 +20,7 @@ Params = TypeVar("Params")
 
 
 def data_type(value: Any, what: str = "dtype") -> DType:
-    """float16 or float32, as `machine.as_dtype` finds it.
+    """Convert to float16 or float32, as `machine.as_dtype` does.
 
     Raises:
         ValueError: any other type.
@@ -67,14 +67,14 @@ def header_words(workers: Any, grad_w_workers: Any = None, *, element: bool) -> 
     """Words of a sub-group before its rows.
 
     Args:
-        workers: those with work of forward; blocks have no words for them.
-        grad_w_workers: those with work of grad_weight; None: the plan is not for grad_weight.
-        element: the element format rather than that of blocks.
+        workers: workers in use in forward; blocks have no words for them.
+        grad_w_workers: workers in use in grad_weight; None: the plan does not include grad_weight.
+        element: the element format, not the block format.
     """
     words = ELEMENT_HEADER + ELEMENT_WORKER * workers if element else BLOCK_HEADER
     if grad_w_workers is None:
         return words
-    # The element format says how many there are; blocks have a place for that in their header.
+    # The element format has a word for their number; the block header already includes it.
     return words + GRAD_W_WORKER * grad_w_workers + (1 if element else 0)
 
 
@@ -105,8 +105,8 @@ class SparsityParams:
 
 
 def block_for_plan(block: tuple[int, int], dtype: DType) -> tuple[int, int]:
-    """The block the plan works in: the largest of 4, 8, 16 (float16) or 4, 8 (float32) that
-    divides the edge of a square block. Other blocks stay as they are.
+    """The block of the plan: the largest of 4, 8, 16 (float16) or 4, 8 (float32) that divides the
+    edge of a square block. Other blocks stay unchanged.
     """
     if block[0] != block[1]:
         return block
@@ -117,7 +117,7 @@ def block_for_plan(block: tuple[int, int], dtype: DType) -> tuple[int, int]:
 
 
 _MOST_ELEMENTS = 2**40
-"""Of an operand. No machine holds as much, and counts of bytes stay far below 2^63."""
+"""Most elements of an operand. No machine holds as many, and byte counts stay far below 2^63."""
 
 
 def _check_elements(groups: int, batch: int, in_: int, out: int) -> None:
@@ -129,16 +129,16 @@ def _check_elements(groups: int, batch: int, in_: int, out: int) -> None:
         if groups * value * other > _MOST_ELEMENTS:
             sizes = " x ".join(f"{n:,}" for n in (groups, value, other) if n > 1)
             raise ValueError(
-                f"{what} must have at most 2^40 elements, got {sizes}: take smaller sizes"
+                f"{what} must have at most 2^40 elements, got {sizes}: use smaller sizes"
             )
 
 
 class _ParamsWithDensity:
-    """The original's two ways to make parameters of a product."""
+    """PopSparse's two ways to create the parameters of a product."""
 
     @classmethod
     def create_with_nz_ratio(cls: type[Params], *sizes: Any, **named: Any) -> Params:
-        """As the constructor."""
+        """The same as the constructor."""
         return cls(*sizes, **named)
 
     @classmethod
@@ -149,7 +149,7 @@ class _ParamsWithDensity:
         *sizes: Any,
         **named: Any,
     ) -> Params:
-        """As the constructor, with a number of non-zeros in place of their ratio."""
+        """The same as the constructor, with the number of non-zeros in place of their ratio."""
         params: Any = cls(sparsity_params, 0.0, *sizes, **named)  # type: ignore[call-arg]
         count = check_integer("num_non_zero_elements", num_non_zero_elements, 0)
         if count > params.num_elements:
@@ -168,7 +168,7 @@ class FullyConnectedParams(_ParamsWithDensity):
 
     Raises:
         ValueError: a size below 1, a ratio outside [0, 1], blocks that do not divide the channels.
-        TypeError: something that is not a number.
+        TypeError: an argument that is not a number.
     """
 
     sparsity_params: SparsityParams
@@ -209,7 +209,7 @@ class FullyConnectedParams(_ParamsWithDensity):
 
     @property
     def num_elements(self) -> int:
-        """Of the weights, zeros included."""
+        """Number of elements of the weights, zeros included."""
         return self.num_groups * self.input_channels_per_group * self.output_channels_per_group
 
     @property
@@ -229,12 +229,12 @@ class FullyConnectedParams(_ParamsWithDensity):
 class MatmulParams(_ParamsWithDensity):
     """A sparse [groups, m, k] times a dense [groups, k, n] matrix.
 
-    A dynamic product is planned for a density: `create_with_nz_ratio`. A static one is planned for
-    its pattern, so `sparsity_params` and `nz_ratio` are None, and has one group:
+    A dynamic product is planned for a density: use `create_with_nz_ratio`. A static product is
+    planned for its pattern, so `sparsity_params` and `nz_ratio` are None, and has one group: use
     `create_for_sparse_dense`, or `create_for_dense_sparse` for dense [groups, n, k] times sparse
     [groups, k, m], which is `transposed`, since it is computed as the transposed product.
 
-    Errors as of `FullyConnectedParams`.
+    Raises what `FullyConnectedParams` raises.
     """
 
     sparsity_params: SparsityParams | None
@@ -252,18 +252,18 @@ class MatmulParams(_ParamsWithDensity):
             object.__setattr__(self, "nz_ratio", self.fully_connected.nz_ratio)
         elif self.groups != 1:
             raise ValueError(
-                f"a static product has one group, got {self.groups}: make one product a group, "
+                f"a static product has one group, got {self.groups}: create one product per group, "
                 "since each has its own pattern"
             )
 
     @classmethod
     def create_for_sparse_dense(cls, groups: int, m: int, k: int, n: int) -> MatmulParams:
-        """A static product, sparse [groups, m, k] x dense [groups, k, n]."""
+        """Parameters of a static product, sparse [groups, m, k] x dense [groups, k, n]."""
         return cls(None, None, groups, m, k, n)
 
     @classmethod
     def create_for_dense_sparse(cls, groups: int, n: int, k: int, m: int) -> MatmulParams:
-        """A static product, dense [groups, n, k] x sparse [groups, k, m]."""
+        """Parameters of a static product, dense [groups, n, k] x sparse [groups, k, m]."""
         return cls(None, None, groups, m, k, n, transposed=True)
 
     @cached_property
@@ -275,7 +275,7 @@ class MatmulParams(_ParamsWithDensity):
         """
         if self.sparsity_params is None or self.nz_ratio is None:
             raise ValueError(
-                "these parameters have no density: make them by MatmulParams.create_with_nz_ratio"
+                "these parameters have no density: use MatmulParams.create_with_nz_ratio"
             )
         return FullyConnectedParams(
             self.sparsity_params, self.nz_ratio, self.n, self.groups, self.k, self.m
@@ -283,10 +283,10 @@ class MatmulParams(_ParamsWithDensity):
 
     @property
     def num_elements(self) -> int:
-        """Of the sparse operand, zeros included."""
+        """Number of elements of the sparse operand, zeros included."""
         return self.groups * self.m * self.k
 
     @property
     def sparse_shape(self) -> tuple[int, int]:
-        """The sparse operand's shape as the user has it."""
+        """The shape of the user's sparse operand."""
         return (self.k, self.m) if self.transposed else (self.m, self.k)

@@ -1,8 +1,8 @@
-"""What the planner chose, and the cache of plans.
+"""Plans, and the cache of plans.
 
 Dimensions: x = rows of the sparse matrix (output channels), y = its columns (input channels),
-z = the batch. A *group* of a dimension is the grain it is cut in (`grouping`): an element or a
-block edge in x and y, the vector width or 1 or the accumulators' width in z.
+z = the batch. A *group* of a dimension is its unit of division (`grouping`): an element or a block
+edge in x and y, the vector width or 1 or the accumulators' width in z.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 class Method(Enum):
-    """The vertices of the three passes that go together."""
+    """A set of vertices for the three passes."""
 
     ELEMENT = "element"
     """Unstructured; z in vectors. grad_input reads the forward buckets transposed when shared."""
@@ -56,7 +56,7 @@ class BucketSizes(NamedTuple):
     grad_input_words: int
     """0 when grad_input reads the forward buckets."""
     overflow_words: int
-    """Words of the one overflow record of the tensor, not of each bucket."""
+    """Words of the tensor's single overflow record (not one per bucket)."""
 
     @property
     def words(self) -> int:
@@ -85,10 +85,10 @@ class PassCost:
 
 
 class Search(NamedTuple):
-    """What a search saw, for the report.
+    """Statistics of a search, for the report.
 
     Attributes:
-        counts: how many partitions were priced and how many of them are possible, by name.
+        counts: numbers of partitions priced, and of those that are possible, by name.
         bounds: the memory bounds tried, bytes; None: without bound.
         runners_up: the next best plans as plain dictionaries.
     """
@@ -100,21 +100,21 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner chose. Made by `popsparse.planning`.
+    """The planner's result. Made by `popsparse.planning`.
 
     Attributes:
-        params, options: what was planned for; options as carried out (partials repaired).
-        dtype: of the values and the dense operands.
+        params, options: the request; the options are the effective ones (partials repaired).
+        dtype: type of the values and the dense operands.
         target: the machine.
-        method, grouping, partition: see above; partition's product is the tiles in use.
+        method, grouping, partition: see above; partition's product is the number of tiles in use.
         grad_w_exchange_buckets: grad_weight moves the buckets (else the dense operands).
-        block_dimensions: the block the plan works in; smaller than the parameters' for e.g.
-            16x16 blocks of float32.
-        buckets: their sizes.
-        costs: the estimate by pass name, in `PASSES` order, only of the passes planned for.
-        dense: the dense product of each pass (`dense.DensePlan`), where the plan is constrained to
+        block_dimensions: the block of the plan; smaller than the parameters' for e.g. 16x16 blocks
+            of float32.
+        buckets: the bucket sizes.
+        costs: the estimate by pass name, in `PASSES` order, only for planned passes.
+        dense: the dense product of each pass (`dense.DensePlan`), if the plan is constrained to
             keep its weights dense; else empty.
-        memory_bound: the bytes of temporary memory a tile was allowed; None: no bound.
+        memory_bound: the bound on a tile's temporary memory, bytes; None: no bound.
         search: the `Search`, for the report.
     """
 
@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that the plan depends on: its place in a `PlanningCache`."""
+        """Everything the plan depends on: its key in a `PlanningCache`."""
         return self.target, self.dtype, self.params, self.options
 
     @property
@@ -154,12 +154,12 @@ class Plan:
 
     @property
     def cycles(self) -> int:
-        """The estimate of all passes planned for."""
+        """The estimated cycles of all planned passes."""
         return sum(cost.cycles for cost in self.costs.values())
 
     @property
     def cycles_by_term(self) -> dict[str, int]:
-        """The estimate by pass and term."""
+        """The estimated cycles by pass and term."""
         return {
             f"{name} {term.name}": term.cycles
             for name, cost in self.costs.items()
@@ -201,7 +201,7 @@ class TileMemory:
     """Bytes of the fullest tile.
 
     `buckets`: values and meta-info; `operands`: its share of input and output; `temporary`: the
-    planner's estimate; `code`; `available`: what the tile has.
+    planner's estimate; `code`; `available`: the tile's memory.
     """
 
     buckets: int
@@ -228,9 +228,9 @@ _log = logging.getLogger("dynsparse.popsparse")
 
 
 class PlanningCache:
-    """Plans already made, dynamic and static, by everything they depend on.
+    """A cache of plans, dynamic and static, by everything they depend on.
 
-    `hits` counts the requests served by a plan made earlier.
+    `hits` counts the requests answered from the cache.
     """
 
     def __init__(self) -> None:
@@ -241,16 +241,16 @@ class PlanningCache:
         return len(self._plans)
 
     def find(self, key: Any, make: Callable[[], Made]) -> Made:
-        """The plan of `key`, made now if it is not there yet."""
+        """The plan of `key`, made if missing."""
         if key in self._plans:
             self.hits += 1
-            _log.debug("a plan made earlier serves: %s", key)
+            _log.debug("using a plan made earlier: %s", key)
         else:
             self._plans[key] = make()
         return self._plans[key]
 
 
 def keep(cache: PlanningCache | None, plan: Any) -> None:
-    """Keep the plan of an operand in the cache given to a function that uses the operand."""
+    """Store the plan of an operand in the cache passed to a function that uses the operand."""
     if cache is not None:
         cache.find(plan.key, lambda: plan)

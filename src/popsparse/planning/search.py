@@ -1,8 +1,8 @@
 """The planner: prices every partition and takes the cheapest.
 
 The search is exhaustive: every (x, y, z) whose product fits the tiles, for every method, evaluated
-as arrays. Least estimated cycles win, then least temporary memory, then the earlier method and
-the smaller partition.
+as arrays. The plan with the fewest estimated cycles wins; ties go to the least temporary memory,
+then to the earlier method and the smaller partition.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from popsparse.planning.plan import (
 
 _log = logging.getLogger("dynsparse.popsparse")
 
-_KEPT = 10  # Runners-up kept for the report, distinct in partition or method.
+_KEPT = 10  # Runners-up kept for the report; they differ in partition or method.
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Candidate:
     allowed: np.ndarray
 
     def at(self, value: Any, place: int) -> int:
-        """One partition's entry of a term, which may be a single number for all."""
+        """One partition's entry of a term, which may be one number for all partitions."""
         return int(np.broadcast_to(value, self.cycles.shape)[place])
 
 
@@ -78,19 +78,19 @@ def make_plan(
     options: Any = None,
     cache: PlanningCache | None = None,
 ) -> Plan:
-    """The best plan of a sparse fully connected layer on `target`.
+    """Plan a sparse fully connected layer on `target`.
 
     Args:
         target: a `popsparse.machine.Target`.
         dtype: float16 or float32, of the values and the dense operands.
-        params: what is multiplied.
-        options: an `Options` or a mapping. Its `do_grad_a_pass` and `do_grad_w_pass` say which
-            passes the plan is for besides forward; one partition serves them all.
-        cache: plans made earlier are taken from it, and the plan is kept there.
+        params: the parameters of the layer.
+        options: an `Options` or a mapping. Its `do_grad_a_pass` and `do_grad_w_pass` select the
+            passes to plan besides forward; one partition serves them all.
+        cache: reuses plans made earlier, and keeps this one.
 
     Raises:
         ValueError: options or constraints that no partition satisfies, more groups than tiles,
-            dense weights (`use_dense`) the memory cannot hold.
+            dense weights (`use_dense`) that do not fit the memory.
     """
     kind = data_type(dtype)
     requested = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
@@ -106,7 +106,7 @@ def matmul_plan(
     options: Any = None,
     cache: PlanningCache | None = None,
 ) -> Plan:
-    """The plan of a sparse x dense product: as of the layer, for forward and grad_input jointly."""
+    """Plan a sparse x dense product, as for a layer, for forward and grad_input jointly."""
     joint = Options.parse(options).with_passes(grad_a=True, grad_w=False)
     return make_plan(target, dtype, params.fully_connected, joint, cache)
 
@@ -145,7 +145,7 @@ def _candidates(
 
 
 def _bounds(target: Any, options: Options) -> list[int | None]:
-    """The memory bounds to try: the proportion asked for, doubled below two tiles, then none."""
+    """The memory bounds to try: the given proportion, doubled below two tiles, then none."""
     bound = int(target.bytes_per_tile * options.available_memory_proportion)
     bounds: list[int | None] = [bound]
     while 0 < bounds[-1] * 2 < 2 * target.bytes_per_tile:  # type: ignore[operator]
@@ -252,7 +252,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
 
 
 def _why_none(space: SearchSpace) -> str:
-    """One line on why no partition is allowed, with the nearest that would be."""
+    """One line on why no partition is allowed, with the nearest allowed value."""
     constraints = space.options.plan_constraints
     _, nx, ny, nz = space.groups
     tiles = space.target.tiles // space.params.num_groups
@@ -267,7 +267,7 @@ def _why_none(space: SearchSpace) -> str:
         if value is not None and (even := int(even_parts(groups, value))) != value:
             return (
                 f"plan_constraints.partition.{name}={value} leaves parts empty: {groups} groups "
-                f"fill {even} parts as full as {value} would have them; use {even}"
+                f"already fit {even} parts of the same size; use {even}"
             )
     if constraints.z is not None and nz % constraints.z:
         return (
@@ -318,15 +318,15 @@ def plan(
         density: present blocks over all blocks, in [0, 1].
         block_size: edge of the blocks, or (rows, columns).
         dtype: float16 or float32.
-        target: a `popsparse.machine.Target`; by default the Mk2.
-        passes: those that will run; one partition serves them all. A comma-separated string or
-            names. Forward is always planned for.
+        target: a `popsparse.machine.Target`; defaults to the Mk2.
+        passes: the passes that will run, names or a comma-separated string; one partition serves
+            them all. Forward is always included.
         options: `Options` or a mapping of further options.
-        cache: plans made earlier are taken from it.
+        cache: reuses plans made earlier.
 
     Raises:
-        ValueError, TypeError: a size, density, pass or option that makes no sense, or nothing that
-            the constraints allow.
+        ValueError, TypeError: an invalid size, density, pass or option, or no plan that the
+            constraints allow.
 
     >>> from popsparse.machine.target import Target
     >>> plan(512, 512, 64, 0.1, target=Target(tiles=24)).partition

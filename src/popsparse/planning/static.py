@@ -1,11 +1,11 @@
 """The planner of static products.
 
-It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
-tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
-estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
-docs/popsparse-formulas.md); `static_timing` then times what really comes out.
+The pattern is known. Columns are cut into bands with about equally many non-zeros; each band gets
+tiles in proportion to them; each tile gets an equal number of the band's blocks, in row order. The
+estimate assumes that blocks are spread at random over the kept rows and columns (section 6.2 of
+docs/popsparse-formulas.md); `static_timing` then times the actual result.
 
-The cycles of the kernels (section 6.3 there) are of a tile; a worker's instruction takes `workers`
+The cycles of the kernels (section 6.3 there) are per tile; a worker's instruction takes `workers`
 of them. Arguments may be arrays. Partial sums have the type of the data.
 """
 
@@ -57,8 +57,8 @@ _PATH_BYTES = 8  # The data path, and a load of weights: 64 bits.
 def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DType) -> Numbers:
     """Instructions of a worker with `rows` rows of `nz` elements in all, times n columns.
 
-    The printed form counts k elements for every one of m rows; here m k is the number of elements,
-    so it serves for rows of any length.
+    The published formula has k elements for each of m rows; here m k is the number of elements, so
+    rows may have any length.
     """
     rows, more = np.asarray(rows), np.asarray(nz) - rows  # Each row's first element is apart.
     if dtype.size == 2:
@@ -77,7 +77,7 @@ def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DType) -> Numbers
 
 
 def _block_constants(block: int, n: int, dtype: DType) -> tuple[int, int, int]:
-    """Of a worker with n columns: start, each row, each block."""
+    """Instructions of a worker with n columns: start, each row, each block."""
     if dtype.size == 2:
         if block == 4:
             return 17, 1, (7 if n <= 2 else 13) + n
@@ -114,7 +114,7 @@ def zero(rows: Numbers, n: int, block: int, dtype: DType, workers: int) -> Numbe
 def reduce(vectors: Numbers, partials: Numbers, dtype: DType, workers: int) -> Numbers:
     """Cycles of a tile that adds `partials` vectors into `vectors` results.
 
-    The printed form has `depth` partials for every result; partials = vectors x depth gives it.
+    The published formula has `depth` partials for every result: partials = vectors x depth.
     A vector is 8 float16 or 4 float32 numbers.
     """
     store = 8 if dtype.size == 2 else 5
@@ -124,17 +124,17 @@ def reduce(vectors: Numbers, partials: Numbers, dtype: DType, workers: int) -> N
 
 
 BLOCK_SIZES = (1, 4, 8, 16)
-"""Blocks that have a kernel."""
+"""Block sizes that have a kernel."""
 
 
 def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.ndarray | None]:
-    """The pattern [m, k] to multiply with, and the values [nnz, b, b] if the matrix has some.
+    """The pattern [m, k] to multiply with, and the values [nnz, b, b] if the matrix has any.
 
     Args:
         matrix: a `SparseMatrix` or a `SparsePattern` of the shape `params.sparse_shape`.
 
     Raises:
-        ValueError: another shape, or blocks without a kernel. TypeError: something else.
+        ValueError: a wrong shape, or blocks without a kernel. TypeError: another type of matrix.
     """
     if params.groups != 1:
         raise ValueError(f"a static product has one group, got {params.groups}")
@@ -189,19 +189,19 @@ def make_plan(
     options: Any = None,
     cache: PlanningCache | None = None,
 ) -> StaticPlan:
-    """The best plan of a product whose pattern is known.
+    """Plan a product whose pattern is known.
 
     Args:
         target: a `popsparse.machine.Target`.
-        dtype: float16 or float32, of everything.
+        dtype: float16 or float32, of all operands and the result.
         params: sizes.
         matrix: the sparse operand, a `SparseMatrix` or only its `SparsePattern`.
         options: an `Options` or a mapping.
-        cache: plans made earlier are taken from it, and the plan is kept there.
+        cache: reuses plans made earlier, and keeps this one.
 
     Raises:
-        ValueError: a pattern of another shape, options out of range, or no partition within the
-            memory and the reach of 16-bit offsets. TypeError: arguments of another type.
+        ValueError: a pattern of a wrong shape, options out of range, or no partition that fits the
+            memory and 16-bit offsets. TypeError: arguments of other types.
     """
     kind, requested = data_type(dtype), Options.parse(options, "static")
     pattern, _ = pattern_of(matrix, params)
@@ -212,7 +212,7 @@ def make_plan(
 
 
 class _Chosen(NamedTuple):
-    """What the search settles; the rest of a plan follows from it and the pattern."""
+    """The result of the search; the rest of a plan follows from it and the pattern."""
 
     n_split: int
     bands: int
@@ -222,11 +222,11 @@ class _Chosen(NamedTuple):
 
 
 class _CutSearch:
-    """All cuts of one product, and what each costs.
+    """All cuts of one product, and their costs.
 
     Args:
-        planned: rows and columns of the pattern that are reckoned with.
-        columns: blocks of each column of the pattern, those that are reckoned with first.
+        planned: numbers of rows and columns of the pattern that the estimate includes.
+        columns: blocks of each column of the pattern, included columns first.
     """
 
     def __init__(
@@ -255,15 +255,15 @@ class _CutSearch:
         return n_parts, split_tiles(n_parts, self.target.tiles, self.grain)
 
     def _band_tiles(self, number: int, tiles: int) -> tuple[int, ...] | None:
-        """How many of a part's tiles each of `number` bands gets; None: they are too few."""
+        """How many of a part's tiles each of `number` bands gets; None: too few tiles."""
         return tiles_of(self.bands(number).blocks, tiles, self.grain)
 
     def _cuts(self) -> Iterator[tuple[int, int, set[tuple[int, int]]]]:
-        """How many parts of n and bands there may be, and the different (columns of n, tiles) of
-        the parts.
+        """The possible numbers of parts of n and of bands, and the different (columns of n, tiles)
+        of the parts.
 
         Raises:
-            ValueError: options that ask for more parts or bands than there can be.
+            ValueError: options that request more parts or bands than possible.
         """
         options, vector = self.options, self.dtype.vector_width
         tile_grains = self.target.tiles // self.grain
@@ -284,7 +284,7 @@ class _CutSearch:
                 yield split, number, kinds
 
     def _present(self, probability: float, of: int) -> int:
-        """How many of `of` are expected to be there, and a standard deviation more."""
+        """How many of `of` are expected to be present, plus one standard deviation."""
         spread = math.ceil(math.sqrt(probability * (1 - probability) * of))
         return min(of, math.ceil(probability * of + spread))
 
@@ -362,10 +362,10 @@ class _CutSearch:
         return slowest, bytes_
 
     def best(self) -> _Chosen:
-        """The cheapest cut, and what the search saw.
+        """The cheapest cut, and the statistics of the search.
 
         Raises:
-            ValueError: no cut is possible, with the rules that are in the way.
+            ValueError: no cut is possible; the message lists the rules that exclude them.
         """
         if not self.pattern.nnz:  # Nothing to multiply: the output is zeros.
             moved = ceil_div(self.params.m * self.n * self.dtype.size, self.target.tiles)

@@ -1,10 +1,10 @@
-"""Bands of columns, where a static product's operands lie, and how its sums are made.
+"""Bands of columns, the layout of a static product's operands, and the reduction of its sums.
 
-The original hands each row of the result, in each part of n, to PopLibs' `reduceMany` as a
-reduction of its own. Each is made where its outputs lie, or, where the estimate of PopLibs'
-planner of reductions says that this is faster, in pieces of four vectors on consecutive tiles from
-an arbitrary one on; the sums then move to where they belong. So the work of such pieces is as
-uneven as chance makes it. See section 6.4 of docs/popsparse-formulas.md.
+The original passes each row of the result, in each part of n, to PopLibs' `reduceMany` as a
+separate reduction. Each runs on the tiles of its outputs, or, if PopLibs' planner of reductions
+estimates that this is faster, in pieces of four vectors on consecutive tiles from an arbitrary one
+on; the sums then move to their outputs. So the load of such pieces is randomly uneven. See
+section 6.4 of docs/popsparse-formulas.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams, ceil_div
 from popsparse.planning.plan import Search
 
-_LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set apart.
+_LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set aside.
 
 
 class Interval(NamedTuple):
@@ -37,8 +37,8 @@ class Interval(NamedTuple):
 
 
 class Bands(NamedTuple):
-    """Column bands: bounds [bands + 1] in (permuted) block columns, blocks of each, and the most
-    non-empty columns of one."""
+    """Column bands: bounds [bands + 1] in (permuted) block columns, blocks of each, and the largest
+    number of non-empty columns in one."""
 
     bounds: np.ndarray
     blocks: tuple[int, ...]
@@ -46,9 +46,9 @@ class Bands(NamedTuple):
 
 
 def sort_kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, int]:
-    """An order of rows (or columns) with those worth planning for first, and how many they are.
+    """An order of rows (or columns) with those to plan for first, and the number of these.
 
-    Kept are those with more than a tenth of the mean count, in their own order; the others follow,
+    Rows with more than a tenth of the mean count are kept in their order; the others follow,
     fullest first.
     """
     order = np.arange(len(counts))
@@ -61,7 +61,7 @@ def sort_kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, i
 
 
 def column_bands(counts: np.ndarray, most: int) -> Bands:
-    """At most `most` bands, each closed by the column with which it has its even share."""
+    """At most `most` bands, each ending with the column that completes its even share."""
     total = int(counts.sum())
     share = -(-total // most)
     before = np.concatenate([[0], np.cumsum(counts)])
@@ -100,7 +100,7 @@ def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]
 
 
 def tiles_of(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
-    """Tiles for each band, in multiples of `grain`, by its blocks; None if too few."""
+    """Tiles for each band in proportion to its blocks, in multiples of `grain`; None: too few."""
     total, used = sum(blocks), 0
     shares = []
     for index, count in enumerate(blocks):
@@ -120,9 +120,9 @@ def tiles_of(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...]
     return tuple(shares)
 
 
-_GRAIN = 8  # Outputs that the planner of reductions spreads at least.
-_LEAST_VECTORS = 4  # Of a piece that is spread.
-_STATE_BYTES = 24  # Of a vertex: its code, two edges, four numbers.
+_GRAIN = 8  # The fewest outputs that the planner of reductions spreads.
+_LEAST_VECTORS = 4  # The fewest vectors of a piece that is spread.
+_STATE_BYTES = 24  # State of a vertex: its code, two edges, four numbers.
 
 
 def vertex_cycles(outputs: Any, depth: Any, dtype: DType) -> Any:
@@ -148,15 +148,15 @@ def vertex_cycles(outputs: Any, depth: Any, dtype: DType) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Pieces of the result that one tile adds up, in order of their tiles.
+    """Pieces of the result, each reduced on one tile, in order of their tiles.
 
     Attributes:
-        begin, length: of each in the result's device order, int64 [pieces].
-        tile, row, part: where it is made; whose outputs they are.
-        depth: partial sums of each output: none, for rows without any, or at least two.
-        at_home: whether the outputs lie on that tile.
-        ones: stretches of `StaticPlan.outputs` with one partial sum, which is moved there.
-        spread: stretches whose sums are made elsewhere.
+        begin, length: range of each in the result's device order, int64 [pieces].
+        tile, row, part: the tile that reduces it; the row and part of n of its outputs.
+        depth: partial sums of each output: zero, for empty rows, or at least two.
+        at_home: whether the outputs are on that tile.
+        ones: stretches of `StaticPlan.outputs` with one partial sum, which is only moved.
+        spread: stretches whose sums are made on other tiles.
     """
 
     begin: np.ndarray
@@ -207,10 +207,10 @@ class Sums:
         return cls(begin, length, tile, rows, of_part, depths, at_home, ones, elsewhere_)
 
     def cycles(self, plan: Any, chosen: np.ndarray) -> np.ndarray:
-        """Cycles of every tile for some of the pieces (bool [pieces]): [tiles].
+        """Cycles of every tile for the chosen pieces (bool [pieces]): [tiles].
 
-        A piece goes to as many workers as it has pairs of vectors; all vertices of a tile share
-        them, so it takes their sum, or the longest of them six times over.
+        A piece uses one worker for each pair of vectors. All vertices of a tile share the workers,
+        so the tile takes the sum over them, or six times the longest if that is more.
         """
         tiles, workers = plan.target.tiles, plan.target.workers
         summed = chosen & (self.depth > 0)
@@ -241,14 +241,14 @@ class Sums:
         return _STATE_BYTES * np.bincount(self.tile, -(-grains // share), plan.target.tiles)
 
     def received_bytes(self, plan: Any) -> np.ndarray:
-        """Partial sums that come to every tile: [tiles]."""
+        """Bytes of partial sums that each tile receives: [tiles]."""
         tiles, outputs = plan.target.tiles, plan.outputs
         summed = np.bincount(self.tile, self.length * self.depth, tiles)
         moved = np.bincount(outputs.tile[self.ones], outputs.length[self.ones], tiles)
         return (summed + moved) * plan.dtype.size
 
     def moved_bytes(self, plan: Any) -> np.ndarray:
-        """Of the sums made elsewhere, the most that a tile receives and sends: [2]."""
+        """The most bytes of sums made on other tiles that a tile receives and sends: [2]."""
         tiles, outputs = plan.target.tiles, plan.outputs
         to = np.bincount(outputs.tile[self.spread], outputs.length[self.spread], tiles).max()
         away = ~self.at_home
@@ -257,10 +257,10 @@ class Sums:
 
 
 def _elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
-    """Which rows of which parts of n are added up elsewhere: bool [rows, parts].
+    """Which rows of which parts of n are reduced on other tiles: bool [rows, parts].
 
-    PopLibs' estimate. The partial sums that come to the outputs are not multiplied by their number,
-    those that come to pieces elsewhere are.
+    PopLibs' estimate. It multiplies partial sums sent to pieces elsewhere by their number, but not
+    those sent to the outputs.
     """
     outputs, tiles = plan.outputs, plan.target.tiles
     size, vector = plan.dtype.size, plan.dtype.vector_width
@@ -365,7 +365,7 @@ class Pieces:
 def plan_key(
     target: Any, dtype: DType, params: MatmulParams, options: Options, pattern: SparsePattern
 ) -> tuple[Any, ...]:
-    """All that a static plan depends on; of the pattern its positions."""
+    """Everything a static plan depends on; of the pattern, only its positions."""
     digest = hashlib.sha256(pattern.rows.numpy().tobytes())
     digest.update(pattern.cols.numpy().tobytes())
     return target, dtype, params, options, pattern.block_size, digest.hexdigest()
@@ -373,21 +373,21 @@ def plan_key(
 
 @dataclass(frozen=True, eq=False)
 class StaticPlan:
-    """How a product with a known pattern is cut. Made by `static.make_plan`.
+    """The cut of a product with a known pattern. Made by `static.make_plan`.
 
     Attributes:
-        params, options, dtype, target: what was planned for.
-        pattern: of the sparse operand, [m, k] (already transposed for dense x sparse).
-        row_order, column_order: block rows and columns as the device has them; place i is block
-            row `row_order[i]`.
-        planned: rows and columns, in blocks, that the planner reckoned with.
+        params, options, dtype, target: the request.
+        pattern: pattern of the sparse operand, [m, k] (already transposed for dense x sparse).
+        row_order, column_order: block rows and columns in device order; place i is block row
+            `row_order[i]`.
+        planned: numbers of block rows and columns that the planner's estimate includes.
         bands: column bands, in places of `column_order`.
-        n_parts: the columns of the dense operand (padded to full vectors), cut.
+        n_parts: the parts of the dense operand's columns (padded to full vectors).
         tile_parts: the tiles of each part of n.
         band_tiles: for each part of n, the tiles of each band.
         terms: the planner's estimate in cycles, by name.
         temporary_bytes: its estimate of a tile's temporary data.
-        search: figures of the search.
+        search: statistics of the search.
     """
 
     params: MatmulParams
@@ -408,7 +408,7 @@ class StaticPlan:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that the plan depends on: its place in a `PlanningCache`."""
+        """Everything the plan depends on: its key in a `PlanningCache`."""
         return plan_key(self.target, self.dtype, self.params, self.options, self.pattern)
 
     @property
@@ -425,7 +425,7 @@ class StaticPlan:
 
     @property
     def cycles(self) -> int:
-        """The planner's estimate."""
+        """The planner's estimate in cycles."""
         return sum(self.terms.values())
 
     @property
@@ -485,7 +485,7 @@ class StaticPlan:
 
     @cached_property
     def sums(self) -> Sums:
-        """Where the partial sums are added up."""
+        """The tiles on which the partial sums are reduced."""
         return Sums.of(self)
 
 
@@ -511,7 +511,7 @@ class Outputs:
     def of(cls, plan: StaticPlan) -> Outputs:
         block, width = plan.pattern.block_size, plan.n_padded
         total = plan.params.m * width
-        # Whole vectors in both directions stay together, as the original maps them.
+        # Whole vectors in both directions stay together, as in the original's mapping.
         vector = plan.dtype.vector_width
         grain = vector if block == 1 else vector * vector
         share = ceil_div(ceil_div(total, grain), plan.target.tiles) * grain

@@ -1,4 +1,4 @@
-"""Data for calls of many steps, read in the background."""
+"""A data loader for calls of many steps, which reads in the background."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from dynsparse._core.checks import check_integer, check_kind
 from popsparse.poptorch.options import DataLoaderMode, Options
 
 _AHEAD = 3
-"""Combined batches that wait to be taken."""
+"""Number of combined batches read ahead."""
 
 
 class DataLoader(data.DataLoader):
     """A `torch.utils.data.DataLoader` of combined batches.
 
-    A combined batch is what one call of a wrapped model takes: batch_size x deviceIterations x
-    replicationFactor x gradientAccumulation samples. Samples that do not fill one are left out.
+    A combined batch is the input of one call of a wrapped model: batch_size x deviceIterations x
+    replicationFactor x gradientAccumulation samples. A last, incomplete one is dropped.
 
     Args:
-        options: of the model.
-        dataset: with or without a length.
-        batch_size: of the model, in samples.
-        shuffle, num_workers: as in torch. Shuffling draws from a generator of its own, seeded by
-            options.randomSeed or from torch's global one when the loader is made, so that reading
-            ahead does not change what the training draws.
+        options: options of the model.
+        dataset: a dataset with or without a length.
+        batch_size: batch size of the model, in samples.
+        shuffle, num_workers: as in torch. Shuffling uses its own generator, seeded by
+            options.randomSeed or from torch's global generator when the loader is created, so that
+            reading ahead does not change the random numbers of the training.
         mode: Async reads the next combined batches in a thread (with num_workers, in processes)
-            while the model computes; Sync reads when asked. A dataset that draws from torch's
-            global generator gives the same data in every run only with Sync or num_workers.
-        more: of torch's.
+            while the model computes; Sync reads on request. A dataset that draws from torch's
+            global generator is reproducible only with Sync or num_workers.
+        more: further arguments of torch's loader.
 
     Raises:
-        TypeError: options or a mode of another kind. ValueError: sizes below 1, and what torch
+        TypeError: options or a mode of another type. ValueError: sizes below 1, and what torch
             raises.
     """
 
@@ -82,7 +82,7 @@ class DataLoader(data.DataLoader):
                 return iter(())
             try:
                 return iter(itertools.repeat(first, len(self)))
-            except TypeError:  # a dataset without a length, whose end nobody reads
+            except TypeError:  # a dataset without a length
                 return itertools.repeat(first)
         return _ahead(batches) if self._in_thread else batches
 

@@ -1,4 +1,4 @@
-"""Models whose calls take many steps."""
+"""Wrapped models, whose calls run many steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from popsparse.report import write_layer_report
 
 
 def _split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
-    """`arguments`, any tree of tensors with one first dimension, in `count` equal parts.
+    """Split `arguments`, any tree of tensors with equal first dimensions, into `count` equal parts.
 
     Raises:
         ValueError: no tensor, tensors of different lengths, a length that `count` does not divide;
-            `meaning` says what count is made of.
+            `meaning` explains `count` in the message.
     """
     leaves, tree = pytree.tree_flatten(arguments)
     sizes = sorted({leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim})
@@ -39,7 +39,7 @@ def _split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
     if sizes[0] == 0 or sizes[0] % count:
         raise ValueError(
             f"a combined batch must be a multiple of {meaning}, got {sizes[0]} samples: set these "
-            "options, or take batches from poptorch.DataLoader"
+            "options, or use batches of poptorch.DataLoader"
         )
     size = sizes[0] // count
     columns = [
@@ -61,10 +61,10 @@ def _synthetic_like(arguments: Any) -> Any:
 
 
 class _Outputs:
-    """What a call returns of the outputs of its batches, which come one by one.
+    """Collects the outputs that a call returns, batch by batch.
 
-    Tensors with samples are joined along them, in the order of the data; a single number becomes
-    one per batch that is returned, or stays one where that is the only batch.
+    Tensors with samples are concatenated along them, in the order of the data; a scalar becomes one
+    number per returned batch, or stays a scalar if that is the only batch.
     """
 
     def __init__(self, options: Options, mode: OutputMode, per_iteration: int) -> None:
@@ -77,7 +77,7 @@ class _Outputs:
         self._kept: list[Any] = []
 
     def add(self, output: Any) -> None:
-        """The output of the next batch, without its graph where it is kept."""
+        """Add the output of the next batch, detached if it is kept."""
         iteration, inside = divmod(self._seen, self._per_iteration)
         self._seen += 1
         if self._mode is OutputMode.Sum and self._kept:
@@ -115,7 +115,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def _cache_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
-    """torch.compile keeps code in this folder; the environment is restored afterwards."""
+    """Let torch.compile cache code in this folder; restores the environment afterwards."""
     before = os.environ.get(_CACHE)
     if folder:
         os.environ[_CACHE] = str(folder)
@@ -137,16 +137,16 @@ _INSTEAD = {
     **dict.fromkeys(("cycleCount", "getLatency", "getPerfCounters"), _CYCLES),
     "rng_state": "torch.get_rng_state() is the state of the generator",
 }
-"""What PopTorch's models have, by name, and what there is here."""
+"""Attributes of PopTorch's models, by name, and their replacements here."""
 
 
 class WrappedModel:
-    """What `trainingModel` and `inferenceModel` return: called with a combined batch.
+    """The result of `trainingModel` and `inferenceModel`: call it with a combined batch.
 
-    The weights are the model's own Parameters at every moment: there is one copy of them.
+    The weights are always the model's own Parameters; there is no second copy.
 
     Attributes:
-        options: what it was made with. model: the module that was wrapped.
+        options: the options. model: the wrapped module.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class WrappedModel:
             self._executors, self._backend = _executors(model, target, memory), False
         elif self.options.available_memory is not None or self.options.profile_folder is not None:
             raise ValueError(
-                "setAvailableMemoryProportion and enableProfiling are for the tile machine: pass "
-                "target=popsparse.Target.bow() too, or leave them out"
+                "setAvailableMemoryProportion and enableProfiling are for the tile machine: also "
+                "pass target=popsparse.Target.bow(), or leave them out"
             )
         if self._backend is False and self.options.cache_folder is not None:
             raise ValueError(
@@ -193,10 +193,10 @@ class WrappedModel:
             torch.manual_seed(self.options.random_seed)
 
     def setOptimizer(self, optimizer: Optimizer | SparseTrainer | None) -> None:
-        """Take steps of another optimizer, or of another sparse trainer, from the next call on.
+        """Use another optimizer, or another sparse trainer, from the next call on.
 
         Raises:
-            TypeError: neither of them. ValueError: a model for inference.
+            TypeError: neither an optimizer nor a sparse trainer. ValueError: an inference model.
         """
         if not self._training:
             raise ValueError("a model for inference has no optimizer")
@@ -234,8 +234,8 @@ class WrappedModel:
         """Does nothing: there is one copy of the weights."""
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for combined batches like this one, with a target its programs. Weights, buffers,
-        gradients and random generators stay as they are.
+        """Compile for combined batches like this one; with a target, build its programs. Weights,
+        buffers, gradients and random generators stay unchanged.
 
         Raises:
             ValueError: as a call does.
@@ -266,7 +266,7 @@ class WrappedModel:
         return self.options.cache_folder or os.environ.get("POPTORCH_CACHE_DIR")
 
     def _split(self, batch: Any) -> tuple[list[Any], int]:
-        """The batches of a combined one, and how many make a step."""
+        """The batches of a combined batch, and how many make a step."""
         options = self.options
         per_step = options.batches_per_step if self._training else options.replication_factor
         factors = {
@@ -279,14 +279,14 @@ class WrappedModel:
         return _split_arguments(batch, options.device_iterations * per_step, meaning), per_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a combined batch, whose order is iterations, replicas, accumulated batches.
+        """Compute a combined batch, ordered by iterations, replicas, accumulated batches.
 
         Returns:
-            The outputs, as options.outputMode says, without gradients.
+            The outputs that options.outputMode selects, without gradients.
 
         Raises:
-            ValueError: a batch that the options' product does not divide, and for training outputs
-                that do not end in a loss. RuntimeError: not attached. FloatingPointError: see
+            ValueError: a batch that the options' product does not divide; for training, outputs
+                that do not end with a loss. RuntimeError: not attached. FloatingPointError: see
                 options.Precision.
         """
         options = self.options
@@ -362,7 +362,7 @@ class WrappedModel:
 
     @contextmanager
     def _mode(self) -> Iterator[None]:
-        """The model in training or evaluation mode and on its target; restores both afterwards."""
+        """Set training or evaluation mode and the target; restore both afterwards."""
         flags = [(module, module.training) for module in self.model.modules()]
         executors = [(layer, layer.executor) for layer, _ in self._executors]
         self.model.train(self._training)
@@ -385,7 +385,7 @@ def trainingModel(
     target: Any = None,
     compile: bool | str = True,
 ) -> WrappedModel:
-    """A model whose calls train: forward, backward and the optimizer's step, many times.
+    """Wrap a model for training: a call runs forward, backward and the optimizer's step many times.
 
         training = poptorch.trainingModel(model, options, optimizer=ds.RigL(model, adam, ...))
         for images, labels in loader:  # poptorch.DataLoader
@@ -394,15 +394,15 @@ def trainingModel(
     Args:
         model: its forward takes the data and the labels and returns the loss, or outputs of which
             the last is the loss.
-        options: how many steps a call takes, and what it returns.
-        optimizer: of the model's parameters, or a sparse trainer if patterns change. Defaults to
-            SGD with a learning rate of 0.01, as in PopTorch.
+        options: options such as the number of steps of a call, and its outputs.
+        optimizer: an optimizer of the model's parameters, or a sparse trainer if patterns change.
+            Defaults to SGD with a learning rate of 0.01, as in PopTorch.
         target: a `machine.Target`, to compute the sparse layers' products on that tile machine.
-        compile: False computes without `torch.compile`; a name is another backend than inductor,
+        compile: False disables `torch.compile`; a name selects a backend other than inductor,
             which needs a C++ compiler on the CPU. With a target nothing is compiled.
 
     Raises:
-        TypeError: arguments of another kind, or a dtype that the target does not have.
+        TypeError: arguments of other types, or a dtype that the target does not support.
     """
     if optimizer is None:
         check_kind("model", model, nn.Module, "a torch.nn.Module")
@@ -417,15 +417,16 @@ def inferenceModel(
     target: Any = None,
     compile: bool | str = True,
 ) -> WrappedModel:
-    """A model whose calls compute many batches in evaluation mode; see `trainingModel`."""
+    """Wrap a model for inference: a call computes many batches in evaluation mode; see
+    `trainingModel`."""
     return WrappedModel(model, options, None, False, target, compile)
 
 
 def identity_loss(x: Tensor, reduction: str = "mean") -> Tensor:
     """Mark `x` as the loss, reduced by "mean", "sum" or "none".
 
-    Source: PopTorch user guide, "identity_loss". Here it does no more than reduce: the loss is the
-    last output of the model.
+    Source: PopTorch user guide, "identity_loss". Here it only reduces: the loss is the last output
+    of the model.
     """
     if reduction == "mean":
         return x.mean()
@@ -440,8 +441,8 @@ def _loss_of(output: Any) -> Tensor:
     last = output[-1] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(last, Tensor) or last.numel() != 1 or not last.requires_grad:
         raise ValueError(
-            "for training the model must return the loss, or outputs of which the last is the "
-            "loss, a single number that depends on the weights"
+            "for training the model must return the loss, or outputs with the loss last, as a "
+            "scalar that depends on the weights"
         )
     return last.reshape(())
 
@@ -453,8 +454,6 @@ def _executors(
     if not layers:
         raise ValueError("target is for sparse layers, of which the model has none")
     if any(layer.executor is not None for layer in layers):
-        raise ValueError(
-            "a layer has a target or an active subset of its own: leave out target here"
-        )
+        raise ValueError("a layer has its own target or active subset: leave out target here")
     options = None if memory is None else {"available_memory_proportion": memory}
     return [(layer, executor_for(target, layer.values.dtype, options)) for layer in layers]

@@ -20,7 +20,7 @@ from dynsparse._core.checks import (
 
 
 class OutputMode(Enum):
-    """Which of a call's batches have their outputs returned."""
+    """The batches of a call whose outputs are returned."""
 
     All = "all"
     Final = "final"
@@ -33,7 +33,7 @@ AnchorMode = OutputMode
 
 
 class ReductionType(Enum):
-    """How the gradients of the batches of one step become one."""
+    """How the gradients of the batches of one step are reduced."""
 
     Mean = "mean"
     Sum = "sum"
@@ -47,7 +47,7 @@ class DataLoaderMode(Enum):
 
 
 class ConnectionType(Enum):
-    """When a model is attached, so that it may be called: Always, at the first call (OnDemand), or
+    """When a model is attached and can be called: Always, from the first call on (OnDemand), or
     Never, which only compiles."""
 
     Always = "always"
@@ -56,13 +56,13 @@ class ConnectionType(Enum):
 
 
 class Options:
-    """PopTorch's `Options`, as far as they apply without an IPU.
+    """The options of PopTorch's `Options` that apply without an IPU.
 
         options = poptorch.Options().deviceIterations(50)
         options.Training.gradientAccumulation(4)
 
-    Every setter checks what it is given and returns the options. An option of PopTorch's that is
-    not here is an AttributeError which says so.
+    Every setter checks its argument and returns the options. Other options of PopTorch raise an
+    AttributeError that lists the available ones.
 
     Attributes:
         Training: gradientAccumulation, accumulationAndReplicationReductionType.
@@ -85,15 +85,15 @@ class Options:
         self.Precision = PrecisionOptions()
 
     def deviceIterations(self, count: int) -> Options:
-        """How many steps a call takes (training), or batches it computes. Defaults to 1."""
+        """Number of steps (training) or batches (inference) of a call. Defaults to 1."""
         self.device_iterations = check_integer("deviceIterations", count, 1)
         return self
 
     def replicationFactor(self, count: int) -> Options:
-        """How many replicas share a step; here they take turns in one process. Defaults to 1.
+        """Number of replicas that share a step; here they take turns in one process. Defaults to 1.
 
-        Gradients, and so weights, are those of as many replicas. To use several processes, wrap
-        the model in `DistributedDataParallel` instead.
+        Gradients and weights are the same as with that many replicas. To use several processes,
+        wrap the model in `DistributedDataParallel` instead.
         """
         self.replication_factor = check_integer("replicationFactor", count, 1)
         return self
@@ -125,13 +125,13 @@ class Options:
 
     def enableSyntheticData(self, enabled: bool = True) -> Options:
         """Compute on one batch of normally distributed numbers (zeros for integers, such as labels)
-        instead of the data, which are then not read after the first batch."""
+        instead of the data, which is not read after the first batch."""
         self.synthetic_data = check_flag("enableSyntheticData", enabled)
         return self
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Options:
-        """Keep compiled code in this folder, so that the next process need not compile; None for
-        that of the environment variable POPTORCH_CACHE_DIR, or else the compiler's own choice."""
+        """Cache compiled code in this folder, so that the next process does not compile again; None
+        for the environment variable POPTORCH_CACHE_DIR, or else the compiler's default."""
         self.cache_folder = None if path is None else Path(path)
         return self
 
@@ -142,8 +142,8 @@ class Options:
         return self
 
     def setAvailableMemoryProportion(self, proportions: Mapping[str, float]) -> Options:
-        """How much of a tile's memory the products of sparse layers may take for temporary data,
-        such as {"IPU0": 0.5}: an option of the planner, for models with a target."""
+        """The part of a tile's memory that sparse layers' products may use for temporary data, such
+        as {"IPU0": 0.5}: an option of the planner, for models with a target."""
         name = "setAvailableMemoryProportion"
         check_kind(name, proportions, Mapping, 'a mapping such as {"IPU0": 0.5}')
         if list(proportions) != ["IPU0"]:
@@ -155,7 +155,7 @@ class Options:
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Options:
         """Write a page about the last run of each sparse layer after every call, for models with a
-        target: to this folder, or else the current one, as NAME-LAYER.html."""
+        target: to this folder, by default the current one, as NAME-LAYER.html."""
         self.profile_folder = Path(profile_dir or ".")
         return self
 
@@ -172,8 +172,8 @@ class Options:
             name for name, what in vars(Options).items() if callable(what) and name[0] != "_"
         ]
         raise AttributeError(
-            f"poptorch.Options has no {shortened(name)} here: there is nothing like it away from "
-            "an IPU. Those that there are: " + ", ".join(setters)
+            f"poptorch.Options has no {shortened(name)} here: it has no equivalent without an IPU. "
+            "Available options: " + ", ".join(setters)
         )
 
     @property
@@ -182,19 +182,19 @@ class Options:
 
 
 class TrainingOptions:
-    """Options of training alone."""
+    """Options that apply only to training."""
 
     def __init__(self) -> None:
         self.gradient_accumulation = 1
         self.reduction = ReductionType.Mean
 
     def gradientAccumulation(self, count: int) -> TrainingOptions:
-        """How many batches make one step of the optimizer. Defaults to 1."""
+        """Number of batches of one optimizer step. Defaults to 1."""
         self.gradient_accumulation = check_integer("Training.gradientAccumulation", count, 1)
         return self
 
     def accumulationAndReplicationReductionType(self, kind: ReductionType) -> TrainingOptions:
-        """Whether a step takes the Mean of its batches' gradients (the default) or their Sum."""
+        """Whether a step uses the Mean of its batches' gradients (the default) or their Sum."""
         check_kind(
             "Training.accumulationAndReplicationReductionType",
             kind,
@@ -212,7 +212,7 @@ class PrecisionOptions:
         self.floating_point_exceptions = False
 
     def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
-        """Raise FloatingPointError where an output or a loss is infinite or NaN."""
+        """Raise FloatingPointError if an output or a loss is infinite or NaN."""
         name = "Precision.enableFloatingPointExceptions"
         self.floating_point_exceptions = check_flag(name, enabled)
         return self
@@ -227,10 +227,10 @@ class PrecisionOptions:
         return self
 
     def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """False only: the host rounds to nearest; see `popsparse.compile`, on the tile machine."""
+        """Only False: the host rounds to nearest; for the tile machine see `popsparse.compile`."""
         if check_flag("Precision.enableStochasticRounding", enabled):
             raise ValueError(
-                "Precision.enableStochasticRounding: these processors round to nearest: leave it, "
-                "or train by popsparse.compile(..., stochastic_rounding=seed)"
+                "Precision.enableStochasticRounding: processors here round to nearest: leave it "
+                "False, or train with popsparse.compile(..., stochastic_rounding=seed)"
             )
         return self

@@ -1,12 +1,11 @@
 """Codelets that read buckets: products, gradients, embedding.
 
 A vertex reads the words in its tile's memory. Many tiles see the same bucket, at different steps,
-so each distinct content is read once; what a vertex does still depends on nothing but the words it
-was given.
+so each distinct content is decoded once; a vertex still depends only on the words it was given.
 
-No source gives cycles for these kernels, so theirs are counted from what they have to do: every
-worker takes a share of a sub-group's rows, compares each with all indices, and for a hit moves the
-row's non-zeros.
+No source gives cycles for the embedding kernels, so they are counted from their work: every worker
+takes a share of a sub-group's rows, compares each with all indices, and for a hit moves the row's
+non-zeros.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.plan import Method, Plan
 from popsparse.timing import MISS_CYCLES, BucketLoad, sub_group_cycles
 
-# Contents are forgotten when this many times more are known than a pattern has.
+# The cache of contents is cleared when it has this many times more than a pattern has.
 _KEPT_PATTERNS = 8
 
 
 class SubGroup(NamedTuple):
-    """What a bucket holds for one rectangle: block rows, columns and places in its values, and
-    what a tile of the rectangle spends on it."""
+    """A bucket's content for one rectangle: block rows, columns and places in its values, and the
+    cycles that a tile of the rectangle spends on it."""
 
     rectangle: int
     cycles: float
@@ -51,8 +50,8 @@ class SubGroup(NamedTuple):
 
 
 class SubGroupMatches(NamedTuple):
-    """Sub-groups that concern the vertices which see them, in order of vertices. `vertex` and
-    `slot`, in which of its buckets, are int64 [sub-groups]."""
+    """Sub-groups that match the vertices which see them, in order of vertices. `vertex` and `slot`
+    (which of its buckets) are int64 [sub-groups]."""
 
     vertex: np.ndarray
     slot: np.ndarray
@@ -60,7 +59,7 @@ class SubGroupMatches(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Blocks of each."""
+        """Number of blocks of each sub-group."""
         return [len(group.row) for group in self.groups]
 
     def joined(self, part: str) -> np.ndarray:
@@ -70,9 +69,9 @@ class SubGroupMatches(NamedTuple):
 
 
 class BucketMatches(NamedTuple):
-    """Blocks that concern the vertices which see them, in order of vertices. int64 [blocks].
+    """Blocks that match the vertices which see them, in order of vertices. int64 [blocks].
 
-    `slot` says in which of a vertex's buckets a block lies.
+    `slot` is the vertex's bucket that holds the block.
     """
 
     vertex: np.ndarray
@@ -83,9 +82,9 @@ class BucketMatches(NamedTuple):
 
 
 class BucketCodelets(ABC):
-    """Codelets whose work is what the words of buckets say.
+    """Codelets whose work depends on the words of buckets.
 
-    What a vertex finds there is looked up once, for its cycles, and kept for its work, which
+    The matches of a vertex are looked up once, for its cycles, and kept for the computation that
     follows.
     """
 
@@ -96,7 +95,7 @@ class BucketCodelets(ABC):
 
     @abstractmethod
     def _match(self, v: VertexView) -> tuple[np.ndarray, Any]:
-        """Cycles of each vertex and what it has to do."""
+        """Cycles of each vertex and its matches."""
 
     def _codelet(
         self,
@@ -122,7 +121,7 @@ class BucketCodelets(ABC):
         return cycles.reshape(v.shape)
 
     def _flops(self, v: VertexView) -> np.ndarray:
-        """Of blocks, each times a tile's part of the batch; `_match` gives `BucketMatches`."""
+        """Flops of blocks times a tile's part of the batch; `_match` must give `BucketMatches`."""
         bx, by = self.plan.block_dimensions
         each = 2 * bx * by * self.plan.elements_per_tile.z
         return each * np.bincount(self._held(v).vertex, minlength=v.count).reshape(v.shape)
@@ -168,11 +167,11 @@ class BucketReader:
     def find(
         self, words: np.ndarray, is_wanted: Callable[[int, SubGroup], bool]
     ) -> tuple[np.ndarray, SubGroupMatches]:
-        """The sub-groups that concern each vertex, and its cycles for passing by the others.
+        """The sub-groups that match each vertex, and its cycles for skipping the others.
 
         Args:
             words: uint16 [vertices, buckets each sees, words].
-            is_wanted: of a vertex and a sub-group.
+            is_wanted: whether a vertex and a sub-group match.
         """
         count, slots = words.shape[:2]
         cycles = np.zeros(count)
@@ -191,7 +190,7 @@ class BucketReader:
         return cycles, SubGroupMatches(*matches)
 
     def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
-        """What vertices find of their own rectangle: cycles [vertices], and the blocks.
+        """The matches of vertices with their own rectangle: cycles [vertices], and the blocks.
 
         Args:
             words: uint16 [vertices, buckets each sees, words].
@@ -229,7 +228,7 @@ class BucketReader:
 
 
 def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
-    """Sub-groups, rows and blocks of what was read; rows are those of the forward product."""
+    """Sub-groups, rows and blocks of decoded buckets; rows are those of the forward product."""
     order = np.arange(len(contents.group))
     if transposed:
         order = np.lexsort((contents.col, contents.row, contents.group))
@@ -251,7 +250,7 @@ def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
     )
 
 
-# Vertices are computed together as long as their operands in float32 stay below this.
+# Vertices are computed together while their operands in float32 stay below this size.
 _CHUNK_BYTES = 1 << 26
 
 
@@ -263,11 +262,11 @@ def chunks(count: int, elements: int) -> Iterator[slice]:
 
 
 class ProductCodelets(BucketCodelets):
-    """Codelets that add what a tile's buckets hold of its rectangle, times the tile's operand.
+    """Codelets that multiply the blocks of a tile's rectangle in its buckets by the tile's operand.
 
     `distribution` sees the tile's own bucket and those of its Z partners; `propagation` sees the
-    one that is passing. Their edges: words and values of buckets, `operand` [channels, batch],
-    `partials` [channels, batch].
+    passing one. Edges: words and values of buckets, `operand` [channels, batch], `partials`
+    [channels, batch].
     """
 
     def __init__(self, plan: Plan, name: str, *, transposed_blocks: bool) -> None:
@@ -359,7 +358,7 @@ def _add(
 def _add_rounding(
     partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, matches: BucketMatches
 ) -> None:
-    """The same with float16 partials, which round after each block of a row."""
+    """The same with float16 partials, rounded after each block of a row."""
     _, height, width = blocks.shape
     count, outputs, batch = partials.shape
     order = np.argsort(matches.vertex * outputs + matches.row, kind="stable")
@@ -378,7 +377,7 @@ def _add_rounding(
 
 
 def transpose_codelet(plan: Plan) -> Codelet:
-    """Turns every block of a bucket: `values` to `out`, [values]."""
+    """Transposes every block of a bucket: `values` to `out`, [values]."""
     bx, by = plan.block_dimensions
     count = plan.buckets.nz_elements // (bx * by)
     cycles = int(tile_cycles.transpose_blocks(count, bx, by, plan.dtype, int(plan.target.workers)))
@@ -396,8 +395,8 @@ class GradWeightCodelets(BucketCodelets):
     """Codelets that add dY x X^T of a tile's part of the batch to a bucket's partial gradients.
 
     Edges: `words` and `partials` of the bucket; `gradient` and `input`, [channels, batch], or
-    [batch, channels] where the matrix units want them so. Whose rectangle the operands are says a
-    scalar (`resident`: buckets travel) or the operands themselves (`visiting`: they travel).
+    [batch, channels] if the matrix units need it. The rectangle of the operands is given by a
+    scalar (`resident`: buckets travel) or by the operands themselves (`visiting`: they travel).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -446,7 +445,7 @@ class GradWeightCodelets(BucketCodelets):
 
 
 def rearrange_codelet(plan: Plan, dim: str) -> Codelet:
-    """Brings the operand of dimension "x" or "y" from [channels, batch] to [batch, channels]."""
+    """Transposes the operand of dimension "x" or "y": [channels, batch] to [batch, channels]."""
     blocks = getattr(plan.groups_per_tile, dim)
     edge = getattr(plan.grouping, dim)
     batch = plan.elements_per_tile.z
@@ -461,11 +460,11 @@ def rearrange_codelet(plan: Plan, dim: str) -> Codelet:
 
 _LAUNCH = 46  # Supervisor: find a sub-group, start the workers; as in the products' formulas.
 _ROW, _COMPARE = 10, 1  # Worker: a row's entry and pointers; one index.
-_HIT, _MOVE = 5, 3  # Worker: a row that is asked for; load, add or store of a vector.
+_HIT, _MOVE = 5, 3  # Worker: a row that matches; load, add or store of a vector.
 
 
 class _Hits(NamedTuple):
-    """Which index of which vertex meets which block: one element per pair."""
+    """Matches of a vertex's indices with blocks: one element per pair."""
 
     vertex: np.ndarray
     entry: np.ndarray
@@ -491,7 +490,7 @@ class EmbeddingCodelets(BucketCodelets):
         )
 
     def _match(self, v: VertexView) -> tuple[np.ndarray, _Hits]:
-        """Cycles of each vertex and what it has to move."""
+        """Cycles of each vertex and the matches it has to move."""
         plan = self.plan
         parts_y, rows = plan.partition.y, plan.groups_per_tile.x
         bx, by = plan.block_dimensions

@@ -1,12 +1,12 @@
-"""The program of a dense product: where its operands lie, its codelets, and its steps.
+"""The program of a dense product: the layout of its operands, its codelets, and its steps.
 
 A plan cuts each of m, k and n into steps in time, parts over the tiles and elements of a part. An
 operand has two of the three; the tiles along the third all need the same part of it. At home that
-part is spread over those tiles, so none holds more than its share.
+part is spread over those tiles, so each holds only its share.
 
-Each step in time slices the operands it needs, brings them to the tiles that multiply them, sums
-the partial results in stages and writes its part of the result. Nothing is fitted: vertices cost
-what `planning.cycles` says, exchanges what the machine finds.
+Each step in time slices the operands it needs, sends them to the tiles that multiply them, sums
+the partial results in stages and writes its part of the result. No constant is fitted: the cost of
+vertices comes from `planning.cycles`, that of exchanges from the machine.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The cut of a plan, once for each of some groups that share a machine's tiles evenly."""
+    """The cut of a plan, repeated for each group; groups share the machine's tiles evenly."""
 
     plan: DensePlan
     groups: int = 1
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Of a tile in one step: field elements, groups of in- and of out-channels."""
+        """Sizes of a tile in one step: field elements, groups of in- and of out-channels."""
         plan, vertex = self.plan, self.plan.vertex
         out_groups = ceil_div(plan.m if plan.swapped else plan.n, vertex.out_channels)
         in_groups = ceil_div(plan.k, vertex.in_channels)
@@ -107,7 +107,7 @@ class Layout:
 
     @cached_property
     def extents(self) -> dict[str, Extent]:
-        """Of "m", "k" and "n"."""
+        """The extents of "m", "k" and "n"."""
         plan, (field, in_groups, out_groups) = self.plan, self.sizes
         streamed, outs = ("n", "m") if plan.swapped else ("m", "n")
         outputs = out_groups * plan.vertex.out_channels
@@ -133,7 +133,7 @@ class Layout:
 
     @property
     def is_rearranged(self) -> dict[str, bool]:
-        """Which operands do not lie as their user has them: "a", "b" and the result "c"."""
+        """Which of "a", "b" and the result "c" have a layout other than the user's."""
         plan, vertex = self.plan, self.plan.vertex
         outs = plan.m if plan.swapped else plan.n
         padded_in = plan.k % vertex.in_channels != 0
@@ -144,7 +144,7 @@ class Layout:
         return {"a": a, "b": b, "c": not plan.swapped or padded_out}
 
     def matrix(self, which: str, *, transposed: bool = False) -> Matrix:
-        """The cut of "a" [m, k], "b" [k, n] or "c" [m, n]; `transposed`: of its transpose."""
+        """The cut of "a" [m, k], "b" [k, n] or "c" [m, n], or of its transpose."""
         names = {"a": "mk", "b": "kn", "c": "mn"}[which]
         rows, cols = (self.extents[name] for name in names)
         return Matrix(self.groups, cols, rows) if transposed else Matrix(self.groups, rows, cols)
@@ -152,8 +152,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand "a" or "b" of a product lies: its home is [steps, groups, row parts, column
-    parts, tiles that share a part, share]. `transposed`: its user has it transposed."""
+    """The layout of an operand "a" or "b": its home is [steps, groups, row parts, column parts,
+    tiles that share a part, share]. `transposed`: the user's operand is transposed."""
 
     layout: Layout
     which: str
@@ -165,7 +165,7 @@ class Operand:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Where the dimensions of `Layout.tiles` are in those of `tiles`."""
+        """The dimensions of `Layout.tiles` in the order of `tiles`."""
         order = (0, 1, 2, 3) if self.which == "a" else (0, 3, 1, 2)
         swapped = {1: 2, 2: 1} if self.transposed else {}
         return tuple(swapped.get(axis, axis) for axis in order)
@@ -176,7 +176,7 @@ class Operand:
         return self.layout.tiles.transpose(*np.argsort(self.order))
 
     def add(self, graph: Graph, name: str) -> PlannedTensor:
-        """A new operand, [groups, rows, cols], that lies so."""
+        """Add an operand, [groups, rows, cols], with this layout."""
         share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
         shape = [self.matrix.steps, *self.tiles.shape, share]
         home = graph.add_variable(self.layout.plan.dtype, shape, name)
@@ -189,10 +189,10 @@ class Operand:
 def create_operand(
     graph: Graph, layout: Layout, which: str, name: str, *, transposed: bool = False
 ) -> Tensor:
-    """A new operand "a" [groups, m, k] or "b" [groups, k, n], where its user would have it: as the
-    product wants it, or spread in order where that is not the vertex's.
+    """Create an operand "a" [groups, m, k] or "b" [groups, k, n]: in the product's layout, or, if
+    the product rearranges it, spread in order.
 
-    `transposed`: the user has it transposed.
+    `transposed`: the user's operand is transposed.
     """
     operand = Operand(layout, which, transposed)
     if not layout.is_rearranged[which]:
@@ -201,7 +201,7 @@ def create_operand(
 
 
 def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
-    """A new tensor of the product's type, its elements in order over the tiles."""
+    """Create a tensor of the product's type, its elements in order over the tiles."""
     dtype = layout.plan.dtype
     variable = graph.add_variable(dtype, shape, name)
     graph.map_linearly(variable, grain=dtype.vector_width)
@@ -238,8 +238,7 @@ def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codele
 
 
 def _reduce_codelet(layout: Layout, result: DType) -> Codelet:
-    """Sums over the axis before the last: a tile's own partials (none or one) and those of
-    others."""
+    """Sums over the axis before the last: a tile's own partials, if any, and those of others."""
     plan = layout.plan
     more = (plan.partials, result, plan.target.workers, plan.target.bytes_per_tile)
 
@@ -281,7 +280,7 @@ def _write_slice(layout: Layout) -> Codelet:
 
 
 def _add_codelet(layout: Layout) -> Codelet:
-    """What a step made, added to what earlier ones did."""
+    """Adds the result of a step to those of earlier steps."""
 
     def compute(v: VertexView) -> None:
         v.total[...] = v.total.astype(np.float32) + v.src
@@ -296,9 +295,9 @@ def _add_codelet(layout: Layout) -> Codelet:
 
 
 def _in_place(name: str, spent: Callable[[int], Any]) -> Codelet:
-    """Data brought into another order on its tile; `spent` gives the cycles for so many bytes.
+    """Rearranges data on its tile; `spent` gives the cycles for a number of bytes.
 
-    The order inside a part is nothing that the simulation's numbers depend on, so they stay.
+    The simulation's numbers do not depend on the order inside a part, so the data stays in place.
     """
 
     def of_vertex(v: VertexView) -> Any:
@@ -318,7 +317,7 @@ class _Partials(NamedTuple):
     outputs: int
 
     def sections(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Which tile has which of the outputs [begin, end): (tile's place, from, to)."""
+        """The tiles that hold the outputs [begin, end): (tile's place, from, to)."""
         share = self.tensor.shape[-1]
         for place in range(begin // share, ceil_div(end, share)):
             yield place, max(begin, place * share), min(end, (place + 1) * share)
@@ -344,8 +343,9 @@ def _reduce_stages(
     """Add the stages of a reduction to a program; returns the sums.
 
     Args:
-        copies: what is summed, two or more.
-        codelet: that of a stage; of True the last's, whose results are of the type `result`.
+        copies: the partial sums to reduce, two or more.
+        codelet: returns the codelet of a stage; with True, of the last, whose results are of the
+            type `result`.
     """
     targets = [*cycles.reduction_depths(len(copies)), 1]
     for number, remaining in enumerate(targets):
@@ -379,10 +379,10 @@ def _join(
     compute: object,
     pairs: list[tuple[Tensor, Tensor]],
 ) -> _Partials:
-    """One sum of several, spread evenly over the tiles of all of them."""
+    """Join several partial sums into one, spread evenly over the tiles of all of them."""
     outputs, parts = group[0].outputs, group[0].tensor.shape[:-2]
     held = [(copy, place) for copy in group for place in range(copy.tiles.shape[-1])]
-    # A tile gets outputs it has already where there is a way: those that end first come first.
+    # A tile keeps outputs that it already has if possible: those that end first come first.
     held.sort(key=lambda copy: copy[0].range_of(copy[1])[::-1])
     share = ceil_div(outputs, len(held))
     held = held[: ceil_div(outputs, share)]
@@ -426,7 +426,7 @@ def add_product(
     """Add the product of "a" [groups, m, k] and "b" [groups, k, n] to a program.
 
     Args:
-        a, b: those of `create_operand` lie as the product wants them; others are copied.
+        a, b: operands of `create_operand` have the product's layout; others are copied.
         transposed: which of them are transposed.
 
     Returns:
@@ -500,7 +500,7 @@ class _Product:
     def _at_home(
         self, given: tuple[Tensor, Tensor], transposed: tuple[bool, bool], steps: Sequence
     ) -> dict[Operand, Tensor]:
-        """The operands where the product wants them, and their homes."""
+        """The operands in the product's layout, and their homes."""
         homes, pairs = {}, []
         for which, tensor, turn in zip("ab", given, transposed, strict=True):
             operand = Operand(self.layout, which, turn)
@@ -516,7 +516,7 @@ class _Product:
         return homes
 
     def _rearrange(self, operands: dict[Operand, Tensor], steps: Sequence) -> None:
-        """Operands that are padded or not in the vertex's order are brought into it."""
+        """Rearrange operands that are padded or not in the vertex's order."""
         copy, width = int(self.plan.target.memcpy_bytes_per_cycle), self.plan.dtype.vector_width
         vertices = []
         for operand, home in operands.items():
@@ -579,7 +579,7 @@ class _Product:
         return partials
 
     def _reduce(self, partials: Tensor, steps: Sequence) -> _Partials:
-        """The sums over k, of the type of the result; of the partials' where more steps follow."""
+        """The sums over k, in the type of the result, or of the partials if more steps follow."""
         plan, layout = self.plan, self.layout
         outputs = layout.extents["m"].each * layout.extents["n"].each
         by_output = partials.reshape(*partials.shape[:4], 1, outputs)
@@ -601,7 +601,7 @@ class _Product:
         return only._replace(tensor=out)
 
     def _collect(self, sums: _Partials, body: Sequence, before: Sequence) -> Tensor:
-        """What the steps make, together: [steps of the result, *tiles, share]."""
+        """Collect the results of all steps: [steps of the result, *tiles, share]."""
         plan = self.plan
         self._regroup(sums, body)
         matrix = self.layout.matrix("c")
@@ -631,7 +631,7 @@ class _Product:
         return Tensor(self.graph, index.dtype, tiles.shape, addresses=at[tiles])
 
     def _regroup(self, sums: _Partials, steps: Sequence) -> None:
-        """The result in its own groups of channels: on its tile, where it is not padded."""
+        """Rearrange the result into its own groups of channels: on its tile, if not padded."""
         plan = self.plan
         copy, width = int(plan.target.memcpy_bytes_per_cycle), plan.dtype.vector_width
         outs = plan.m if plan.swapped else plan.n

@@ -1,7 +1,7 @@
 """Programs of plans with `use_dense`, and the choice between these and buckets.
 
-Each pass is planned for itself. The weights lie as forward wants them; the others copy them, and
-their operands, to where they want them.
+Each pass is planned separately. The weights have the layout of forward; the other passes copy them,
+and their operands, to their own layouts.
 
 Chosen here and nowhere else.
 """
@@ -39,7 +39,7 @@ def _layout(plan: Plan, name: str) -> Layout:
 
 
 def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
-    """Variables for the weights of a plan with `use_dense`, as forward wants them."""
+    """Create the weights of a plan with `use_dense`, in the layout of forward."""
     layout = _layout(plan, "forward")
     values = product.create_operand(graph, layout, "a", f"{name} values", transposed=True)
     graph.set_initial_value(values.home if isinstance(values, PlannedTensor) else values, 0)
@@ -47,8 +47,8 @@ def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
 
 
 def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
-    """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
-    forward or grad_input want them."""
+    """Create the input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels],
+    in the layout of forward or grad_input."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
     operand = product.create_operand(graph, layout, "b", name, transposed=True)
     return keep_layout(operand, operand.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape))
@@ -67,7 +67,7 @@ def add_dense_product(
 ) -> Tensor:
     """Add "forward" or "grad_input" of a plan with `use_dense`; returns [batch, groups * channels].
 
-    Errors as of the sparse products.
+    Raises what the sparse products raise.
     """
     plan = weights.plan
     forward = name == "forward"
@@ -99,11 +99,11 @@ def add_dense_grad_weight(
 
 
 class DensePartitioner(Partitioner):
-    """Encodes patterns and values as dense weights, zeros included, and back.
+    """Encodes patterns and values as dense weights, zeros included, and decodes them.
 
     There is no meta-info; the weights are [groups * in * out], flattened. Unlike buckets, dense
-    weights do not tell a stored zero from a missing one: decoding gives the blocks that have a
-    value other than zero.
+    weights do not distinguish a stored zero from a missing one: decoding returns the blocks with a
+    non-zero value.
 
     Args:
         plan: a plan with `use_dense`.
@@ -125,7 +125,7 @@ class DensePartitioner(Partitioner):
         return self.groups * self.shape[0] * self.shape[1]
 
     def encode_pattern(self, pattern: Any) -> NoReturn:
-        """Refused: a pattern alone changes nothing on the machine.
+        """Not supported: a pattern alone changes nothing on the machine.
 
         Raises:
             ValueError: always.
@@ -153,7 +153,7 @@ class DensePartitioner(Partitioner):
         return EncodedPattern(none, at, self.nz_size, (1, 1), self.block, None)
 
     def decode(self, meta_info: Any, nz_values: Any = None) -> Any:
-        """As `Partitioner.decode`: pattern and values of the blocks that are not all zero."""
+        """Decode as `Partitioner.decode`, to the pattern and values of blocks that are not zero."""
         if isinstance(meta_info, Encoded):
             nz_values = meta_info.nz_values
         array = np.ascontiguousarray(self._checked_values(nz_values))
@@ -163,7 +163,7 @@ class DensePartitioner(Partitioner):
         return pairs[0] if self.groups == 1 else pairs
 
     def matrices(self, encoded: EncodedPattern, nz_values: np.ndarray) -> list[COOMatrix]:
-        """The blocks of each group at the positions that were encoded, zeros among them."""
+        """The blocks of each group at the encoded positions, zeros included."""
         area = self.block[0] * self.block[1]
         group, at = np.divmod(encoded.positions[::area], self.shape[0] * self.shape[1])
         col, row = np.divmod(at, self.shape[0])
@@ -176,13 +176,13 @@ class DensePartitioner(Partitioner):
 
 
 class Operations(NamedTuple):
-    """The parts of a layer's program, all for one kind of weights.
+    """The operations of a layer's program for one kind of weights.
 
     Attributes:
-        partitioner: of a plan: what encodes patterns and values for the weights.
+        partitioner: (plan): encodes patterns and values for the weights.
         create_weights: (graph, plan, name).
         create_operand: (graph, plan, dim, name): the input (`dim` "y") or the gradient of the
-            output ("x"), [batch, groups * channels], laid out by its use.
+            output ("x"), [batch, groups * channels], in the layout the plan needs.
         add_product: (graph, weights, operand, program, pass name) to the result
             [batch, groups * channels].
         add_grad_weight: (graph, weights, gradient, input, program) to [values].
@@ -208,5 +208,5 @@ _DENSE = Operations(
 
 
 def operations(plan: Plan) -> Operations:
-    """Those of the weights that a plan keeps."""
+    """The operations for the weights of a plan."""
     return _DENSE if plan.use_dense else _BUCKETS

@@ -1,11 +1,11 @@
 """The program of grad_weight: either the buckets travel, or the dense operands do.
 
-Each bucket is combined with all parts of the batch, and, where it holds sub-groups of other
-rectangles, with their operands. Where the buckets travel, meta-info and partial gradients go round
-and come home at the end. Where the operands travel they go the other way round: a move along x
-changes the gradient of the output only, a move along y the input only. See section 5.3 of
+Each bucket is combined with all parts of the batch, and, if it holds sub-groups of other
+rectangles, with their operands. If the buckets travel, meta-info and partial gradients go round and
+return home at the end. If the operands travel, they go the other way round: a move along x changes
+only the gradient of the output, a move along y only the input. See section 5.3 of
 docs/popsparse-formulas.md. In the original the first round over z is a broadcast of each part; here
-it is passed on.
+each part is passed on.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _GradWeight:
 
     @property
     def _spreads(self) -> bool:
-        """Whether there is another rectangle to propagate to."""
+        """Whether the plan has more than one rectangle, so that propagation is possible."""
         return self.plan.partition.x * self.plan.partition.y > 1
 
     # Buckets travel.
@@ -208,7 +208,7 @@ class _GradWeight:
             self._visit(partials, moving, (parts.z - 1) % 2)
 
     def _visit(self, partials: Tensor, moving: dict[str, RotatingBuckets], at: int) -> None:
-        """The propagation, from operands that lie in buffers `at`."""
+        """The propagation phase, starting with the operands in buffers `at`."""
         parts = self.plan.partition
         ids, homes = {}, {}
         index = dict(zip(_ORDER, np.indices(self.tiles.shape), strict=True))
@@ -219,7 +219,7 @@ class _GradWeight:
             ids[dim] = RotatingBuckets.like(
                 self.graph, homes[dim], _ORDER, self.tiles, f"grad_weight {dim} of visitor"
             )
-        # Bit 0 says which buffers of the gradient and its x are in use, bit 1 of the input and y.
+        # Bit 0 selects the buffers of the gradient and its x, bit 1 those of the input and its y.
         toggles = {"z": 3, "y": 2, "x": 1}
         first = "y" if parts.y > 1 else "x"
         loop = Propagation(

@@ -1,8 +1,8 @@
-"""Where operands and weights lie on the tiles.
+"""The layout of operands and weights on the tiles.
 
 The tiles of a plan are a grid: groups, x, y, z. A dense operand has two of the dimensions, its own
 (y for the input, x for the gradient of the output) and z; the tiles along the third all need the
-same part of it. At home that part is spread over those tiles, so none holds more than its share.
+same part of it. At home that part is spread over those tiles, so each holds only its share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from popsparse.planning.options import Options
 from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Plan, PlanningCache, keep
 
-# Exchanges of less than this a tile are not worth spreading: section 5.1 of
+# Exchanges of fewer bytes per tile are not worth spreading: section 5.1 of
 # docs/popsparse-formulas.md.
 _LEAST_BYTES = 128
 
@@ -55,8 +55,8 @@ def rectangles(plan: Plan, order: str) -> np.ndarray:
 def execute(
     graph: Graph, name: str, codelet: Codelet, tiles: Any, edges: dict[str, Any], step: str = ""
 ) -> Execute:
-    """A step of one new compute set: a vertex on each of the tiles. `step` is the step's name where
-    that is not the compute set's."""
+    """A step of one new compute set: a vertex on each of the tiles. `step` is the step's name if it
+    differs from the compute set's."""
     compute = graph.add_compute_set(name)
     graph.add_vertices(compute, codelet, tiles, edges)
     return Execute(compute, name=step or name)
@@ -70,10 +70,10 @@ def reorder(tensor: Tensor, source: str, order: str) -> Tensor:
 
 @dataclass(frozen=True)
 class OperandLayout:
-    """How a dense operand or result [batch, groups * channels] is cut.
+    """The cut of a dense operand or result [batch, groups * channels].
 
-    `dim` is its channel dimension, "x" (output channels) or "y" (input channels); `other` the one
-    along which tiles share it.
+    `dim` is its channel dimension, "x" (output channels) or "y" (input channels); `other` is the
+    one along which tiles share it.
     """
 
     plan: Plan
@@ -90,7 +90,7 @@ class OperandLayout:
 
     @property
     def channels(self) -> int:
-        """Of one group."""
+        """Channels of one group."""
         return int(getattr(self.plan.sizes, self.dim))
 
     @property
@@ -123,7 +123,7 @@ class OperandLayout:
         return padded != (self.channels, self.plan.sizes.z)
 
     def matches(self, other: Any) -> bool:
-        """Whether a tensor of the other layout lies as this one wants it."""
+        """Whether tensors of the other layout lie the same way as those of this one."""
         return (
             isinstance(other, OperandLayout)
             and self.dim == other.dim
@@ -133,7 +133,7 @@ class OperandLayout:
         )
 
     def add_home(self, graph: Graph, name: str, dtype: DType) -> Tensor:
-        """A variable [*grid without the last dimension, sharing tiles, share] for the operand.
+        """Add a variable [*grid without the last dimension, sharing tiles, share] for the operand.
 
         Its padding, if it has any, is 0: grad_weight sums over it.
         """
@@ -157,10 +157,10 @@ class OperandLayout:
         return PlannedTensor(home, at, self)
 
     def check(self, tensor: Tensor) -> None:
-        """Refuse a tensor that is no such operand.
+        """Check that a tensor is such an operand.
 
         Raises:
-            ValueError: another shape than [batch, groups * channels]. TypeError: another type.
+            ValueError: a shape other than [batch, groups * channels]. TypeError: another type.
         """
         if tensor.shape != self.shape:
             what = "output" if self.dim == "x" else "input"
@@ -173,8 +173,7 @@ class OperandLayout:
             raise TypeError(f"expected a tensor of {expected.name}, got {tensor.dtype.name}")
 
     def at_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
-        """The operand in this layout; copied into it unless it lies so already. Errors as of
-        `check`."""
+        """The operand in this layout, copied into it if necessary. Raises what `check` raises."""
         self.check(tensor)
         if isinstance(tensor, PlannedTensor) and self.matches(tensor.layout):
             return tensor.home, []
@@ -184,8 +183,8 @@ class OperandLayout:
     def add_local(
         self, graph: Graph, home: Tensor, name: str, order: str | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The part that each tile works on, [*grid, numel], and the pair of a `Copy` that brings
-        it. `order` is that of the grid, by default the layout's."""
+        """The part that each tile works on, [*grid, numel], and the pair of the `Copy` that fills
+        it. `order` is that of the grid; defaults to the layout's."""
         order = order or self.order
         shared, share = home.shape[-2:]
         tiles = tile_grid(self.plan, order)
@@ -196,13 +195,13 @@ class OperandLayout:
 
 
 class PlannedTensor(Tensor):
-    """A dense operand or result that lies on the tiles as a plan wants it.
+    """A dense operand or result on the tiles in the layout of a plan.
 
-    Used like any tensor of its shape; products that want this layout copy nothing.
+    Use it like any tensor of its shape; products with this layout copy nothing.
 
     Attributes:
         home: the variable that holds its elements.
-        layout: how they lie there, as the product describes it.
+        layout: their layout in it, as described by the product.
     """
 
     __slots__ = ("home", "layout")
@@ -213,7 +212,7 @@ class PlannedTensor(Tensor):
         self.layout = layout
 
     def renewed(self, graph: Graph, dtype: DType, name: str) -> PlannedTensor:
-        """Another of its shape, of this type, that lies the same way."""
+        """A new tensor of its shape and layout, of this type."""
         home = graph.add_variable(dtype, list(self.home.shape), name)
         graph.set_tile_mapping(home, graph.tiles_of(self.home))
         held = self.home.addresses().reshape(-1)
@@ -225,14 +224,14 @@ class PlannedTensor(Tensor):
 
 
 def keep_layout(tensor: Tensor, view: Tensor) -> Tensor:
-    """`view`, of all elements of `tensor`, with the layout that `tensor` has, if any."""
+    """`view`, which has all elements of `tensor`, with the layout of `tensor`, if any."""
     if not isinstance(tensor, PlannedTensor):
         return view
     return PlannedTensor(tensor.home, view.addresses(), tensor.layout)
 
 
 def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> PlannedTensor:
-    """A new operand, at home: the input (`dim` "y") or the gradient of the output ("x")."""
+    """Create an operand, at home: the input (`dim` "y") or the gradient of the output ("x")."""
     layout = OperandLayout(plan, dim)
     return layout.natural(layout.add_home(graph, name, plan.dtype))
 
@@ -250,13 +249,13 @@ class SparseTensor:
     """A sparse matrix on the machine.
 
     Attributes:
-        plan: what it was made for.
-        meta_info: [words], uint16, what `Encoded.meta_info` is written to.
-        nz_values: [values], what `Encoded.nz_values` is written to.
+        plan: its plan.
+        meta_info: [words], uint16; write `Encoded.meta_info` to it.
+        nz_values: [values]; write `Encoded.nz_values` to it.
         overflow: [words] of the overflow record, on the control tile.
         words: [groups, x, y, z, words of a bucket].
-        values: [groups, x, y, z, values of a bucket]; the weights [groups, in, out] of plans with
-            `use_dense`, which have no words.
+        values: [groups, x, y, z, values of a bucket]; for plans with `use_dense` the weights
+            [groups, in, out], without words.
     """
 
     plan: Plan
@@ -268,7 +267,7 @@ class SparseTensor:
 
     @classmethod
     def create(cls, graph: Graph, plan: Plan, name: str = "weights") -> SparseTensor:
-        """Variables for one matrix (a group of them) of a plan."""
+        """Create the variables of one matrix of a plan, or of a group of matrices."""
         sizes = plan.buckets
         tiles = tile_grid(plan, _HOST_ORDER)
         overflow = graph.add_variable(
@@ -280,7 +279,7 @@ class SparseTensor:
         values = graph.add_variable(
             plan.dtype, [*tiles.shape, sizes.nz_elements], f"{name} values", tiles=tiles
         )
-        # Until the host writes a pattern there is none.
+        # Until the host writes a pattern, it is empty.
         counts = np.zeros(sizes.overflow_words, np.uint16)
         counts[:3] = 1, 1, plan.partition.z
         graph.set_initial_value(overflow, counts)
@@ -297,10 +296,10 @@ class SparseTensor:
 
     @classmethod
     def of_meta_info(cls, plan: Plan, meta_info: Tensor) -> SparseTensor:
-        """A pattern alone, as `meta_info` of weights of this plan has it: no values.
+        """Only the pattern, without values, from the `meta_info` of weights of this plan.
 
         Raises:
-            ValueError: a tensor of another size or type.
+            ValueError: a tensor of a wrong size or type.
         """
         sizes = plan.buckets
         grid = tile_grid(plan, _HOST_ORDER).shape
@@ -328,7 +327,8 @@ class SparseTensor:
 def check_weights(
     weights: SparseTensor, params: Any, options: Any, cache: PlanningCache | None = None
 ) -> SparseTensor:
-    """The weights, if they were made for these parameters and options; `cache` keeps their plan."""
+    """Check that the weights were made for these parameters and options, and return them; `cache`
+    keeps their plan."""
     plan = weights.plan
     if params != plan.params:
         raise ValueError(f"the weights were made for {plan.params}, not for {params}")

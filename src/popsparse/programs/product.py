@@ -2,11 +2,11 @@
 
 See sections 5.1 and 5.2 of docs/popsparse-formulas.md; Li, Z. et al., arXiv:2303.16999.
 
-The loop walks the offsets (i, j) of the overflow record, and for each all Z partners. At offset
-(i, j) the tiles of (x, y) see the buckets whose home is (x - i, y - j); one exchange leads from a
-turn to the next, along z, then y, then x, and what went round stays round: the next pass over a
-dimension begins where the last one ended. Offsets in X that nothing travels are passed without
-computing. All counters are on one tile, and every decision is a control value that it broadcasts.
+The loop visits the offsets (i, j) of the overflow record, and for each all Z partners. At offset
+(i, j) the tiles of (x, y) see the buckets whose home is (x - i, y - j). One exchange leads from a
+turn to the next, along z, then y, then x; buckets are not moved back: the next pass over a
+dimension begins where the last one ended. Unused offsets in X are passed without computing. All
+counters are on one tile, and every decision is a control value that it broadcasts.
 
 See section 5.2 of docs/popsparse-formulas.md; the order within a dimension is free.
 """
@@ -68,12 +68,12 @@ class Propagation:
     """Builds the loop for one pass.
 
     Args:
-        graph, weights: where the overflow record is.
-        name: of the pass, for the profile.
-        first_buffers: which buffers hold data when the loop begins: bit 0 of the first kind of
-            data, bit 1 of the second.
-        toggles: for each move ("z", "y", "x") the buffers it changes, as bits.
-        homing: whether to go on, without computing, until everything is back where it began;
+        graph, weights: the graph, and the weights with the overflow record.
+        name: name of the pass, for the profile.
+        first_buffers: the buffers that hold data when the loop begins: bit 0 for the first kind of
+            data, bit 1 for the second.
+        toggles: for each move ("z", "y", "x") the buffers it switches, as bits.
+        homing: whether to go on, without computing, until all data is back where it began;
             `last_buffer` then says which buffer holds it.
     """
 
@@ -127,13 +127,13 @@ class Propagation:
         moves: Mapping[tuple[str, int], Program],
         last: Program | None = None,
     ) -> Sequence:
-        """The phase: the test, the first move, and the loop.
+        """Build the phase: the test, the first move, and the loop.
 
         Args:
-            first: brings the buckets of the first offset into `first_buffers`.
-            compute: by buffers, the step that computes.
-            moves: by dimension and buffers before it, the exchange to the other buffers.
-            last: what follows the loop, if it runs at all.
+            first: moves the buckets of the first offset into `first_buffers`.
+            compute: the step that computes, by buffers.
+            moves: the exchange to the other buffers, by dimension and buffers before it.
+            last: steps after the loop, if it runs at all.
         """
         cast = self._execute(
             "cast counts", _CAST, {"words": self.weights.overflow, "counts": self.counts}
@@ -217,7 +217,7 @@ class Propagation:
         return Codelet("advance", fields, advance, CONTROL_INSTRUCTIONS)
 
     def _next_move(self, info: OverflowInfo, state: np.ndarray) -> int:
-        """Count the turn that was, and say where the buckets go next; 0: nowhere."""
+        """Count the finished turn, and return the next move of the buckets; 0: none."""
         if state[_LEFT] and not info.used_x[state[_X]]:
             return _X_MOVE
         if state[_LEFT]:
@@ -249,7 +249,7 @@ def _choose_work(info: OverflowInfo, state: np.ndarray) -> None:
 
 
 def _way_home(state: np.ndarray) -> int:
-    """The move that brings the buckets nearer to where they began; 0: they are there."""
+    """The next move of the buckets on their way home; 0: they are home."""
     for far, move in ((_FAR_Z, _Z_MOVE), (_FAR_Y, _Y_MOVE), (_FAR_X, _X_MOVE)):
         if state[far]:
             return move
@@ -285,7 +285,7 @@ class RotatingBuckets(NamedTuple):
         return cls(order, (first, second))
 
     def load(self, home: Tensor, number: int, dim: str, shift: int) -> list[tuple[Tensor, Tensor]]:
-        """Pairs that bring what lies at home `shift` parts away into a buffer."""
+        """Pairs that copy the home data of `shift` parts away into a buffer."""
         return rotation(home, self.buffers[number], shift, self.order.index(dim))
 
     def move(self, number: int, dim: str, shift: int) -> list[tuple[Tensor, Tensor]]:
@@ -307,7 +307,7 @@ class _Product:
         transposed = name == "grad_input"
         self.input = OperandLayout(self.plan, "x" if transposed else "y")
         self.output = OperandLayout(self.plan, "y" if transposed else "x")
-        # One order for all variables of the pass: the dimension that is summed over first.
+        # One order for all variables of the pass: the reduced dimension comes first.
         self.order = self.input.order
         self.tiles = tile_grid(self.plan, self.order)
         self.transposes_blocks = transposed and min(self.plan.block_dimensions) > 1
@@ -336,7 +336,7 @@ class _Product:
         return transposed
 
     def _distribute(self, words: Tensor, values: Tensor, edges: dict, steps: Sequence) -> None:
-        """Every tile gets the buckets of its Z partners and adds what is its own."""
+        """Every tile gets the buckets of its Z partners and adds the products of its rectangle."""
         partners = self.plan.partition.z - 1
         other_words = self.graph.add_variable(
             words.dtype,
@@ -369,7 +369,7 @@ class _Product:
             RotatingBuckets.like(self.graph, tensor, self.order, self.tiles, f"{self.name} {what}")
             for tensor, what in ((words, "passing meta-info"), (values, "passing values"))
         ]
-        # What a tile had, the next one has: entry i of the new buffer is entry i - 1 of the old.
+        # Each tile passes to the next: entry i of the new buffer is entry i - 1 of the old.
         first = [
             pair
             for rotating, home in zip(moving, (words, values), strict=True)
@@ -415,7 +415,7 @@ class _Product:
         return partials, partials[..., :outputs].reshape(*shape)
 
     def reduce(self, partials: Tensor, steps: Sequence) -> PlannedTensor:
-        """Sum the partials of the tiles that share an output, each tile a part of them."""
+        """Sum the partials of the tiles that share an output; each tile sums a part of them."""
         depth = self.tiles.shape[1]
         share = partials.shape[-1] // depth
         result_type, partials_type = self.plan.dtype, partials.dtype
@@ -449,8 +449,8 @@ class _Product:
         return self._result(out)
 
     def _result(self, out: Tensor) -> PlannedTensor:
-        # The result lies as an operand of the pass that reads it: part by part, spread over the
-        # tiles that share it.
+        # The result has the layout of an operand of the pass that reads it: part by part, spread
+        # over the tiles that share it.
         return self.output.natural(reorder(out, self.order, self.output.order))
 
 

@@ -1,7 +1,7 @@
 """The program of a static product.
 
-Everything is known when the program is made: which columns a tile needs, where each partial sum
-goes. So there is no meta-info to read and no loop.
+Everything is known when the program is built: the columns each tile needs, the destination of each
+partial sum. So there is no meta-info to read and no loop.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _grain(plan: StaticPlan) -> int:
 
 
 def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
-    """The variable of the values in device order, [nnz x area]: on the tiles that use them, or
-    spread evenly where several parts of n do."""
+    """Add the variable of the values in device order, [nnz x area]: on the tiles that use them, or
+    spread evenly if several parts of n use them."""
     area = plan.pattern.block_size**2
     values = graph.add_variable(plan.dtype, [plan.pattern.nnz * area], name)
     if not values.numel:
@@ -106,7 +106,7 @@ class _Product:
         return self.graph.add_variable(self.plan.dtype, shape, name, tiles=tiles)
 
     def stretches(self, what: str, tiles: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """A variable of stretches, one after the other, each on its tile."""
+        """Add a variable of consecutive stretches, each on its tile."""
         variable = self.graph.add_variable(
             self.plan.dtype, [int(lengths.sum())], f"{self.name} {what}"
         )
@@ -159,7 +159,7 @@ class _Product:
             result = self.variable(f"partials {part}", [len(owner), *size], owner)
             partials.append(result)
             words = work_list_words(pieces.rows, pieces.blocks, self.block, plan.target.workers)
-            # Read by the vertices through what `pieces` says; here it only takes its room.
+            # Vertices use `pieces` instead; this variable only takes up its memory.
             lists = self.graph.add_constant(
                 UNSIGNED_SHORT, [int(words.sum())], 0, f"{self.name} work lists {part}"
             )
@@ -237,14 +237,14 @@ class _Product:
         if len(sums.tile):
             state = sums.state_bytes(plan)
             words = (state[state > 0] // 2).astype(np.int64)
-            # The vertices of the sums: here it takes only its room.
+            # The state of the sums' vertices: this variable only takes up its memory.
             vertices = self.graph.add_constant(
                 UNSIGNED_SHORT, [int(words.sum())], 0, f"{self.name} vertices of sums"
             )
             self.graph.map_stretches(vertices, np.flatnonzero(state), words)
             steps.add(Execute(compute))
         if total is not None:
-            # Device order of the outputs, whatever piece each is from.
+            # Device order of the outputs, regardless of their pieces.
             away = ~sums.at_home
             begin, length = sums.begin[away], sums.length[away]
             order = np.argsort(begin)
@@ -295,7 +295,7 @@ class _Product:
         *,
         at_home: bool,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Vertices for some of the sums, written to `result` at `place`; returns what brings them
+        """Add vertices for some of the sums, written to `result` at `place`; returns the copies of
         their partial sums."""
         plan, sums = self.plan, self.plan.sums
         depth = sums.depth[chosen]
@@ -307,7 +307,7 @@ class _Product:
         local = self.stretches(f"partials of {where}", sums.tile[of], length)
         pairs = [(self._runs(local, start, length), local)] if local.numel else []
         cycles = sums.cycles(plan, sums.at_home == at_home)
-        # At home every tile of the result has a vertex: edges of unequal length leave no gaps.
+        # At home every tile of the result has a vertex, so edges of unequal length leave no gaps.
         tiles = np.unique(plan.outputs.tile if at_home else sums.tile[chosen])
         written = Runs(place, size).addresses()
 
@@ -345,8 +345,8 @@ def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> 
         operand: [columns of all pieces, n, b], the gathered dense columns.
 
     Returns:
-        [rows of all pieces, n, b] of the operand's type. Elements add up in float32 and round
-        once a row; float16 blocks round to float16 after each block, as the matrix units do.
+        [rows of all pieces, n, b] of the operand's type. Elements are summed in float32 and rounded
+        once a row; float16 blocks are rounded after each block, as in the matrix units.
     """
     columns, n, block = operand.shape
     rows = len(pieces.row)
@@ -373,8 +373,8 @@ def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> 
 
 
 def reduction_sources(plan: StaticPlan, part: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of `multiply_pieces` belong to each row place of the result: their indices, by
-    row place and then by piece, and where each row place begins, [m / b + 1]."""
+    """The rows of `multiply_pieces` that belong to each row place of the result: their indices, by
+    row place and then by piece, and the start of each row place, [m / b + 1]."""
     row = plan.pieces(part).row
     begins = np.append(0, np.cumsum(np.bincount(row, minlength=plan.pattern.grid[0])))
     return np.argsort(row, kind="stable"), begins
@@ -383,13 +383,13 @@ def reduction_sources(plan: StaticPlan, part: int) -> tuple[np.ndarray, np.ndarr
 def add_partials(
     values: np.ndarray, begin: np.ndarray, length: np.ndarray, turn: np.ndarray, outputs: int
 ) -> np.ndarray:
-    """Partial sums added in float32 into the outputs they belong to.
+    """Add partial sums into their outputs, in float32.
 
     Args:
         values: [p], stretch after stretch.
-        begin, length: of each stretch in the outputs, int64 [stretches].
-        turn: how many stretches of the same outputs come before it: they are added in this order.
-        outputs: how many there are.
+        begin, length: range of each stretch in the outputs, int64 [stretches].
+        turn: the number of earlier stretches of the same outputs: they are added in this order.
+        outputs: number of outputs.
     """
     total = np.zeros(outputs, np.float32)
     first = np.cumsum(length) - length

@@ -1,13 +1,13 @@
 """The program of a pattern update.
 
-As in Graphcore's application: the dense gradient of the weights and the pooling of its magnitudes
-run on the tiles, in the step whose gradient decides; scores, values and optimizer state go to the
+As in Graphcore's application, the dense gradient of the weights and the pooling of its magnitudes
+run on the tiles, in the step whose gradient is used; scores, values and optimizer state go to the
 host, which drops the smallest weights and grows where scores are largest; meta-info, values and
 optimizer state come back.
 
-No source gives cycles for the original's pooling of a block's magnitudes; they are counted from
-what a worker has to do: the instruction set adds (or takes the larger of) absolute values of a
-vector at a time.
+No source gives cycles for the original's pooling of a block's magnitudes; they are counted from a
+worker's instructions: the instruction set adds (or takes the larger of) absolute values, one vector
+at a time.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _VECTOR = 2  # A load; an absolute value added to the sums, or compared with the
 
 
 def pool_magnitudes(blocks: np.ndarray, pooling: str) -> np.ndarray:
-    """Gradients of blocks [..., columns, rows] to scores [...], float32.
+    """Pool gradients of blocks [..., columns, rows] to scores [...], float32.
 
-    Sums go over the rows of a block and then over its columns, as `ops.grow` makes them.
+    Sums go over the rows of a block and then over its columns, as in `ops.grow`.
     """
     magnitude = np.abs(blocks).astype(np.float32)
     if pooling == "max":
@@ -56,7 +56,7 @@ def pool_magnitudes(blocks: np.ndarray, pooling: str) -> np.ndarray:
 
 
 def pool_codelet(pooling: str) -> Codelet:
-    """`pooled`, from [..., blocks, columns, rows] to [..., blocks], which round once."""
+    """Pools [..., blocks, columns, rows] to `pooled` [..., blocks], rounded once."""
 
     def compute(v: VertexView) -> None:
         v.scores[...] = pool_magnitudes(v.blocks, pooling)
@@ -80,7 +80,7 @@ def _in_order(values: np.ndarray) -> np.ndarray:
 
 
 class _Part(NamedTuple):
-    """What one piece sends under a name: its scores (or the gradient) [groups, *shape]."""
+    """The data that one piece sends under a name: its scores (or gradient) [groups, *shape]."""
 
     piece: GradientPiece
     name: str
@@ -91,19 +91,19 @@ class UpdatePrograms:
     """The programs "scores" and "rewire" of a layer.
 
     Args:
-        graph: of the layer.
-        weights: what they update.
-        gradient, inputs: dY [batch, groups * out] and X [batch, groups * in]; no gradient where
-            growth looks at none, and then there are no scores.
-        update: how.
-        slots: the optimizer state, each like the values; by default it is made here.
-        name: of the layer, before the names of streams.
+        graph: the graph of the layer.
+        weights: the weights to update.
+        gradient, inputs: dY [batch, groups * out] and X [batch, groups * in]; no gradient if growth
+            does not use one, and then there are no scores.
+        update: the options of the update.
+        slots: the optimizer state, each like the values; created here by default.
+        name: name of the layer, a prefix of the names of streams.
 
     Attributes:
-        programs: by name.
+        programs: the programs by name.
 
     Raises:
-        ValueError: a dense gradient that fits the tiles in no pieces.
+        ValueError: a dense gradient that does not fit the tiles in any number of pieces.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class UpdatePrograms:
     # The host's side.
 
     def connect(self, engine: Engine) -> None:
-        """What comes down is kept in `host` by the stream's name; what goes up is taken there."""
+        """Connect the streams to `host`, which holds their data by the stream's name."""
         for name, stream in self._streams.items():
             if stream.to_device:
                 engine.connect(stream.name, partial(self._up, name))
@@ -227,11 +227,11 @@ class UpdatePrograms:
 
     def _up(self, name: str) -> np.ndarray:
         if name not in self.host:
-            raise ValueError("the host has nothing to send: run this program by Layer.rewire")
+            raise ValueError("the host has nothing to send: run this program with Layer.rewire")
         return self.host[name]
 
     def scores(self) -> np.ndarray:
-        """What came down last, [groups, block rows, block columns], float32."""
+        """The last scores sent to the host, [groups, block rows, block columns], float32."""
         rows, cols = self.block
         sizes = self.plan.sizes
         scores = np.empty((sizes.groups, sizes.x // rows, sizes.y // cols), np.float32)
@@ -248,15 +248,15 @@ class UpdatePrograms:
         return scores
 
     def values(self) -> np.ndarray:
-        """The values that came down last, in the order of the weights' own."""
+        """The last values sent to the host, in the order of the weights."""
         return self.host["values"]
 
     def slots(self) -> list[np.ndarray]:
-        """The optimizer state that came down last, as `values`."""
+        """The last optimizer state sent to the host, as `values`."""
         return [self.host[name] for name, _ in self._state[1:]]
 
     def send(self, meta_info: np.ndarray, values: list[np.ndarray]) -> None:
-        """What the next "rewire" sends up; values and then optimizer state, encoded."""
+        """Set the data of the next "rewire": meta-info, encoded values and then optimizer state."""
         self.host["new meta-info"] = meta_info
         for (name, _), array in zip(self._state, values, strict=True):
             self.host[f"new {name}"] = array

@@ -1,4 +1,4 @@
-"""How a pattern fills the buckets: the data, and the sections about buckets and propagation."""
+"""The fill of the buckets: the data, and the sections about buckets and propagation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from popsparse.report.data import reading
 
 
 def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
-    """Everything the report shows about the buckets, ready for JSON.
+    """The report's data about the buckets, ready for JSON.
 
-    What belongs where is read back from the meta-info itself, so the maps show what the machine
-    would see.
+    Positions are read back from the meta-info itself, so the maps show what the machine would see.
 
     Args:
         partitioner: the `popsparse.Partitioner` that encoded.
@@ -30,15 +29,15 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
 
     Returns:
         "partition" (x, y, z) and "groups". For each bucket, in the host's order:
-        "nz_used" and "foreign" (values; those that belong to another rectangle), "words_used",
-        "sub_groups", "grad_a_words_used" (None without buckets of grad_input's own). For each
-        rectangle [groups, x, y]: "demand", the values that belong there. "nz_capacity",
-        "words_capacity", "grad_a_words_capacity". "spilled", "propagated" (blocks) and
-        "propagation_steps". "offsets": the (x, y) that the propagation visits; "travels": (x, y,
-        values) that lie at a distance.
+        "nz_used" and "foreign" (values; those of another rectangle), "words_used", "sub_groups",
+        "grad_a_words_used" (None without grad_input's own buckets). For each rectangle
+        [groups, x, y]: "demand", the values that belong to it. "nz_capacity", "words_capacity",
+        "grad_a_words_capacity". "spilled", "propagated" (blocks) and "propagation_steps".
+        "offsets": the (x, y) that the propagation visits; "travels": (x, y, values), the number of
+        values at each distance.
 
     Raises:
-        TypeError: something else than these.
+        TypeError: arguments of other types.
     """
     from popsparse.encoding.meta_info import read_buckets
     from popsparse.encoding.partitioner import Encoded, EncodedPattern, Partitioner
@@ -85,7 +84,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BucketData:
-    """How a pattern fills the buckets; keys as of `encoding_data`."""
+    """The fill of the buckets, with the keys of `encoding_data`."""
 
     partition: list[int]
     groups: int
@@ -109,7 +108,7 @@ class BucketData:
         """From `encoding_data`.
 
         Raises:
-            ValueError: something else, or lists whose length is not the partition's.
+            ValueError: other data, or lists whose length does not match the partition.
         """
         with reading("encoding"):
             x, y, z = encoding["partition"]
@@ -128,8 +127,7 @@ _OF_BUCKETS = ("nz_used", "words_used", "sub_groups", "grad_a_words_used", "fore
 
 
 class BucketMap(NamedTuple):
-    """A figure of each rectangle, [groups * x, y]; above the capacity, if there is one, it is too
-    much."""
+    """A figure of each rectangle, [groups * x, y], and its capacity, if there is one."""
 
     identity: str
     title: str
@@ -139,7 +137,7 @@ class BucketMap(NamedTuple):
 
 
 def build_bucket_maps(data: BucketData) -> list[BucketMap]:
-    """What the buckets should hold, what they hold, and what of it belongs elsewhere."""
+    """Maps of the buckets' demand, their content, and the part of it that belongs elsewhere."""
     parts_x, parts_y, parts_z = data.partition
     capacity = data.nz_capacity or 1
 

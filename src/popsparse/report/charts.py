@@ -11,12 +11,13 @@ import numpy as np
 
 
 def esc(text: Any) -> str:
-    """Text made safe inside HTML and inside quoted attributes."""
+    """Escape text for HTML and for quoted attributes."""
     return html.escape(str(text))
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Whole numbers whole, others with so many significant digits; thousands separated."""
+    """Format a number: integers in full, others to `digits` significant digits; with thousands
+    separators."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     if float(value).is_integer() and abs(value) < 1e15:
@@ -52,8 +53,8 @@ def table(
 
     Args:
         head: the label of each column: "#label" for numbers, "=" for bars, or (label, class).
-        rows: the cells, ready HTML, or numbers; None is an empty cell. (class, cells) for a row of
-            that class.
+        rows: the cells, HTML or numbers; None is an empty cell. (class, cells) for a row of that
+            class.
         kind: class of the table.
     """
     columns = [_column(label) for label in head]
@@ -92,7 +93,7 @@ def _content(content: Any) -> str:
 
 
 def bar(parts: Iterable[tuple[str, float]], total: float) -> str:
-    """A stacked bar, as wide as its parts of the total. Parts: (colour class, amount)."""
+    """A stacked bar; the widths are shares of the total. Parts: (colour class, amount)."""
     pieces = "".join(
         f'<i class="{kind}" style="width:{min(100 * amount / total, 100):.3f}%"></i>'
         for kind, amount in parts
@@ -108,7 +109,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _label(x: float, y: float, text: Any, kind: str = "") -> str:
-    """Text at a place of a drawing; kind "end" ends there, "mid" is centred."""
+    """Text at a position of a drawing; kind "end" is right-aligned, "mid" is centred."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}">{esc(text)}</text>'
 
 
@@ -171,12 +172,12 @@ def stacked_tiles(
     limit: float | None = None,
     limit_label: str = "",
 ) -> str:
-    """One column a tile, the series stacked in order, each in the colour class c0, c1, ...
+    """One column per tile, the series stacked in order, each in the colour class c0, c1, ...
 
     Args:
         series: figures [tiles] by name.
         identity: id of the SVG, by which the page's script finds its figures.
-        limit: a line across, with its label; the axis reaches it.
+        limit: a horizontal line, with its label; the axis includes it.
     """
     total = np.sum(list(series.values()), axis=0)
     tiles, right = len(total), _WIDTH - _RIGHT
@@ -200,7 +201,7 @@ def stacked_tiles(
 
 
 def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 24) -> str:
-    """How many of the values lie where. Equal values make one bar."""
+    """A histogram of the values. If all are equal, it has one bar."""
     low, high = float(values.min()), float(values.max())
     width = 330
     right = width - _RIGHT
@@ -257,7 +258,7 @@ def _colour(value: float, top: float, capacity: float | None) -> str:
 
 
 def _cell_size(rows: int, columns: int) -> tuple[float, float]:
-    """Width and height of a cell: square, unless the columns are so many that they get thin."""
+    """Width and height of a cell: square, unless there are too many columns."""
     width = max(min(_NARROW / columns, 24), min(_WIDE / columns, 2))
     height = width if width >= 4 else max(width, min(16, 120 / rows))
     return round(width, 2), round(height, 2)
@@ -284,8 +285,8 @@ def grid_map(
 ) -> str:
     """A map of [rows, columns].
 
-    The longer dimension runs to the right, unless `turn` is off. Values above `capacity` turn warm;
-    without one, dark is the largest value. NaN is no cell.
+    The longer dimension runs to the right, unless `turn` is off. Values above `capacity` get a warm
+    colour; without a capacity, the darkest is the largest value. NaN leaves a cell empty.
     """
     down, right = axes
     if turn and values.shape[0] > values.shape[1]:

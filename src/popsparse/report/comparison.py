@@ -33,15 +33,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class ComparedPass:
-    """One pass in both.
+    """One pass in both profiles.
 
     Attributes:
-        name: of the pass.
-        cycles: all of them, then those of compute, exchange, sync and host.
-        operations: cycles of each, as of `operations`.
+        name: name of the pass.
+        cycles: total cycles, then those of compute, exchange, sync and host.
+        operations: cycles of each operation, as in `operations`.
         memory: bytes of the fullest tile, then by category.
-        findings: the share of each that either has, 0 to 1, by title.
-        gone, came: findings of the first that the second does not have, and the reverse.
+        findings: the share, 0 to 1, of each finding that either has, by title.
+        gone, came: findings only in the first profile, and only in the second.
     """
 
     name: str
@@ -55,12 +55,12 @@ class ComparedPass:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` finds.
+    """The result of `compare`.
 
     Attributes:
-        first, second: titles, of files with their names.
-        passes: those that both have.
-        only_first, only_second: names of the others.
+        first, second: titles, for files with their names.
+        passes: the passes that both profiles have.
+        only_first, only_second: names of the other passes.
     """
 
     first: str
@@ -71,14 +71,14 @@ class Comparison:
 
 
 def compare(first: Any, second: Any) -> Comparison:
-    """Put two profiles side by side.
+    """Compare two profiles.
 
     Args:
-        first, second: each a `StoredProfile`, or what `read_profiles` takes. Passes are matched by
-            name; where either has one pass only, these are compared whatever their names.
+        first, second: each a `StoredProfile`, or an argument of `read_profiles`. Passes are matched
+            by name; if each has only one pass, names are ignored.
 
     Raises:
-        TypeError, ValueError: something else.
+        TypeError, ValueError: invalid profiles.
     """
     (name_a, a), (name_b, b) = _read(first, "first"), _read(second, "second")
     if len(a) == len(b) == 1:
@@ -127,12 +127,12 @@ def _memory(profile: Profile) -> dict[str, float]:
 
 
 def _pairs(a: Mapping[str, float], b: Mapping[str, float]) -> list[Pair]:
-    """Those of the first in its order, then what only the second has."""
+    """The pairs of the first in its order, then those only in the second."""
     return [Pair(name, a.get(name), b.get(name)) for name in {**a, **b}]
 
 
 def _tables(compared: ComparedPass) -> dict[str, list[Pair]]:
-    """What is shown of a pass, by heading; shares as percentages, to one digit."""
+    """The tables of a pass, by heading; shares as percentages, to one digit."""
     shares = [
         Pair(p.name, *(None if v is None else round(100 * v, 1) for v in (p.first, p.second)))
         for p in compared.findings
@@ -215,7 +215,7 @@ def profile_text(title: str, profiles: Sequence[Profile]) -> str:
 
 @typed
 def comparison_text(comparison: Comparison) -> str:
-    """The figures of both, and what changed from A to B."""
+    """The figures of both as text, and the changes from A to B."""
     lines = [f"A: {comparison.first}", f"B: {comparison.second}"]
     lines += _only_in_one(comparison)
     for compared in comparison.passes:

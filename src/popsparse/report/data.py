@@ -1,4 +1,4 @@
-"""Profiles as the report takes them, and files of them."""
+"""The report's input profiles, and files of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from popsparse.machine.profile import FORMAT, VERSION, build_document
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn errors of the block into a ValueError that names what is read."""
+    """Turn errors of the block into a ValueError that begins with `what`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -28,11 +28,11 @@ def reading(what: str) -> Iterator[None]:
 
 
 def read_profiles(profile: Any) -> list[Profile]:
-    """One profile, or several by name of the pass.
+    """Read one profile, or several by name of the pass.
 
     Args:
-        profile: a `machine.Profile` or its `to_dict()`, or a mapping of names to either, which the
-            profiles then bear; None is no profile.
+        profile: a `machine.Profile` or its `to_dict()`, or a mapping of names to either, which
+            become the profiles' names; None is no profile.
 
     Raises:
         TypeError, ValueError: not profiles.
@@ -61,10 +61,10 @@ class StoredProfile:
     """The content of a file.
 
     Attributes:
-        title: as of the page.
-        file: where it was read from.
-        profiles: of its runs, by the names of their programs.
-        page: what `report_html` and `write_report` make a page of, by argument.
+        title: title of the page.
+        file: the file it was read from.
+        profiles: profiles of its runs, by the names of their programs.
+        page: the arguments for `report_html` and `write_report`, by name.
     """
 
     title: str
@@ -88,13 +88,13 @@ def save_profile(
 
     Args:
         path: the file, replaced if it exists; its folder must exist.
-        title, profile, summary, plan, predicted, encoding: as of `report_html`.
+        title, profile, summary, plan, predicted, encoding: as for `report_html`.
 
     Returns:
         The path.
 
     Raises:
-        TypeError, ValueError: data of another kind; the message names the key.
+        TypeError, ValueError: invalid data; the message names the key.
         OSError: the file cannot be written.
     """
     more = {"plan": plan, "predicted": predicted, "encoding": encoding}
@@ -113,7 +113,7 @@ def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
     wrote.
 
     Raises:
-        ValueError: no such profile, or one of another version.
+        ValueError: not such a profile, or one of another version.
         OSError: the file cannot be read.
     """
     file = Path(path)

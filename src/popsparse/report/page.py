@@ -1,4 +1,4 @@
-"""The page: its sections in order, of any run, and of a layer."""
+"""The report page, for any run and for a layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from popsparse.report.steps import (
     timeline_data,
 )
 
-# Nothing may be loaded, whatever a name in the data says.
+# The page must load nothing, even if a name in the data contains a link.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -73,7 +73,7 @@ def _render_links(sections: list[Section]) -> str:
 
 
 def _render_page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any]) -> str:
-    """The whole page. `data` is what the script draws and shows, as JSON inside it."""
+    """The whole page. `data` is the script's input, embedded as JSON."""
     folder = files("popsparse.report")
     style = folder.joinpath("page.css").read_text("utf-8")
     scripts = [folder.joinpath(name).read_text("utf-8") for name in ("page.js", "explore.js")]
@@ -99,7 +99,7 @@ def _render_page(title: str, subtitle: str, sections: list[Section], data: dict[
 
 
 def write_report(path: str | Path, **contents: Any) -> Path:
-    """Write the page of `report_html`, whose arguments and errors these are.
+    """Write the page of `report_html`, with the same arguments and errors.
 
     Args:
         path: the file, replaced if it exists; its folder must exist.
@@ -127,22 +127,22 @@ def report_html(
 ) -> str:
     """The page as text. Sections without data are left out.
 
-    All arguments are plain data (as from `json.load`), so that stored figures make a page, too.
+    All arguments may be plain data (as from `json.load`), so a page can be made of stored figures.
 
     Args:
         title: heading of the page.
         summary: figures by name. Headlines are "cycles", "seconds", "tflops" (each a number, or a
             mapping of pass to number), "max_tile_bytes", "propagation_steps" and
-            "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
-            "dtype", "target", ... ; others are shown under their own names.
-        plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
+            "max_relative_error"; "rows", "cols", "batch", "density", "block_size", "dtype",
+            "target", ... have labels; others are shown under their own names.
+        plan: a result of `popsparse.plan_report` or `DensePlan.to_dict`.
         profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either.
-        predicted: by pass, what `PassTime.to_dict` of the execution model gives.
-        encoding: what `encoding_data(partitioner, encoded)` gives.
-        compared: what `compare` gives, with another profile.
+        predicted: by pass, the result of `PassTime.to_dict` of the execution model.
+        encoding: the result of `encoding_data(partitioner, encoded)`.
+        compared: the result of `compare` with another profile.
 
     Raises:
-        TypeError, ValueError: data of another kind; the message names the key.
+        TypeError, ValueError: invalid data; the message names the key.
     """
     check_kind("compared", compared, (Comparison, type(None)), "what compare gives")
     if not isinstance(title, str) or not title.strip():
@@ -190,9 +190,9 @@ def report_html(
 def _profile_sections(
     profile: Profile, key: str, memory: str, memory_of: str, add: Any, data: dict[str, Any]
 ) -> None:
-    """The sections of one pass, their ids beginning with `key`.
+    """The sections of one pass; their ids begin with `key`.
 
-    `memory` is the key of the first pass whose tiles hold the same, `memory_of` its name.
+    `memory` is the key of the first pass with the same memory use, `memory_of` its name.
     """
     before = f"{words(profile.name).capitalize()}: " if profile.name else ""
 
@@ -233,7 +233,7 @@ def _profile_sections(
 
 
 def _same_memory(first: Profile, second: Profile) -> bool:
-    """Whether every tile's memory is the other's, as of two passes of one program."""
+    """Whether every tile has the same memory use in both, as with two passes of one program."""
     a, b = first.memory.by_category, second.memory.by_category
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
@@ -251,18 +251,18 @@ def layer_page(
     pattern: Any = None,
     summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `write_report` makes a page of, and `save_profile` a file, about the last run of each
-    pass of a layer.
+    """The arguments for `write_report` and `save_profile`, about the last run of each pass of a
+    layer.
 
     Args:
-        layer: a `popsparse.Layer` with a pattern, of which passes have run.
-        title: by default the sizes of the product and the machine.
-        pattern: the pattern it ran with; given, the page also has what the execution model
-            predicts for it.
-        summary: more figures, or better ones, for the head of the page.
+        layer: a `popsparse.Layer` with a pattern, after a run of some of its passes.
+        title: defaults to the sizes of the product and the machine.
+        pattern: the pattern of the run; if given, the page also shows the execution model's
+            prediction for it.
+        summary: further figures for the head of the page; they override the layer's.
 
     Raises:
-        ValueError: a layer of which no pass has run, or one that keeps its weights dense.
+        ValueError: a layer without a run, or one that keeps its weights dense.
     """
     from popsparse.encoding.partitioner import Partitioner
     from popsparse.layer import Layer
@@ -306,7 +306,7 @@ def write_layer_report(path: str | Path, layer: Any, **more: Any) -> Path:
 
     Args:
         path: the file; its folder must exist.
-        layer, more: as of `layer_page`, whose errors these are.
+        layer, more: as for `layer_page`, which also raises the errors.
 
     Returns:
         The path.

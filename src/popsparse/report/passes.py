@@ -27,11 +27,11 @@ from popsparse.report.charts import (
 _MOST_NODES = 600
 _MOST_DEPTH = 60
 _CLASSES = {"Execute": "compute", "Copy": "exchange", "Sync": "sync"}
-"""Kinds that have the colour of what they cost."""
+"""Kinds of programs, with the colours of their costs."""
 
 
 def render_tree(program: Sequence[ProgramNode], step_names: Sequence[str], total: float) -> str:
-    """Nested lists that fold: what ran is open, what several places call is shown once."""
+    """Collapsible nested lists: programs that ran are open, shared ones are shown once."""
     shown: set[int] = set()
     lines = 0
     is_complete = True
@@ -88,7 +88,7 @@ def _render_parts_legend(profile: Profile) -> str:
 
 
 def render_balance(profile: Profile) -> str:
-    """Where the cycles of the whole run went."""
+    """The cycles of the whole run by part."""
     shares = [
         (part, f"{part} {number(cycles)} ({percent(cycles, profile.cycles)})")
         for part, cycles in profile.parts.items()
@@ -130,9 +130,9 @@ def render_timeline(profile: Profile, identity: str) -> str:
 
 
 def render_tiles(profile: Profile, identity: str, memory_of: str = "") -> str:
-    """Memory and occupancy of every tile, and how both are spread.
+    """Memory and occupancy of every tile, and their distributions.
 
-    `memory_of` names a pass of the same program: its memory is this one's, and not shown again.
+    `memory_of` names a pass of the same program with the same memory, which is not shown again.
     """
     use = profile.memory
     memory, worst = use.per_tile, use.worst_tile
@@ -202,14 +202,14 @@ def render_tiles(profile: Profile, identity: str, memory_of: str = "") -> str:
 
 
 def memory_by_category(profile: Profile) -> dict[str, np.ndarray]:
-    """Bytes of the tiles, those categories that any has."""
+    """Bytes of the tiles, by category, without empty ones."""
     return {name: sizes for name, sizes in profile.memory.by_category.items() if sizes.any()}
 
 
 def render_predicted(predicted: Mapping[str, Any], profiles: Sequence[Profile]) -> str:
     """Steps of each pass as the execution model counts them (`PassTime.to_dict`).
 
-    Where the machine ran the pass, the difference is stated.
+    If the machine ran the pass, the difference is shown.
     """
     ran = {profile.name: profile.cycles for profile in profiles}
     out = []
@@ -238,7 +238,7 @@ def render_predicted(predicted: Mapping[str, Any], profiles: Sequence[Profile]) 
 
 
 def _columns(tiles: int) -> int:
-    """Near twice as many as rows; if it can be, such that every row is full."""
+    """Number of columns: about twice as many as rows and, if possible, with every row full."""
     target = max(round(math.sqrt(2 * tiles)), 1)
     near = range(max(target // 2, 1), 2 * target + 1)
     full = [n for n in near if tiles % n == 0]
@@ -246,8 +246,8 @@ def _columns(tiles: int) -> int:
 
 
 def render_tile_map(used: np.ndarray, limit: float, identity: str) -> str:
-    """The map of bytes [tiles]; tiles run to the right, then down. Where some need more than
-    `limit`, these are warm."""
+    """The map of bytes [tiles]; tiles run to the right, then down. Tiles that need more than
+    `limit` have a warm colour."""
     columns = _columns(len(used))
     rows = -(-len(used) // columns)
     cells = np.full(rows * columns, np.nan)
@@ -263,7 +263,7 @@ def render_tile_map(used: np.ndarray, limit: float, identity: str) -> str:
 
 
 def render_tile_contents(profile: Profile, identity: str) -> str:
-    """The map, and the frame of what lies on the tile that is chosen, by a click or its number."""
+    """The map, and the frame for the contents of a tile, chosen by a click or by its number."""
     used, tile = profile.memory.per_tile, profile.memory.worst_tile
     name = esc(identity)
     return (

@@ -17,12 +17,12 @@ from popsparse.report.charts import (
     words,
 )
 
-# What is not the cut of a runner-up.
+# Keys that are not part of the cut of a runner-up.
 _OF_RUNNERS_UP = (
     "method", "grad_w_exchange_buckets", "cycles", "temporary_bytes", "behind", "why", "passes",
     "terms",
 )  # fmt: skip
-# Of plans without passes; what has no label here is called by its own name.
+# Labels of plans without passes; other keys appear under their own names.
 _LABELS = {
     "field": "Tiles along the streamed field",
     "out": "Tiles along the out-channels",
@@ -58,7 +58,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
     """The section of a plan; of plans by pass, one for each.
 
     Raises:
-        TypeError, ValueError: no plan.
+        TypeError, ValueError: not a plan.
     """
     if "passes" in plan or "terms" in plan:
         return _render_plan(plan)
@@ -75,7 +75,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
 
 
 def _render_plan(report: Mapping[str, Any]) -> str:
-    """Facts, and the cost of each pass by term; memory, search and runners-up where they are."""
+    """Facts, the cost of each pass by term, and memory, search and runners-up if present."""
     facts = []
     chosen = dict(report.get("plan", report))
     if "passes" in report:
@@ -116,7 +116,7 @@ def _render_plan(report: Mapping[str, Any]) -> str:
 
 
 def _describe_search(search: Mapping[str, Any]) -> str:
-    """How many plans were compared; counts without a name here are listed."""
+    """The number of plans compared; other counts are listed by name."""
     if not {"partitions", "candidates", "allowed", "fitting"} <= search.keys():
         listed = (f"{number(count)} {esc(words(what))}" for what, count in search.items())
         return f"The search: {', '.join(listed)}."
@@ -133,7 +133,7 @@ def _render_facts(facts: list[tuple[str, str]]) -> str:
 
 
 def _render_terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
-    """Cycles by term, with the temporary bytes where they are known."""
+    """Cycles by term, with the temporary bytes if known."""
     total = sum(cycles for _, cycles, _ in terms)
     most = max((cycles for _, cycles, _ in terms), default=0)
     with_bytes = any(size is not None for _, _, size in terms)
@@ -192,7 +192,7 @@ def _render_runners_up(report: Mapping[str, Any]) -> str:
 
 
 def plan_summary(plan: Any) -> dict[str, Any]:
-    """What a `popsparse.Plan` is for, as figures for the summary."""
+    """The request of a `popsparse.Plan`, as figures for the summary."""
     sizes = plan.sizes
     out = {
         "rows": sizes.x,
@@ -212,7 +212,7 @@ def plan_summary(plan: Any) -> dict[str, Any]:
     return out
 
 
-# Of the summary; what has no label here is called by its own name. Headlines have a unit, too.
+# Labels of the summary; other keys appear under their own names. Headlines also have a unit.
 _HEADLINES = {
     "cycles": ("Cycles", ""),
     "estimated_cycles": ("Cycles, estimated", ""),
@@ -260,7 +260,7 @@ def _value(key: str, value: Any, unit: str) -> str:
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
-    """Headlines as cards, the rest as a list. Keys it does not know are shown as they are."""
+    """Headlines as cards, the rest as a list. Unknown keys are shown unchanged."""
     cards, rest = [], []
     for key, value in summary.items():
         by_pass = value if isinstance(value, Mapping) else {"": value}

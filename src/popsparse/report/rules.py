@@ -20,12 +20,12 @@ class Finding:
     """A cost and its remedy.
 
     Attributes:
-        rule: its name among `RULES`.
-        title: in a few words.
-        text: what was found, with the figures.
+        rule: its name in `RULES`.
+        title: a few words.
+        text: the finding, with figures.
         remedy: what to change, with the names of the options.
-        share: of the run's cycles that lie in it, 0 to 1; of rules about memory how much of a
-            tile's memory is in use, 1 and more where it is too much.
+        share: its share of the run's cycles, 0 to 1; for rules about memory the share of a tile's
+            memory in use, above 1 if it does not fit.
     """
 
     rule: str
@@ -106,13 +106,13 @@ def _compute_steps(profile: Profile) -> list[StepProfile]:
 
 
 def _waiting(step: StepProfile, tiles: int) -> float:
-    """Cycles that the tiles which compute in a step wait for the slowest of them, on average."""
+    """Mean cycles that the tiles computing in a step wait for the slowest of them."""
     return step.compute * (1 - step.balance * tiles / step.tiles)
 
 
 def _imbalance(profile: Profile) -> Finding | None:
     tiles, names = profile.target.tiles, short_names(profile)
-    # Work that a few tiles do for all is not an imbalance, nor is where blocks spilled to.
+    # Work that a few tiles do for all is not an imbalance, nor is the propagation of spills.
     passing = set(map(id, _propagation(profile)))
     steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
     lost = sum(_waiting(step, tiles) for step in steps)
@@ -231,7 +231,7 @@ def _below_peak(profile: Profile) -> Finding | None:
     tiles = profile.target.tiles
 
     def lost(step: StepProfile) -> float:
-        """Cycles in which the mean tile that computes does not do what its units could."""
+        """Mean cycles that the computing tiles lose against the peak rate of their units."""
         busy = step.compute * step.balance * tiles / step.tiles
         return max(busy - step.flops / (step.tiles * step.peak_flops), 0.0)
 
@@ -257,18 +257,18 @@ _AT_PEAK = {
     "dtype": ("float16", "float16 values (--dtype float16)"),
     "partials": ("float16", "float16 partial sums (--partials-type float16)"),
 }
-"""What the peak rate takes: by entry of a summary, its value and how to get it."""
+"""Requirements of the peak rate: by entry of a summary, its value and how to get it."""
 
 
 def _to_reach_the_peak(summary: Mapping[str, Any]) -> str:
-    """The remedy without what the run has already, according to its summary."""
+    """The remedy, without what the run already has according to its summary."""
     missing = [how for key, (value, how) in _AT_PEAK.items() if summary.get(key) != value]
     reach = f"The peak rate takes {', '.join(missing)}. " if missing else ""
     return reach + "A larger --batch spreads the fixed cost of each block over more samples."
 
 
 def _rearranging(profile: Profile) -> Finding | None:
-    """Copies inside tiles, which compute nothing: exchanges that have compute, and such alone."""
+    """Copies inside tiles: exchanges that have compute cycles, and steps of local copies only."""
     moved = [s for s in profile.steps if s.kind == "exchange" and s.compute]
     copies = {node.step for node in profile.tree() if node.kind == "Copy"}
     moved += [s for i, s in enumerate(profile.steps) if s.kind == "compute" and i in copies]
@@ -306,11 +306,11 @@ RULES: dict[str, Rule] = {
 
 @typed
 def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list[Finding]:
-    """The findings of a run, the costliest first; memory that does not suffice before all.
+    """The findings of a run, the costliest first; insufficient memory comes before all others.
 
     Args:
-        profile: of the run.
-        summary: what is known of the product, as of `report_html`; no remedy names what it has.
+        profile: profile of the run.
+        summary: figures of the product, as for `report_html`; remedies omit what it already has.
     """
     found = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
     if summary:
@@ -331,12 +331,12 @@ def _weight(finding: Finding) -> float:
 
 
 def _in_code(remedy: str) -> str:
-    """With options as code, which no line break divides."""
+    """Format options as code, without line breaks inside."""
     return re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", esc(remedy))
 
 
 def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
-    """The first of each pass, by name."""
+    """The first findings of each pass, by name."""
     out = []
     for name, several in passes:
         if name:

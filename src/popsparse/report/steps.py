@@ -14,7 +14,7 @@ from popsparse.report.charts import bar, esc, indent, legend, number, percent, t
 
 
 def short_names(profile: Profile) -> list[str]:
-    """Names of the steps without the path that all which ran share."""
+    """Names of the steps without the path shared by all steps that ran."""
     parts = [step.name.split("/") for step in profile.steps if step.runs]
     shared = 0
     while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
@@ -24,7 +24,7 @@ def short_names(profile: Profile) -> list[str]:
 
 
 def phases(profile: Profile) -> list[tuple[str, int, int]]:
-    """Stretches of the timeline in one part of the program: (name, first row, end row)."""
+    """Ranges of the timeline in one part of the program: (name, first row, end row)."""
     names = [name.split("/")[0] for name in short_names(profile)]
     spans: list[tuple[str, int, int]] = []
     for row, (step, *_) in enumerate(profile.timeline):
@@ -36,9 +36,9 @@ def phases(profile: Profile) -> list[tuple[str, int, int]]:
 
 
 def timeline_data(profile: Profile) -> dict[str, Any]:
-    """Rows for the script: equal rows are stored once and named by number.
+    """Rows for the script: equal rows are stored once and referenced by number.
 
-    Keys: `steps` (names), `kinds` ([step, compute, exchange, sync, host]), `order` (one kind a
+    Keys: `steps` (names), `kinds` ([step, compute, exchange, sync, host]), `order` (one kind per
     run), `phases` (first row, end row and the name).
     """
     rows = np.array(
@@ -62,21 +62,21 @@ _MOST = 120
 
 @dataclass(frozen=True)
 class Operation:
-    """Steps whose paths begin alike.
+    """Steps whose paths share a prefix.
 
     Attributes:
-        name: the beginning, without what all steps of the program share.
-        depth: how many parts it has, 1 or more.
-        steps: of the program; runs: of all of them.
+        name: the prefix, without the part that all steps of the program share.
+        depth: number of parts of the prefix, 1 or more.
+        steps: number of its steps; runs: their number of runs.
         parts: cycles by part: compute, exchange, sync, host.
         flops: floating-point operations, a multiply-accumulate as two.
-        tiles: the most that compute in one of its steps.
+        tiles: the most tiles that compute in one of its steps.
         received: bytes on the exchange.
-        seconds: of its cycles.
-        balance: of a single step the mean of all tiles' compute over that of the busiest one; None
-            of several steps, or without compute.
+        seconds: time of its cycles.
+        balance: for a single step the mean compute of all tiles over that of the busiest one; None
+            for several steps, or without compute.
         peak_share: its flops over what the matrix units of these tiles could do in its cycles, on
-            operands of their type; None where nothing says what it does.
+            operands of their type; None if the steps declare no flops.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Operation:
 
     @property
     def cycles(self) -> float:
-        """With exchange and synchronisation."""
+        """Total cycles, with exchange and synchronisation."""
         return sum(self.parts.values())
 
 
@@ -102,8 +102,8 @@ def operations(profile: Profile, depth: int = 1) -> list[Operation]:
     """The operations of a run, in the order of the program.
 
     Args:
-        depth: parts of the path that make a name: with 2 the operations of 1 come too, each before
-            those inside it.
+        depth: number of parts of the path in a name: 2 also includes the operations of 1, each
+            before those inside it.
 
     Raises:
         ValueError: a depth below 1.
@@ -122,7 +122,7 @@ def _operation(name: str, steps: list[StepProfile], target: Target) -> Operation
     parts = {part: sum(getattr(step, part) for step in steps) for part in PARTS}
     cycles, flops = sum(parts.values()), sum(step.flops for step in steps)
     tiles = max(step.tiles for step in steps)
-    # Steps that say nothing of what they do count with their time alone.
+    # Steps that declare no flops count only with their time.
     peak = max((step.peak_flops for step in steps if step.flops), default=0.0)
     could = cycles * tiles * peak
     return Operation(
@@ -192,14 +192,14 @@ def render_operations(profile: Profile) -> str:
 
 
 _MOST_VARIABLES = 1500
-"""Variables in a page; the smallest of more are taken together."""
+"""Most variables in a page, the largest ones."""
 _MOST_VERTICES = 3000
-"""Codelets of steps in a page."""
+"""Most codelets of steps in a page."""
 _KINDS = ("constant", "always live", "not always live")
 
 
 def _steps_of(program: list[ProgramNode]) -> list[int]:
-    """The steps of a program in its order, those of branches that were not taken included."""
+    """The steps of a program in its order, including branches that were not taken."""
     order: dict[int, None] = {}
     seen: set[int] = set()
     waiting = [0]
@@ -225,7 +225,7 @@ def memory_steps(profile: Profile) -> list[int]:
 
 @typed
 def peak_step(profile: Profile, tile: int | None = None) -> int | None:
-    """The step at which most is live, on a tile or on all together; None without any."""
+    """The step with the most live bytes, on a tile or on all together; None if there is none."""
     steps = memory_steps(profile)
     if not steps:
         return None
@@ -260,18 +260,18 @@ def _flatten(stretches: list[tuple[int, int, int]]) -> list[int]:
 
 
 def live_data(profile: Profile, contents_of: str) -> dict[str, Any]:
-    """The steps for the script: names, what each holds beside the variables that always live, and
-    at which pages begin: the peak, on the fullest tile.
+    """The steps for the script: names, the variables of each that are not always live, and the
+    step shown first: the peak, on the fullest tile.
 
     Args:
-        contents_of: under which key `contents_data` is.
+        contents_of: the key of `contents_data`.
     """
     steps = memory_steps(profile)
     _, number_of = _kept(profile.contents)
     tile = profile.memory.worst_tile
     peak = peak_step(profile, tile)
     names = short_names(profile)
-    # From step to step little changes, however much is live.
+    # Little changes from step to step, so only changes are stored.
     changes, before = [], set[int]()
     for step in steps:
         now = {number_of[i] for i in profile.contents.live[step] if i in number_of}

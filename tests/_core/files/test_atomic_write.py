@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes: a file appears completely or not at all."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ import pytest
 from dynsparse._core.files.atomic_write import atomic_write, atomic_write_text
 
 
-def test_a_new_file_and_one_in_the_place_of_another(tmp_path):
+def test_new_and_replaced_files(tmp_path):
     file = tmp_path / "a"
     atomic_write_text(file, "ä")
     assert file.read_bytes() == "ä".encode()
@@ -17,7 +17,7 @@ def test_a_new_file_and_one_in_the_place_of_another(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_an_error_leaves_what_was_there(tmp_path):
+def test_error_keeps_the_existing_file(tmp_path):
     file = tmp_path / "a"
     atomic_write_text(file, "before")
 
@@ -31,14 +31,12 @@ def test_an_error_leaves_what_was_there(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_missing_folder_is_an_os_error(tmp_path):
+def test_missing_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         atomic_write_text(tmp_path / "b" / "a", "x")
 
 
-def test_content_reaches_the_disk_before_the_name_and_the_name_before_it_returns(
-    tmp_path, monkeypatch
-):
+def test_order_of_fsync_and_rename(tmp_path, monkeypatch):
     told = []
     fsync, replace = os.fsync, os.replace
 
@@ -57,7 +55,7 @@ def test_content_reaches_the_disk_before_the_name_and_the_name_before_it_returns
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_is_written_to_and_a_link_stays_one(tmp_path):
+def test_pipes_are_written_and_links_are_kept(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     got = []

@@ -1,4 +1,4 @@
-"""One writer to a folder at a time: over processes, after kills, without locks, read-only."""
+"""Folder locks: one writer at a time, over processes, after kills, without file locks."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ def holder(tmp_path):
         process.kill()
 
 
-def test_a_second_writer_is_told_who_is_first(tmp_path, holder):
+def test_second_writer_raises_with_the_first_writers_process(tmp_path, holder):
     with pytest.raises(BusyError, match=rf"process {holder.pid} on .*choose another") as error:
         only_writer(tmp_path).__enter__()
     assert "\n" not in str(error.value)
@@ -39,7 +39,7 @@ def test_a_second_writer_is_told_who_is_first(tmp_path, holder):
 
 
 @pytest.mark.slow
-def test_a_killed_writer_leaves_no_lock(tmp_path, holder):
+def test_killed_writer_leaves_no_lock(tmp_path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert (tmp_path / LOCK).exists()
@@ -57,8 +57,8 @@ def test_within_one_process(tmp_path):
         pass
 
 
-def test_a_lock_that_its_holder_removes_meanwhile_is_taken_again(tmp_path, monkeypatch):
-    """The file was opened before the holder removed it, and locked after."""
+def test_lock_file_removed_by_its_holder_is_recreated(tmp_path, monkeypatch):
+    """The file is opened before the holder removes it, and locked afterwards."""
     lock, calls = fcntl.flock, []
 
     def late(handle: int, kind: int) -> None:
@@ -75,7 +75,7 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_taken_again(tmp_path, monke
             only_writer(tmp_path).__enter__()
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_file_system_without_locks(tmp_path, monkeypatch):
     def none(handle: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -85,7 +85,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         pass
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+def test_symbolic_link_as_lock_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / LOCK).symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match=LOCK):
@@ -93,6 +93,6 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "text"
 
 
-def test_a_missing_folder(tmp_path):
+def test_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
         only_writer(tmp_path / "none").__enter__()

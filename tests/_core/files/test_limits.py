@@ -1,4 +1,4 @@
-"""What reading may take, and how what is wrong is shown."""
+"""Limits on memory when reading, and the display of values in errors."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from dynsparse._core.checks import shortened
 from dynsparse._core.files.limits import MOST_DEPTH, VARIABLE, LimitError, parse_json, read_limit
 
 
-def test_the_limit_follows_the_size_and_the_environment(monkeypatch):
+def test_limit_depends_on_file_size_and_environment(monkeypatch):
     assert read_limit() == read_limit(1 << 22) == 256 << 20
     assert read_limit(1 << 30) == 64 << 30
     monkeypatch.setenv(VARIABLE, "1000")
@@ -21,7 +21,7 @@ def test_the_limit_follows_the_size_and_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "1e9", "many", "9" * 30, "²"])
-def test_a_limit_that_is_no_number_of_bytes(monkeypatch, given):
+def test_invalid_limit_raises(monkeypatch, given):
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected a number of bytes above 0"):
         read_limit()
@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_json_is_read_as_json_loads_does(value):
+def test_json_equals_json_loads(value):
     text = json.dumps(value)
     assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
 
@@ -43,12 +43,12 @@ def test_json_is_read_as_json_loads_does(value):
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, '{"a":' * 5000, "[" * 101 + "]" * 101, '[{"a":' * 60 + "1"]
 )
-def test_deep_json_is_refused(text):
+def test_deeply_nested_json_raises(text):
     with pytest.raises(LimitError, match="nested at most 100 deep"):
         parse_json(text)
 
 
-def test_brackets_in_strings_are_not_depth():
+def test_brackets_in_strings_do_not_count_as_nesting():
     deep = "[" * MOST_DEPTH + "]" * MOST_DEPTH
     assert parse_json(deep) == json.loads(deep)
     wide = json.dumps(['[[[{{\\"' * 100, {'"[': "]"}] * 100)
@@ -56,12 +56,12 @@ def test_brackets_in_strings_are_not_depth():
 
 
 @pytest.mark.parametrize("text", ["", "[", "]" * 200, '"' + "[" * 200, b"\xff", "9" * 5000])
-def test_what_is_not_json_is_a_value_error(text):
+def test_invalid_json_raises(text):
     with pytest.raises(ValueError, match=r"."):
         parse_json(text)
 
 
-def test_long_json_is_refused_and_the_limit_can_be_raised(monkeypatch):
+def test_long_json_raises_unless_the_limit_is_raised(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1600")
     assert parse_json("[" + " " * 98 + "]") == []
     with pytest.raises(LimitError, match=rf"expected at most 100 bytes .* got 101.*{VARIABLE}"):
@@ -71,16 +71,16 @@ def test_long_json_is_refused_and_the_limit_can_be_raised(monkeypatch):
 
 
 @given(st.lists(st.integers(-1000, 1000), max_size=4) | st.text(max_size=60) | st.floats())
-def test_short_values_are_shown_as_they_are(value):
+def test_short_values_are_shown_completely(value):
     assert shortened(value) == repr(value)
 
 
-def test_of_containers_too():
+def test_containers_are_shortened():
     for value in ({"a": [1, (2,), (), {}, []], 3: None}, {1}, b"\xff", True, (1, 2)):
         assert shortened(value) == repr(value)
 
 
-def test_long_values_are_cut_without_being_printed_whole():
+def test_long_values_are_shortened_without_full_repr():
     doubled: list = []
     for _ in range(100):
         doubled = [doubled] * 9  # printed whole: 9^100 brackets

@@ -1,4 +1,4 @@
-"""Checkpoints: the file, its JSON with the right digest, its tensors with the right digest."""
+"""Checkpoints: the raw file, its JSON or its tensors with a valid digest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SEEDS = [
 
 
 def with_header(text: bytes) -> bytes:
-    """A file with other JSON, and its digest where there can be one."""
+    """Make a file with other JSON, with a valid digest if possible."""
     try:
         header = json.loads(text)
         return to_bytes({**header, "sha256": None} if "sha256" in header else header, _TENSORS)
@@ -61,7 +61,7 @@ def with_header(text: bytes) -> bytes:
 
 
 def with_tensors(content: bytes) -> bytes:
-    """A file with other bytes in its tensors, and its digest."""
+    """Make a file with other bytes in its tensors, with a valid digest."""
     content = content[:_SIZE].ljust(_SIZE, b"\0")
     tensors, begin = {}, 0
     for name, tensor in _TENSORS.items():

@@ -1,4 +1,4 @@
-"""What the targets share: a folder in memory, and what a refusal must look like."""
+"""Helpers of the targets: a folder in memory, and the check of expected errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _folders: dict[int, Path] = {}
 
 
 def folder() -> Path:
-    """A folder of this process, in memory where the system offers that, to write files into."""
+    """Return a temporary folder of this process, in memory if the system supports that."""
     found = _folders.get(os.getpid())
     if found is None:
         parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
@@ -30,7 +30,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def refused_as(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of `kinds` are refusals, if their message can be shown; all others are findings."""
+    """Accept errors of `kinds` with a printable message; all others are findings."""
     try:
         yield
     except kinds as error:

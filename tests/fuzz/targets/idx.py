@@ -1,4 +1,4 @@
-"""IDX files, plain and packed: the header is free, the packing right."""
+"""IDX files, plain or validly compressed, with any header."""
 
 from __future__ import annotations
 

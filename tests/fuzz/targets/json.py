@@ -1,4 +1,4 @@
-"""JSON texts as they come in heads, options and figures; against the standard library's reader."""
+"""JSON as in headers, options and figures, compared with the standard library's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON that people give to commands: options of plans, arguments of optimizers, stored figures."""
+"""JSON arguments of commands: options of plans, arguments of optimizers, stored figures."""
 
 from __future__ import annotations
 

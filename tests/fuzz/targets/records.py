@@ -1,4 +1,4 @@
-"""Records: head, telemetry, archives, and arrays within a right archive."""
+"""Records: header, telemetry, archives, and arrays within a valid archive."""
 
 from __future__ import annotations
 

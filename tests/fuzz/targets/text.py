@@ -1,4 +1,4 @@
-"""Texts: as they are, and packed by gzip, xz and bzip2, once or in several streams."""
+"""Texts, plain or compressed by gzip, xz and bzip2, in one or several streams."""
 
 from __future__ import annotations
 

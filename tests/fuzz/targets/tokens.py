@@ -1,4 +1,4 @@
-"""Token files: as they are, and with a free head whose length is right."""
+"""Token files, raw or with any header of valid length."""
 
 from __future__ import annotations
 

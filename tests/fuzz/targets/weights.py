@@ -1,4 +1,4 @@
-"""Weights in safetensors: the file, the header with its length, the metadata within it."""
+"""Safetensors files: the raw file, the header with valid length, the metadata in it."""
 
 from __future__ import annotations
 

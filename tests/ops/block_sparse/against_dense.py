@@ -1,4 +1,4 @@
-"""Random patterns, and values and gradients beside those of dense matrices in float64."""
+"""Random patterns, and comparison of values and gradients with dense float64 matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def patterns(draw, square: bool = False) -> SparsePattern:
 
 
 def same(found, wanted, inputs, oracles, dtype) -> None:
-    """Values and gradients."""
+    """Compare values and gradients."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     assert found.dtype == dtype
     assert found.shape == wanted.shape

@@ -1,4 +1,4 @@
-"""What is computed begins as NaN, so that what was left out shows."""
+"""Fills new tensors with NaN, so that unwritten elements show."""
 
 import sys
 from pathlib import Path

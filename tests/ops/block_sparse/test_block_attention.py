@@ -1,4 +1,4 @@
-"""Attention at the blocks of a pattern, compiled and in plain torch, against masked dense."""
+"""Block-sparse attention, in kernels and in plain torch, equals masked dense attention."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LAYOUTS = st.sampled_from(["plain", "by token", "by feature"])
     layout=LAYOUTS,
     dtype=KINDS,
 )
-def test_it_is_masked_dense_attention(pattern, shape, causal, padded, layout, dtype):
+def test_equals_masked_dense_attention(pattern, shape, causal, padded, layout, dtype):
     n, heads, features, outputs = shape
     queries, keys = pattern.shape
     given = operands(n, heads, queries, keys, features, outputs, dtype, layout)
@@ -65,7 +65,7 @@ def test_it_is_masked_dense_attention(pattern, shape, causal, padded, layout, dt
 
 
 @pytest.mark.parametrize("block", [1, 8, 16, 32, 64])
-def test_large_enough_for_every_way_through_the_kernels(block):
+def test_sizes_that_reach_every_kernel_path(block):
     pattern = SparsePattern.random((256, 128), 0.3, block_size=block)
     given = operands(2, 3, 256, 128, 64, 48, torch.float32)
     ours = [x.requires_grad_() for x in given]
@@ -74,7 +74,7 @@ def test_large_enough_for_every_way_through_the_kernels(block):
          oracle, torch.float32)  # fmt: skip
 
 
-def test_large_scores_and_padding_by_numbers():
+def test_large_scores_and_padding():
     pattern = SparsePattern.full((32, 32), block_size=16)
     q, k, v = operands(1, 1, 32, 32, 8, 8, torch.float32)
     bias = torch.zeros(1, 32)
@@ -89,7 +89,7 @@ def test_large_scores_and_padding_by_numbers():
     assert not attend(q, k, v, pattern, key_padding_mask=bias).any()
 
 
-def test_what_is_not_a_number_is_not_lost():
+def test_nan_is_propagated():
     pattern = SparsePattern([0, 1], [0, 1], shape=(32, 32), block_size=16)
     q, k, v = operands(1, 1, 32, 32, 8, 8, torch.float32)
     k[0, 0, 17, 3] = torch.nan
@@ -99,7 +99,7 @@ def test_what_is_not_a_number_is_not_lost():
 
 
 def _seen(pattern, rate, seed, dtype, queries, keys):
-    """Weights with and without dropout, read off values that are the unit matrix."""
+    """Return the weights with and without dropout, computed with an identity matrix as values."""
     q, k, _ = operands(2, 2, queries, keys, 8, 8, dtype)
     v = torch.eye(keys, dtype=dtype).expand(2, 2, -1, -1)
     told = (pattern.index.row_ptr, pattern.index.cols, None)
@@ -109,7 +109,7 @@ def _seen(pattern, rate, seed, dtype, queries, keys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dropout_drops_as_many_and_scales_the_rest(dtype):
+def test_dropout_rate_and_scale(dtype):
     pattern = SparsePattern.random((128, 128), 0.5, block_size=16)
     dropped, whole = _seen(pattern, 0.25, 5, dtype, 128, 128)
     kept = dropped != 0
@@ -139,7 +139,7 @@ def test_gradients_under_dropout(dtype, block):
 
 
 @needs_kernels
-def test_threads_change_no_output_and_gradients_only_in_the_last_bits():
+def test_outputs_are_equal_for_any_number_of_threads():
     pattern = SparsePattern.random((256, 256), 0.3, block_size=16)
     given = operands(1, 1, 256, 256, 32, 32, torch.float32)
     index, s = pattern.index, Settings(16, True, 0.2, 0.1, 9)
@@ -164,7 +164,7 @@ def test_threads_change_no_output_and_gradients_only_in_the_last_bits():
 @pytest.mark.slow
 @pytest.mark.skipif(not native._built_isas(), reason="the compiled kernels are not built")
 @pytest.mark.parametrize("isa", native._built_isas())
-def test_every_instruction_set_computes_the_same(isa):
+def test_instruction_sets_agree(isa):
     if isa not in native.supported_isas():
         pytest.skip("not on this machine")
     code = """
@@ -197,7 +197,7 @@ for b in (1, 4, 12, 16, 32):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_operator_for_torch():
+def test_opcheck():
     pattern = SparsePattern([0, 2, 2], [1, 0, 2], shape=(12, 12), block_size=4)
     index, bias = pattern.index, torch.zeros(2, 12)
     for dtype in (torch.float32, torch.float64):
@@ -230,7 +230,7 @@ def test_compiled_and_under_autocast():
         assert call(*given).dtype == torch.bfloat16
 
 
-def test_what_it_refuses():
+def test_bad_arguments():
     pattern = SparsePattern.full((8, 8), block_size=4)
     q, k, v = operands(1, 1, 8, 8, 4, 4, torch.float32)
     wrong = [
@@ -265,15 +265,15 @@ def test_what_it_refuses():
     [([0, 1, 9], [0, 1]), ([0, 3, 2], [0, 1]), ([0, 1, 2], [0, 2]), ([0, 1, 2], [-1, 0]),
      ([0, 2], [0, 1])],
 )  # fmt: skip
-def test_an_index_that_points_elsewhere_is_refused(row_ptr, cols):
+def test_invalid_index_raises(row_ptr, cols):
     given = operands(1, 1, 8, 8, 4, 4, torch.float32)
     index = (torch.tensor(row_ptr, dtype=torch.int32), torch.tensor(cols, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="row_ptr"):
         OPERATOR(*given, *index, None, None, 4, False, 1.0, 0.0)
 
 
-def test_memory_goes_with_the_blocks():
-    """Plain torch, too, makes nothing of the size of queries x keys."""
+def test_memory_is_proportional_to_the_blocks():
+    """Plain torch also creates no tensor of size queries x keys."""
     pattern = SparsePattern([0, 3], [1, 2], shape=(4096, 4096), block_size=16)
     largest = 0
     given = [x.requires_grad_() for x in operands(1, 1, 4096, 4096, 4, 4)]
@@ -296,8 +296,8 @@ def test_memory_goes_with_the_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_waits_for_a_device(monkeypatch, dtype):
-    """Devices compute it in plain torch, over the blocks: of sizes that are known beforehand."""
+def test_no_host_waits(monkeypatch, dtype):
+    """Devices compute it in plain torch over the blocks, with sizes known beforehand."""
     # Which adds up in another order on every run.
     monkeypatch.setattr(torch.Tensor, "index_add", None)
     with FakeTensorMode():
@@ -318,7 +318,7 @@ def test_nothing_waits_for_a_device(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_sums_in_order_are_sums(dim):
+def test_ordered_sums(dim):
     parts, which = torch.randn(5, 5, 5, 3).double(), torch.tensor([2, 0, 2, 1, 2])
     shape = [*parts.shape]
     shape[dim] = 4
@@ -328,7 +328,7 @@ def test_sums_in_order_are_sums(dim):
     assert torch.equal(products.added_up(parts, which, dim, 4), wanted)
 
 
-def test_the_index_of_a_pattern_is_sent_to_a_device_once():
+def test_index_is_copied_to_a_device_once():
     pattern = SparsePattern.random((64, 96), 0.3, block_size=16)
     meta = torch.device("meta")
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Products and softmax with matrices that are sparse in blocks, against dense ones."""
+"""Block-sparse products and softmax equal dense ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = [(), (1,), (3,), (2, 3)]
 
 
 def drawn(*shape: int, seed: int = 0, strided: bool = False) -> torch.Tensor:
-    """Of float64; with `strided` the last two dimensions lie in the other order, and with gaps."""
+    """Make float64 tensors; `strided` ones have the last two dimensions transposed, with gaps."""
     generator = torch.Generator().manual_seed(seed)
     if not strided:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -34,7 +34,7 @@ def leaves(*tensors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
 @given(
     patterns(), st.sampled_from(BATCHES), st.integers(1, 20), st.booleans(), st.booleans(), KINDS
 )
-def test_products_are_those_of_dense_matrices(pattern, batch, n, shared, strided, dtype):
+def test_products_equal_dense(pattern, batch, n, shared, strided, dtype):
     (m, k), own = pattern.shape, () if shared else batch
     values = drawn(*own, *pattern.values_shape)
     right, left = drawn(*batch, k, n, strided=strided), drawn(*batch, n, m, strided=strided)
@@ -61,14 +61,14 @@ def test_products_are_those_of_dense_matrices(pattern, batch, n, shared, strided
 
 @settings(max_examples=40, deadline=None)
 @given(patterns(), st.sampled_from(BATCHES), st.sampled_from(SUBBLOCK_MASKS), KINDS)
-def test_the_softmax_is_that_of_dense_rows(pattern, batch, mask, dtype):
+def test_softmax_equals_dense(pattern, batch, mask, dtype):
     (ours,) = leaves(3 * drawn(*batch, *pattern.values_shape), dtype=dtype)
     (oracle,) = leaves(ours.detach(), dtype=torch.float64)
     found = block_sparse.softmax(ours, pattern, mask)
     same(found, naive.softmax(oracle, pattern, mask), (ours,), (oracle,), dtype)
 
 
-def test_a_softmax_by_hand():
+def test_softmax_by_hand():
     pattern = SparsePattern([0, 0, 1], [0, 1, 1], shape=(4, 4), block_size=2)
     values = torch.tensor(
         [[[0.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [5.0, 2.0]], [[7.0, 1.0], [0.0, 0.0]]]
@@ -83,7 +83,7 @@ def test_a_softmax_by_hand():
     torch.testing.assert_close(lower, torch.tensor(rows))
 
 
-def test_masked_elements_and_large_scores_give_numbers():
+def test_masked_elements_and_large_scores_are_finite():
     pattern = SparsePattern([0, 1], [0, 0], shape=(4, 2), block_size=2)
     values = torch.tensor(
         [[[1e30, -torch.inf], [-torch.inf, -torch.inf]], [[3e38, 3e38], [0, -1e9]]]
@@ -97,7 +97,7 @@ def test_masked_elements_and_large_scores_give_numbers():
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_gradients_of_any_order(block):
+def test_first_and_second_gradients(block):
     pattern = SparsePattern([0, 0, 2], [1, 2, 0], shape=(3 * block, 3 * block), block_size=block)
     (values,) = leaves(drawn(2, *pattern.values_shape), dtype=torch.float64)
     dense = drawn(2, 3 * block, 2, seed=1).requires_grad_()
@@ -113,7 +113,7 @@ def test_gradients_of_any_order(block):
         assert torch.autograd.gradgradcheck(all_of_it, (values, dense))
 
 
-def test_wrong_operands_are_refused_in_a_line():
+def test_wrong_operands_raise():
     pattern = SparsePattern([0], [0], shape=(4, 8), block_size=2)
     values, dense = torch.ones(1, 2, 2), torch.ones(8, 3)
     wrong = [

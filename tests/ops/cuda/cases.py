@@ -1,4 +1,4 @@
-"""Random layers of blocks, and what plain torch in float64 makes of them."""
+"""Random block-sparse layers with results of plain torch in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUTS = ("contiguous", "transposed", "expanded", "strided")
 
 
 def activations(batch: int, features: int, dtype: torch.dtype, layout: str) -> Tensor:
-    """[batch, features], random, laid out in one of the `LAYOUTS`."""
+    """Make random activations [batch, features] in one of the `LAYOUTS`."""
     made = {
         "contiguous": lambda: torch.randn(batch, features),
         "transposed": lambda: torch.randn(features, batch).t(),
@@ -27,13 +27,13 @@ def activations(batch: int, features: int, dtype: torch.dtype, layout: str) -> T
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|; infinite where anything is NaN."""
+    """Return |got - wanted| / |wanted|, or infinity if anything is NaN."""
     difference = float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
     return difference if difference == difference else float("inf")
 
 
 class Case:
-    """A layer of `grid` blocks of `b`, its operands, and the results in float64.
+    """A layer of `grid` blocks of size `b`, its operands, and its results in float64.
 
     `values` are float32 masters unless another dtype is asked for; `without` leaves a block row and
     a block column empty.

@@ -1,8 +1,8 @@
-"""Compiles what is launched, for any capability and without a GPU, and reads the code.
+"""Compile the launched kernels for any capability without a GPU, and inspect the code.
 
-A driver is pretended that names the chip; launches compile and stop there. `ptxas` and `cuobjdump`
-come with Triton. The tests beside this compile what the tables choose; as a script it goes through
-everything, the candidates of measurements and chips with little shared memory, too:
+A mock driver names the chip; launches compile and stop there. `ptxas` and `cuobjdump` come with
+Triton. The tests compile the configurations that the tables choose; as a script, this compiles all,
+including candidates of measurements and chips with little shared memory:
 
     .venv/bin/python tests/ops/cuda/compiled.py [words of the name, such as sm_90 b64 tf32x3]
 """
@@ -43,7 +43,7 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Driver:
-    """What a launch asks of a driver, answered for a GPU that is not there."""
+    """A mock driver of a GPU that does not exist."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -62,7 +62,7 @@ class Driver:
 
 
 class Code(NamedTuple):
-    """What came out of a compilation.
+    """Properties of compiled code.
 
     Attributes:
         products: instructions of the tensor cores, in PTX.
@@ -89,7 +89,7 @@ class Code(NamedTuple):
 
 @contextmanager
 def pretended(capability: int) -> Iterator[list]:
-    """Launches compile for this capability meanwhile; the list holds what they made."""
+    """Compile launches for this capability; yield the list of compiled kernels."""
     made: list = []
     chip = Chip(divmod(capability, 10), 132, 60 << 20)
 
@@ -118,7 +118,7 @@ _BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x[
 
 
 def read(kernel, capability: int) -> Code:
-    """The code of one compiled kernel."""
+    """Read the code of a compiled kernel."""
     ptx = kernel.asm["ptx"]
     product = TENSOR_CORES[capability // 10]
     sass = _dump(kernel.asm["cubin"], "-sass")
@@ -148,7 +148,7 @@ def _dump(cubin: bytes, what: str) -> str:
 
 
 def _loads_beside(product: str, ptx: str) -> tuple[str, ...]:
-    """Loads from global memory inside the innermost loops in which there are products, too."""
+    """Return the global loads inside the innermost loops that contain products."""
     lines = ptx.splitlines()
     label = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\$L\w+):", line))}
     loops = []
@@ -166,7 +166,7 @@ def _loads_beside(product: str, ptx: str) -> tuple[str, ...]:
 
 
 class Job(NamedTuple):
-    """One launch for a chip, with the kind of number that is multiplied, unless nothing is."""
+    """One launch for a chip, with the type that is multiplied, if any."""
 
     name: str
     capability: int
@@ -243,7 +243,7 @@ def scores_job(b: int, pooling: str, many: int, numbers: Numbers, capability: in
 
 
 def layout_jobs(b: int, capability: int) -> Iterator[Job]:
-    """Values to a weight of 16 bits, and the entries of a gradient in float32 back."""
+    """Yield jobs that scatter values into a 16-bit weight and gather a float32 gradient."""
 
     def lay_out() -> None:
         p = _layer(b, torch.float32)
@@ -258,7 +258,7 @@ def layout_jobs(b: int, capability: int) -> Iterator[Job]:
 
 
 def chosen(capability: int) -> Iterator[Job]:
-    """What the tables choose on a chip."""
+    """Return the jobs that the tables choose for a chip."""
     for numbers, table in (HOPPER if capability == 90 else OTHERS).items():
         for b in BLOCKS:
             for c in table.rows[b]:
@@ -272,7 +272,7 @@ def chosen(capability: int) -> Iterator[Job]:
 
 
 def lying_otherwise() -> Iterator[Job]:
-    """Odd batches and activations of 16 bits that lie otherwise, on Hopper."""
+    """Return jobs with odd batches and other memory layouts of 16-bit activations, on Hopper."""
     for b in BLOCKS:
         for lie in ("ragged", "transposed", "expanded", "strided"):
             yield from rows_jobs(HOPPER["16-bit"].rows[b][0], b, "16-bit", 90, lie)
@@ -280,7 +280,7 @@ def lying_otherwise() -> Iterator[Job]:
 
 
 def others() -> Iterator[Job]:
-    """What else there is: other chips, what measurements compare, other blocks of growth."""
+    """Return all other jobs: other chips, candidates of measurements, other blocks of growth."""
     for capability in (86, 89, 120):
         yield from chosen(capability)
     for b in BLOCKS:
@@ -295,7 +295,7 @@ def others() -> Iterator[Job]:
 
 
 def compiled(job: Job) -> Code:
-    """The code that a launch makes."""
+    """Return the code that a launch compiles."""
     with ExitStack() as stack:
         made = stack.enter_context(pretended(job.capability))
         if job.numbers != "16-bit":
@@ -308,7 +308,7 @@ def compiled(job: Job) -> Code:
 
 
 def faults(code: Code, job: Job) -> list[str]:
-    """What must not be.
+    """Return a list of defects in the code.
 
     The three products of tf32x3 wait for each other: their operands are split in registers.
     Hopper's and later tensor cores take tf32 from shared memory along the sum only, so what lies

@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: tensors on the CPU, through Triton's interpreter."""
+"""Runs Triton kernels without a GPU, on CPU tensors in Triton's interpreter."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ WITHOUT_TRITON = "needs Triton (x86-64 Linux): make test-gpu-kernels"
 
 @pytest.fixture
 def interpreter():
-    """Kernels are interpreted, and their results start as NaN."""
+    """Interpret kernels, and fill their results with NaN first."""
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     import interpreted
 

@@ -1,10 +1,10 @@
-"""Runs the kernels in Triton's interpreter, whose faults are mended, and leaves no trace of it.
+"""Run the kernels in Triton's interpreter with its bugs patched, and restore Triton afterwards.
 
-Triton decides when a kernel is defined whether it is to be interpreted (`TRITON_INTERPRET=1`), its
-own functions included, and so for a whole process. Here all of them are exchanged for interpreted
-ones for a while, so that other tests of the process find Triton as it was, whoever imported it.
+Triton decides for a whole process whether kernels are interpreted (`TRITON_INTERPRET=1`), when they
+are defined. Here all of them are replaced by interpreted ones temporarily, so that other tests in
+the process use Triton unchanged.
 
-Faults of the interpreter (seen in 3.6 to 3.9):
+Bugs of the interpreter (seen in 3.6 to 3.9):
 
 - `tl.dot` multiplies bfloat16 operands as the 16-bit integers it keeps them in: silently wrong;
 - float32 becomes bfloat16 by cutting off instead of rounding: twice the error of a GPU;
@@ -43,7 +43,7 @@ core = tl.core  # the interpreter exchanges what modules of the language it find
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """All kernels of Triton, dynsparse and its benchmark are interpreted meanwhile."""
+    """Interpret all kernels of Triton, dynsparse and its benchmark inside this context."""
     with ExitStack() as stack:
         for place in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base):
             stack.callback(_restore, place, dict(vars(place)))
@@ -71,7 +71,7 @@ def _set(stack: ExitStack, target: Any, name: str, value: Any) -> None:
 
 
 def _restore(place: Any, before: dict[str, Any]) -> None:
-    """What was added or exchanged in a module or class is as before."""
+    """Undo additions and replacements in a module or class."""
     for name in [name for name in vars(place) if name not in before]:
         delattr(place, name)
     for name, value in before.items():

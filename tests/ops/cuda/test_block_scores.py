@@ -1,4 +1,4 @@
-"""Growth scores of blocks by the kernel, in Triton's interpreter, against float64."""
+"""Growth scores of blocks computed by the kernel, in Triton's interpreter, equal float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 POOLINGS = ("sum", "avg", "max")
 
 
-def wanted(pairs, b, pooling):
+def expected_scores(pairs, b, pooling):
     dense = sum(dy.double().t() @ x.double() for x, dy in pairs).abs()
     blocks = dense.unflatten(0, (-1, b)).unflatten(2, (-1, b))
     if pooling == "max":
@@ -25,13 +25,13 @@ def wanted(pairs, b, pooling):
     return blocks.mean((1, 3)) if pooling == "avg" else blocks.sum((1, 3))
 
 
-def some(batch, width, height, dtype=torch.float32, layout="contiguous"):
+def random_pair(batch, width, height, dtype=torch.float32, layout="contiguous"):
     return activations(batch, width, dtype, layout), activations(batch, height, dtype, layout)
 
 
-def agrees(pairs, b, pooling="sum", limit=1e-6):
+def check_scores(pairs, b, pooling="sum", limit=1e-6):
     scores = block_scores(pairs, b, pooling)
-    expected = wanted(pairs, b, pooling)
+    expected = expected_scores(pairs, b, pooling)
     assert scores.dtype == torch.float32
     assert scores.shape == expected.shape
     assert error(scores, expected) < limit
@@ -41,48 +41,48 @@ def agrees(pairs, b, pooling="sum", limit=1e-6):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b", BLOCKS)
 def test_every_block_dtype_and_pooling(b, dtype, pooling):
-    agrees([some(70, 3 * b, 2 * b, dtype)], b, pooling)
+    check_scores([random_pair(70, 3 * b, 2 * b, dtype)], b, pooling)
 
 
 @pytest.mark.parametrize("b", [4, 16])
 @pytest.mark.parametrize("sides", [(1, 1), (1, 9), (9, 1), (35, 10)])
-def test_sides_that_do_not_fill_a_tile(sides, b):
-    agrees([some(20, sides[0] * b, sides[1] * b)], b)
+def test_partial_tiles(sides, b):
+    check_scores([random_pair(20, sides[0] * b, sides[1] * b)], b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("many", [2, 3, 7])
-def test_products_of_several_pairs_are_added_up_before_magnitudes_are_taken(many, dtype):
-    agrees([some(10 * i + 5, 64, 96, dtype) for i in range(many)], 16)
+def test_pairs_are_summed_before_magnitudes(many, dtype):
+    check_scores([random_pair(10 * i + 5, 64, 96, dtype) for i in range(many)], 16)
 
 
-def test_pairs_that_cancel_leave_nothing():
-    x, dy = (tensor.round() for tensor in some(30, 64, 64))  # sums of integers are exact
+def test_pairs_that_cancel():
+    x, dy = (tensor.round() for tensor in random_pair(30, 64, 64))  # sums of integers are exact
     assert not block_scores([(x, dy), (x, -dy)], 16).any()
 
 
-def test_pairs_that_lie_in_different_ways():
-    agrees([some(20, 64, 96, layout=layout) for layout in LAYOUTS], 16)
+def test_pairs_with_different_layouts():
+    check_scores([random_pair(20, 64, 96, layout=layout) for layout in LAYOUTS], 16)
 
 
-def test_pairs_at_odd_addresses():
-    agrees([(x[3:], dy[3:]) for x, dy in (some(20, 36, 20) for _ in range(3))], 4)
+def test_pairs_at_unaligned_addresses():
+    check_scores([(x[3:], dy[3:]) for x, dy in (random_pair(20, 36, 20) for _ in range(3))], 4)
 
 
 def test_pairs_of_mixed_types():
-    agrees([some(20, 64, 64, dtype) for dtype in DTYPES], 16)
+    check_scores([random_pair(20, 64, 64, dtype) for dtype in DTYPES], 16)
 
 
 def test_no_samples():
-    assert not block_scores([some(0, 64, 64)], 16).any()
+    assert not block_scores([random_pair(0, 64, 64)], 16).any()
 
 
-def test_the_same_bits_every_time():
-    pairs = [some(100, 128, 256), some(50, 128, 256)]
+def test_results_are_deterministic():
+    pairs = [random_pair(100, 128, 256), random_pair(50, 128, 256)]
     assert torch.equal(block_scores(pairs, 16), block_scores(pairs, 16))
 
 
-def test_nothing_of_the_size_of_the_matrix_is_made():
+def test_no_dense_matrix_is_allocated():
     class Largest(TorchDispatchMode):
         most = 0
 
@@ -92,7 +92,7 @@ def test_nothing_of_the_size_of_the_matrix_is_made():
                 self.most = max(self.most, made.nbytes)
             return made
 
-    pairs = [some(4, 512, 512), some(3, 512, 512)]
+    pairs = [random_pair(4, 512, 512), random_pair(3, 512, 512)]
     with Largest() as seen:
         block_scores(pairs, 32)
     assert 0 < seen.most <= 4 * 4 * 512  # of a micro-batch; a matrix has 128 times as many
@@ -100,12 +100,12 @@ def test_nothing_of_the_size_of_the_matrix_is_made():
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("panel_bytes", [1 << 20, 4 * 5 * 2])
-def test_growth_takes_its_scores_from_the_kernel(monkeypatch, pooling, panel_bytes):
+def test_growth_uses_the_kernel(monkeypatch, pooling, panel_bytes):
     asked = []
     monkeypatch.setattr(on_device, "PANEL_BYTES", panel_bytes)
     monkeypatch.setattr(on_device, "runs_triton", lambda device: asked.append(1) or True)
     pattern = SparsePattern.random((7 * 16, 5 * 16), 0.3, block_size=16)
-    pairs = [some(20, 80, 112), some(31, 80, 112)]
+    pairs = [random_pair(20, 80, 112), random_pair(31, 80, 112)]
     found, scores = on_device.topk_on_device(pairs, pattern, 9, pooling, torch.float32)
     expected, wanted_scores = topk_outside_naive(pairs, pattern, 9, pooling=pooling)
     order = expected.sort().indices
@@ -125,5 +125,5 @@ def test_growth_takes_its_scores_from_the_kernel(monkeypatch, pooling, panel_byt
     st.sampled_from(POOLINGS),
 )
 def test_any_pairs(b, height, width, batches, dtype, layout, pooling):
-    pairs = [some(batch, width * b, height * b, dtype, layout) for batch in batches]
-    agrees(pairs, b, pooling, limit=1e-5)
+    pairs = [random_pair(batch, width * b, height * b, dtype, layout) for batch in batches]
+    check_scores(pairs, b, pooling, limit=1e-5)

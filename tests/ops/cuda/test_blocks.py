@@ -1,4 +1,4 @@
-"""The functions that launch the kernels over blocks, in Triton's interpreter, against float64."""
+"""The functions that launch the block kernels, in Triton's interpreter, equal float64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from dynsparse.ops.linear.cuda.configurations import BLOCKS, Gradient
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-def agrees(case):
+def check_case(case):
     y = blocks.forward(case.x, case.values, case.p, case.bias)
     dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
     assert error(y, case.y) < case.limit
@@ -29,24 +29,24 @@ def agrees(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b", BLOCKS)
 def test_every_block_dtype_and_layout(b, dtype, layout):
-    agrees(Case(b, (3, 4), 70, dtype, layout=layout, without=1))
+    check_case(Case(b, (3, 4), 70, dtype, layout=layout, without=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("b", BLOCKS)
-def test_values_of_16_bits(b, dtype):
-    agrees(Case(b, (2, 3), 40, dtype, values=dtype))
+def test_16_bit_values(b, dtype):
+    check_case(Case(b, (2, 3), 40, dtype, values=dtype))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("b", [16, 64])
 def test_ragged_batches(b, batch):
-    agrees(Case(b, (2, 3), batch, torch.float32))
+    check_case(Case(b, (2, 3), batch, torch.float32))
 
 
 @pytest.mark.parametrize("density", [0.0, 0.07, 1.0])
 @pytest.mark.parametrize("b", BLOCKS)
-def test_empty_all_but_empty_and_full_patterns(b, density):
+def test_empty_nearly_empty_and_full_patterns(b, density):
     case = Case(b, (3, 5), 20, torch.float32, density)
     y = blocks.forward(case.x, case.values, case.p, case.bias)
     dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
@@ -66,12 +66,12 @@ def test_no_samples(b):
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 6), (6, 1), (1, 9), (9, 1)])
 @pytest.mark.parametrize("b", [16, 32])
-def test_rows_that_do_not_fill_their_last_step(b, grid):
-    agrees(Case(b, grid, 33, torch.float32, density=0.99))
+def test_rows_with_a_partial_last_step(b, grid):
+    check_case(Case(b, grid, 33, torch.float32, density=0.99))
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
-def test_only_what_is_needed(needs):
+def test_only_needed_gradients(needs):
     case = Case(16, (2, 3), 20, torch.float32)
     dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, *needs)
     assert (dx is not None, dw is not None) == needs
@@ -96,7 +96,7 @@ def test_biases_with_strides():
 
 
 @pytest.mark.parametrize("b", [16, 32, 64])
-def test_infinity_and_nan_reach_no_row_that_does_not_take_them(b):
+def test_infinity_and_nan_stay_in_their_rows(b):
     case = Case(b, (6, 5), 70, torch.float32, density=0.3)
     # Column 0 stands in for the blocks that are not there.
     case.x[3, 0] = float("inf")
@@ -111,7 +111,7 @@ def test_infinity_and_nan_reach_no_row_that_does_not_take_them(b):
 
 
 @pytest.mark.parametrize("b", [16, 128])
-def test_operands_at_odd_addresses(b):
+def test_operands_at_unaligned_addresses(b):
     case = Case(b, (2, 3), 20, torch.float32)
 
     def moved(tensor):
@@ -125,13 +125,13 @@ def test_operands_at_odd_addresses(b):
     assert error(dw, case.dw) < case.limit
 
 
-def test_float32_values_get_gradients_that_are_not_rounded():
+def test_float32_values_get_float32_gradients():
     case = Case(32, (2, 3), 50, torch.bfloat16)
     _, dw = blocks.backward(case.dy, case.x, case.values, case.p, False, True)
     assert error(dw, case.dw) < 1e-6
 
 
-def test_the_same_bits_every_time():
+def test_results_are_deterministic():
     case = Case(16, (4, 5), 300, torch.bfloat16)
     first = blocks.forward(case.x, case.values, case.p, case.bias)
     dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
@@ -167,8 +167,8 @@ def test_any_layer(b, height, width, batch, density, dtype, layout, without):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("b", BLOCKS)
-def test_the_gradient_of_a_bias_comes_with_that_of_the_values(b, dtype, layout):
-    """Of every row, also of one without blocks; what the kernel leaves out is NaN here."""
+def test_bias_gradient_with_grad_weight(b, dtype, layout):
+    """For every row, also one without blocks; rows that the kernel does not write are NaN here."""
     case = Case(b, (3, 4), 70, dtype, layout=layout, without=1)
     sums = []
     _, dw = blocks.backward(case.dy, case.x, case.values, case.p, False, True, sums=sums)
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_bias_comes_with_that_of_the_values(b, dtype, layout):
 
 
 @pytest.mark.parametrize(("density", "batch"), [(0.0, 9), (1.0, 1), (0.3, 300)])
-def test_the_gradient_of_a_bias_of_other_patterns_and_batches(density, batch):
+def test_bias_gradient_of_other_patterns_and_batches(density, batch):
     case = Case(16, (9, 7), batch, torch.bfloat16, density)
     for split in (1, 2):
         sums = []
@@ -188,7 +188,7 @@ def test_the_gradient_of_a_bias_of_other_patterns_and_batches(density, batch):
         assert error(sums[0], case.dy.double().sum(0)) < 1e-5
 
 
-def test_the_gradient_of_a_bias_in_float32_is_torchs():
+def test_float32_bias_gradient_uses_torch():
     case = Case(16, (2, 3), 9, torch.float32)
     sums = []
     blocks.backward(case.dy, case.x, case.values, case.p, False, True, sums=sums)
@@ -198,13 +198,13 @@ def test_the_gradient_of_a_bias_in_float32_is_torchs():
     assert sums == []
 
 
-def test_what_can_be_read_by_16_bytes_is_not_copied():
+def test_aligned_operands_are_not_copied():
     x = torch.randn(64, 48).bfloat16()
     for lies in (x, x.t(), x[::2], x[:, 16:], x[:, :7], x[:1], x[:0], x[5:6, 8:9]):
         assert blocks.readable(lies) is lies
 
 
-def test_what_cannot_be_read_by_16_bytes_is_copied():
+def test_unaligned_operands_are_copied():
     x, wide = torch.randn(64, 48).bfloat16(), torch.randn(64, 49).bfloat16()
     expanded = x[:1].expand(64, 48), x[:1, :1].expand(64, 48)
     for odd in (wide[:, :48], wide.t()[:48], x[:, 1:17], x[:, ::2], x.view(-1)[1:97].view(2, 48)):
@@ -220,8 +220,8 @@ def test_what_cannot_be_read_by_16_bytes_is_copied():
 
 
 @pytest.mark.parametrize("b", BLOCKS)
-def test_passes_find_what_was_derived_when_the_index_came(monkeypatch, b):
-    """A first pass may run in a memory pool of CUDA graphs, where nothing may be kept."""
+def test_passes_reuse_data_derived_from_the_index(monkeypatch, b):
+    """The first pass may run in a CUDA graph's memory pool, where nothing may be cached."""
     monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(b, (2, 3), 20, dtype)

@@ -1,4 +1,4 @@
-"""What is asked of a device, and what is said where the kernels do not run. No Triton needed."""
+"""Detection of devices that run the kernels, and warnings otherwise. Triton is not needed."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """A device of some capability; what was asked before is forgotten, before and after."""
+    """Mock a device of some capability; clear cached answers before and after."""
 
     def forget():
         chip.chip_of.cache_clear()
@@ -41,7 +41,7 @@ def pretend(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_every_capability_from_8_0_on_runs_the_kernels(pretend, capability):
+def test_capabilities_from_8_0_run_the_kernels(pretend, capability):
     pretend(*capability)
     assert chip.runs_triton(CUDA)
     assert chip.chip_of(CUDA) == chip.Chip(capability, 108, 40 << 20)
@@ -57,7 +57,7 @@ def test_every_capability_from_8_0_on_runs_the_kernels(pretend, capability):
         ({"major": 9, "minor": 0, "hip": "6.2"}, "written for NVIDIA GPUs"),
     ],
 )
-def test_what_is_missing_is_said_once(pretend, given, words):
+def test_missing_requirements_warn_once(pretend, given, words):
     pretend(**given)
     with pytest.warns(RuntimeWarning, match=words):
         assert not chip.runs_triton(CUDA)
@@ -66,21 +66,21 @@ def test_what_is_missing_is_said_once(pretend, given, words):
         assert not chip.runs_triton(CUDA)
 
 
-def test_the_version_of_triton_is_that_of_the_package(monkeypatch):
+def test_triton_version(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.1"))
     assert chip.triton_version() == "3.7.1"
     monkeypatch.setitem(sys.modules, "triton", None)  # as where there is none
     assert chip.triton_version() is None
 
 
-def test_nothing_is_said_of_devices_that_are_no_gpus(pretend):
+def test_other_devices_do_not_warn(pretend):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in ("cpu", "meta", "mps"):
             assert not chip.runs_triton(torch.device(name))
 
 
-def test_the_door_serves_blocks_of_16_to_128_and_no_float64(pretend):
+def test_supported_block_sizes_and_dtypes(pretend):
     pretend(9, 0)
     for b in (1, 4, 8, 16, 32, 64, 128, 256):
         pattern = SparsePattern.random((b, b), 1.0, block_size=b)
@@ -92,7 +92,7 @@ def test_the_door_serves_blocks_of_16_to_128_and_no_float64(pretend):
 
 
 @pytest.mark.parametrize(("current", "switched"), [(0, True), (1, False)])
-def test_launches_go_to_the_device_of_the_tensor(monkeypatch, current, switched):
+def test_launch_on_the_device_of_the_tensor(monkeypatch, current, switched):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     calls = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: calls.append(1))
@@ -112,14 +112,14 @@ def matmul_precision():
 
 
 @pytest.mark.usefixtures("matmul_precision")
-def test_float32_is_exact_unless_torch_may_use_tf32():
+def test_tf32_only_if_torch_allows_it():
     for asked, got in (("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")):
         torch.set_float32_matmul_precision(asked)
         assert precision_of(torch.float32) == got
         assert precision_of(torch.bfloat16) == precision_of(torch.float16) == "tf32"
 
 
-def test_the_new_setting_of_torch_counts_and_is_not_mixed_with_the_old_one():
+def test_new_precision_setting_overrides_the_old_one():
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has the old setting alone")
     script = (

@@ -1,4 +1,4 @@
-"""The code of every configuration that is chosen, compiled for chips that are not there."""
+"""Compiled code of every configuration that the tables choose, without a GPU."""
 
 import pytest
 
@@ -29,7 +29,7 @@ CLEAN = Code(
     + [*compiled.lying_otherwise()],
     ids=lambda job: job.name.replace(" ", "-"),
 )
-def test_it_compiles_cleanly(job):
+def test_compiled_code_has_no_defects(job):
     code = compiled.compiled(job)
     assert compiled.faults(code, job) == []
 
@@ -49,14 +49,14 @@ def test_it_compiles_cleanly(job):
     ],
     ids=lambda given: "" if isinstance(given, str) else next(iter(given)),
 )
-def test_what_must_not_be_is_found(change, words):
+def test_defects_are_detected(change, words):
     job = Job("some", 90, "16-bit", lambda: None)
     assert compiled.faults(CLEAN, job) == []
     with pytest.raises(AssertionError, match=words):
         assert not compiled.faults(CLEAN._replace(**change), job)
 
 
-def test_what_moves_entries_is_looked_at_for_spills():
+def test_spills_of_layout_kernels_are_detected():
     job = Job("some", 90, "16-bit", lambda: None, multiplies=False)
     code = CLEAN._replace(products=0, copies=0)
     assert compiled.faults(code, job) == []
@@ -65,7 +65,7 @@ def test_what_moves_entries_is_looked_at_for_spills():
 
 
 @pytest.mark.slow
-def test_a_tile_that_is_too_large_is_seen_to_spill():
+def test_too_large_tile_spills():
     forward, _ = compiled.rows_jobs(Rows(128, 32, 4, 4), 64, "tf32x3", 80)
     code = compiled.compiled(forward)
     assert code.spills > 0

@@ -1,4 +1,4 @@
-"""Every configuration computes the same; which one is taken."""
+"""All configurations compute the same, and the choice between them."""
 
 import itertools
 
@@ -27,7 +27,7 @@ TABLES = [*HOPPER.values(), *OTHERS.values()]
 
 
 def tiles(b):
-    """Of the tables and candidates, what the interpreter can tell apart."""
+    """Return the tiles of the tables and candidates that differ for the interpreter."""
     known = [c for table in TABLES for c in table.rows[b]]
     known += [c for candidates in compiled.ROWS.values() for c in candidates[b]]
     return [(b, *tile) for tile in sorted({(c.samples, c.inputs, c.tma) for c in known})]
@@ -55,7 +55,7 @@ def test_every_tile(b, samples, inputs, tma):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("group", [1, 2, 7])
-def test_groups_of_tiles_change_no_bits(group):
+def test_tile_groups_do_not_change_results(group):
     case = Case(32, (3, 4), 200, torch.bfloat16)
     values = case.values.bfloat16()
     first = launch.forward(case.x, values, case.p, case.bias, Rows(64, 64, 4, 3))
@@ -68,7 +68,7 @@ def test_groups_of_tiles_change_no_bits(group):
 @pytest.mark.parametrize(
     ("b", "number", "samples", "tma"), list(itertools.chain(*map(shares, BLOCKS)))
 )
-def test_every_share_of_the_gradient(b, number, samples, tma, split):
+def test_every_split_of_the_gradient(b, number, samples, tma, split):
     case = Case(b, (3, 4), 2 * samples + 9, torch.bfloat16, without=2)
     config = Gradient(number, samples, 4, 3, split, tma)
     sums = []
@@ -94,8 +94,8 @@ def test_every_capability_has_configurations(capability, table):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("b", BLOCKS)
-def test_what_is_derived_of_an_index_serves_every_type(monkeypatch, b):
-    """Lists that were made inside the memory of a CUDA graph would be lost."""
+def test_data_derived_from_an_index_serves_every_dtype(monkeypatch, b):
+    """Lists created in the memory pool of a CUDA graph would be lost."""
     monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
     case = Case(b, (2, 3), 70, torch.bfloat16)
     blocks.derive(case.p)
@@ -108,8 +108,8 @@ def test_what_is_derived_of_an_index_serves_every_type(monkeypatch, b):
     assert set(case.p._derived) == known
 
 
-def test_small_layers_and_batches_take_small_tiles():
-    """Fewer than four large tiles for each of 132 multiprocessors are too few."""
+def test_small_layers_and_batches_use_small_tiles():
+    """Fewer than four large tiles per multiprocessor (132) are too few."""
     wide, narrow = HOPPER["16-bit"].rows[64]
     assert rows_for(64, torch.bfloat16, 8192, 64, INTERPRETED) == wide
     assert rows_for(64, torch.bfloat16, 512, 16, INTERPRETED) == narrow

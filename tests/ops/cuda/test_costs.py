@@ -1,4 +1,4 @@
-"""The formula for GPUs against figures worked out by hand, and what it chooses."""
+"""The cost formula for GPUs, compared with hand-computed figures, and its choices."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_bounds_of_a_large_layer(b):
     assert forward.least == max(forward)
 
 
-def test_bounds_are_of_the_configuration_that_runs():
-    """Written out: 410 blocks of 64, 8192 samples, tiles of 128, two blocks of a row together."""
+def test_bounds_use_the_chosen_configuration():
+    """By hand: 410 blocks of 64, 8192 samples, tiles of 128, two blocks of a row together."""
     at = layer(4096, 0.1, 64)
     forward, weight = (config_of(at, 8192, what, HALF, INTERPRETED) for what in PASSES[::2])
     assert (forward.samples, weight.blocks) == (128, 2)
@@ -84,9 +84,9 @@ def test_float32():
     assert round(exact.arithmetic * 1e6) == 206
 
 
-def test_what_is_expected():
-    """The bound over the share, and 5 us; laying the weight out and collecting its gradient 20
-    to 35 us, beside the product."""
+def test_expected_times():
+    """The bound over the achieved fraction, plus 5 us; laying out the weight and gathering its
+    gradient add 20 to 35 us to the product."""
     for b in (16, 32, 64, 128):
         at = layer(4096, 0.1, b)
         config = config_of(at, 8192, "forward", HALF, INTERPRETED)
@@ -105,8 +105,8 @@ def test_what_is_expected():
     assert seconds("dense", full, 8192, "forward", HALF, INTERPRETED) == pytest.approx(dense + 3e-6)
 
 
-def test_few_blocks_take_the_time_of_their_steps():
-    """2 blocks of 128 over 8192 samples: 8 parts of 16 steps, which are added up."""
+def test_few_blocks_are_bound_by_their_steps():
+    """2 blocks of 128 over 8192 samples: 8 splits of 16 steps, then a sum."""
     at = Layer(256, 256, 2, 128)
     config = config_of(at, 8192, "grad_weight", HALF, INTERPRETED)
     assert (config.split, config.samples) == (8, 64)
@@ -135,7 +135,7 @@ def test_the_choice():
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
-def test_the_choice_turns_to_dense_once_as_density_grows(capability):
+def test_choice_switches_to_dense_once_with_density(capability):
     chip = Chip(capability, 132, 50 << 20)
     for b, backward, batch in itertools.product((16, 32, 64, 128), (False, True), (512, 8192)):
         kinds = [
@@ -146,7 +146,7 @@ def test_the_choice_turns_to_dense_once_as_density_grows(capability):
         assert kinds[0] == "blocks"
 
 
-def test_rates_are_those_of_the_chip_at_hand():
+def test_rates_of_the_current_chip():
     assert rates_of(INTERPRETED) == H100
     half = rates_of(Chip((9, 0), 66, 25 << 20))
     assert half.cache == H100.cache / 2

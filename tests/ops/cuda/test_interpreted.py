@@ -1,4 +1,4 @@
-"""The interpreter is right where it is mended, and what it exchanges is as before afterwards."""
+"""The patched interpreter is correct, and Triton is restored afterwards."""
 
 import pytest
 import torch
@@ -38,14 +38,14 @@ def run(kernel, *args):
         InterpretedFunction(kernel.fn)[(1,)](*args)
 
 
-def test_products_of_bfloat16_are_those_of_the_numbers():
+def test_bfloat16_products():
     a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
     out = torch.empty(16, 16)
     run(product_kernel, a, b, out, 16)
     torch.testing.assert_close(out, a.float() @ b.float())
 
 
-def test_float32_is_rounded_to_bfloat16_as_torch_rounds_it():
+def test_float32_to_bfloat16_rounds_as_torch():
     x = torch.cat(
         [
             torch.randn(500),
@@ -59,13 +59,13 @@ def test_float32_is_rounded_to_bfloat16_as_torch_rounds_it():
     assert torch.equal(out.nan_to_num(), x.bfloat16().nan_to_num())
 
 
-def test_bounds_of_loops_may_come_from_memory():
+def test_loop_bounds_from_memory():
     out = torch.zeros(6, dtype=torch.int32)
     run(loop_kernel, torch.tensor([2, 5], dtype=torch.int32), out)
     assert out.tolist() == [0, 0, 2, 3, 4, 0]
 
 
-def test_it_leaves_no_trace():
+def test_triton_is_restored():
     places = (tl, tl.core, tl.math, tl.tensor, launch, kernels, triton.runtime.interpreter)
     before = [dict(vars(place)) for place in places]
     with interpreted.kernels():

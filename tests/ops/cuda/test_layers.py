@@ -1,4 +1,4 @@
-"""Whole layers and trainings through the kernels, with tensors on the CPU in the interpreter."""
+"""Layers and trainings with the kernels, on CPU tensors in the interpreter."""
 
 import copy
 
@@ -18,7 +18,7 @@ BLOCKS = (16, 32, 64, 128)
 
 @pytest.fixture(autouse=True)
 def calls(interpreter, monkeypatch):
-    """Every layer is computed by `blocks`; how often each pass was."""
+    """Compute every layer with the block kernels, and count the passes."""
     made = {"forward": 0, "backward": 0}
 
     class Counted:
@@ -43,7 +43,7 @@ def calls(interpreter, monkeypatch):
 
 
 def reference(layer, x, dy):
-    """y, dx, dvalues and dbias in float64 through a dense layer."""
+    """Return y, dx, dvalues and dbias of a dense float64 layer."""
     dense = layer.to_dense().detach().double().requires_grad_()
     wide, bias = x.detach().double().requires_grad_(), layer.bias.detach().double().requires_grad_()
     y = linear(wide, dense, bias)
@@ -53,7 +53,7 @@ def reference(layer, x, dy):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("b", BLOCKS)
-def test_a_layer_with_float32_values(b, dtype, calls):
+def test_layer_with_float32_values(b, dtype, calls):
     layer = SparseLinear(3 * b, 2 * b, density=0.5, block_size=b)
     x = torch.randn(3, 7, 3 * b).to(dtype).requires_grad_()
     dy = torch.randn(3, 7, 2 * b).to(dtype)
@@ -69,7 +69,7 @@ def test_a_layer_with_float32_values(b, dtype, calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_layer_of_16_bits(dtype):
+def test_16_bit_layer(dtype):
     layer = SparseLinear(48, 64, density=0.5, block_size=16).to(dtype)
     x, dy = torch.randn(9, 48, dtype=dtype, requires_grad=True), torch.randn(9, 64, dtype=dtype)
     y = layer(x)
@@ -105,7 +105,7 @@ def test_activation_checkpointing(reentrant, calls):
     assert error(layer.values.grad, dw) < 1e-5
 
 
-def test_only_some_gradients():
+def test_partial_gradients():
     layer = SparseLinear(32, 48, density=0.5, block_size=16)
     x, dy = torch.randn(9, 32), torch.randn(9, 48)
     layer(x).backward(dy)
@@ -139,7 +139,7 @@ def train(b, method, steps):
 
 
 @pytest.mark.parametrize("b", [16, 32])
-def test_a_training_with_rigl_is_that_of_plain_torch(b, calls, monkeypatch):
+def test_rigl_training_equals_plain_torch(b, calls, monkeypatch):
     through_kernels, losses = train(b, ds.RigL, 9)
     assert calls["forward"] == calls["backward"] == 18
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""What kernels move for the dense way, in the interpreter: the same bits as torch's operators."""
+"""Kernels that scatter values and gather gradients for dense products equal torch's operators."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Says whether kernels move the entries, and counts how often they have."""
+    """Switch the kernels on or off, and count their launches."""
     from dynsparse.ops.linear.cuda import launch
 
     made = []
@@ -63,7 +63,7 @@ def test_every_block_and_type(b, dtype, layout, kernels):
 
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
 @pytest.mark.parametrize("b", SHAPES)
-def test_values_of_float32(b, dtype, kernels):
+def test_float32_values(b, dtype, kernels):
     same(b, 0.3, dtype, True, kernels)
 
 
@@ -80,7 +80,7 @@ def test_empty_and_full_patterns(b, density, kernels):
 
 
 @pytest.mark.parametrize("b", [1, 4, 16])
-def test_each_panel_is_asked_for_its_own_entries_alone(b, kernels, monkeypatch):
+def test_panels_gather_only_their_entries(b, kernels, monkeypatch):
     shape = SHAPES[b]
     monkeypatch.setattr(dense, "PANEL_BYTES", 4 * shape[1] * b * 2)  # two block rows
     made = same(b, 0.4, torch.float32, False, kernels)
@@ -95,7 +95,7 @@ def test_rows_longer_than_a_step(kernels, monkeypatch):
     same(1, 0.7, torch.float32, False, kernels)
 
 
-def test_a_pattern_that_was_updated(off_cpu, kernels):
+def test_updated_pattern(off_cpu, kernels):
     kernels(True)
     layer = SparseLinear(48, 32, 0.3)
     x = torch.randn(6, 48)

@@ -1,4 +1,4 @@
-"""The work lists of a pattern: every block once, and no length that depends on the pattern."""
+"""Work lists of a pattern contain every block once, and their length depends on sizes only."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def layer_of(pattern):
 
 
 def listed(row_ptr, size):
-    """(row, first slot) of every chunk, by a loop; a row without blocks has one, too."""
+    """List (row, first slot) of every chunk by a loop; an empty row has one chunk."""
     found = []
     for row, (start, end) in enumerate(itertools.pairwise(row_ptr)):
         found += [(row, slot) for slot in range(start, max(end, start + 1), size)]
@@ -29,7 +29,7 @@ def listed(row_ptr, size):
 @given(
     st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.sampled_from([1, 2, 3, 4, 8, 16])
 )
-def test_chunks_hold_every_block_once(height, width, density, size):
+def test_chunks_contain_every_block_once(height, width, density, size):
     pattern = SparsePattern.random((height, width), density)
     chunks = configurations.chunks(layer_of(pattern), size)
     assert chunks.dtype == torch.int32
@@ -40,7 +40,7 @@ def test_chunks_hold_every_block_once(height, width, density, size):
     assert all(row == -1 for row, _ in made[len(expected) :])
 
 
-def test_chunks_written_out():
+def test_chunks_by_hand():
     # Rows of 3, 0 and 2 blocks: slots 0 to 2, none, and 3 to 4.
     pattern = SparsePattern([0, 0, 0, 2, 2], [0, 1, 3, 0, 2], shape=(3, 4))
     rows, starts = configurations.chunks(layer_of(pattern), 2).tolist()
@@ -49,7 +49,7 @@ def test_chunks_written_out():
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1))
-def test_the_longest_come_first_and_equal_ones_in_order(height, width, density):
+def test_rows_are_sorted_by_length(height, width, density):
     pattern = SparsePattern.random((height, width), density)
     p = layer_of(pattern)
     for turn, ptr in (
@@ -61,7 +61,7 @@ def test_the_longest_come_first_and_equal_ones_in_order(height, width, density):
         assert turn[:, 0].tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
-def test_records_written_out():
+def test_records_by_hand():
     # Rows of 1, 0 and 3 blocks; columns of 2, 0, 1 and 1.
     p = layer_of(SparsePattern([0, 2, 2, 2], [0, 0, 2, 3], shape=(3, 4)))
     # Row, start, end, block column and slot of the first entry; of one without entries any.
@@ -77,8 +77,8 @@ def test_records_written_out():
     ]
 
 
-def test_nothing_waits_for_the_device():
-    """Fake tensors refuse whatever needs a number from the device."""
+def test_no_host_waits():
+    """Fake tensors raise if a number is read from the device."""
     with FakeTensorMode():
         index = [torch.empty(n, dtype=torch.int32) for n in (7, 18, 11, 18, 18, 0)]
         p = LayerIndex(PatternIndex(*index), torch.empty(18, 16, 16))
@@ -88,7 +88,7 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_lists_are_made_once(size):
+def test_lists_are_built_once(size):
     p = layer_of(SparsePattern.random((6, 6), 0.4))
     assert configurations.chunks(p, size) is configurations.chunks(p, size)
     assert configurations.rows_by_length(p) is configurations.rows_by_length(p)

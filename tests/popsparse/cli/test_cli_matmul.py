@@ -1,4 +1,4 @@
-"""`dynsparse matmul`: figures by contract, and one line for every wrong call."""
+"""`dynsparse matmul`: documented figures, and a one-line error for every wrong call."""
 
 import json
 
@@ -25,7 +25,7 @@ def figures(capsys, *more):
     return json.loads(capsys.readouterr().out)
 
 
-def test_json_has_the_keys_of_the_contract(capsys):
+def test_json_has_the_documented_keys(capsys):
     found = figures(capsys)
     assert set(found) == KEYS
     assert {"x", "y", "z", "method"} <= set(found["plan"])
@@ -44,7 +44,7 @@ def test_all_passes(capsys, dtype):
     assert found["max_relative_error"] < 0.01
 
 
-def test_only_the_passes_asked_for_run(capsys):
+def test_only_requested_passes_run(capsys):
     assert list(figures(capsys, "--passes", "grad_input")["cycles"]) == ["grad_input"]
 
 
@@ -117,7 +117,7 @@ def test_page_of_static_products(capsys, tmp_path, plan_only):
     assert "xchange partials" in text
 
 
-def test_a_static_plan_is_of_its_seed(capsys):
+def test_seed_determines_the_static_plan(capsys):
     first, second = (
         figures(capsys, "--method", "static", "--plan-only", "--seed", seed)["report"]
         for seed in ("0", "1")
@@ -163,7 +163,7 @@ def test_seeds_report_the_spread(capsys):
     assert found["spread"]["forward"]["max"] == max(cycles)
 
 
-def test_without_data_the_cycles_are_the_same(capsys):
+def test_cycles_are_equal_without_data(capsys):
     with_data, without = figures(capsys), figures(capsys, "--ignore-data")
     assert without["max_relative_error"] is None
     assert without["cycles"] == with_data["cycles"]
@@ -217,7 +217,7 @@ def test_text(capsys, method):
         ("--check normal --ignore-data", "--check compares numbers"),
     ],
 )
-def test_wrong_calls_end_in_one_line(capsys, more, words):
+def test_wrong_calls_print_one_line(capsys, more, words):
     sizes = DENSE if "--method dense" in more else SMALL
     assert run([*sizes.split(), "--json", *more.split()]) == 2
     out, err = capsys.readouterr()
@@ -226,14 +226,14 @@ def test_wrong_calls_end_in_one_line(capsys, more, words):
     assert err.count("\n") == 1
 
 
-def test_a_pattern_that_overflows_says_so(capsys):
+def test_overflowing_pattern_raises(capsys):
     area = "--weighted-area-begin 0 0 --weighted-area-end 64 48 --weighted-area-weighting 1"
     more = [*area.split(), "--oversize", "0", "--seeds", "8"]
     assert run([*SMALL.split(), *more]) == 2
     assert "raise meta_info_bucket_oversize_proportion" in capsys.readouterr().err
 
 
-def test_a_product_that_does_not_fit_says_so_and_can_be_run_all_the_same(capsys):
+def test_out_of_memory_raises_and_can_be_ignored(capsys):
     large = "matmul --rows 2048 --cols 2048 --batch 1024 --density 0.02 --block-size 16 --tiles 4"
     large += " --ignore-data"
     assert run(large.split()) == 2

@@ -1,4 +1,4 @@
-"""No option of `dynsparse matmul` is accepted and ignored."""
+"""Options of `dynsparse matmul` that do not apply raise instead of being ignored."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ RUNS = {
 }
 
 
-def test_every_option_is_asked_about():
+def test_cases_cover_every_option():
     known = {field.name for field in dataclasses.fields(Request)} - {"rows", "cols", "batch"}
     assert set(OPTIONS) == known
 
@@ -97,14 +97,14 @@ def test_every_option_with_every_method(method, how, capsys, tmp_path, monkeypat
         ('--block-size 4 --options {"shared_buckets":false}', "shared_buckets is for elements"),
     ],
 )
-def test_what_would_be_ignored_is_refused(capsys, more, words):
+def test_options_without_effect_raise(capsys, more, words):
     assert run([*SIZES.split(), "--plan-only", *more.split()]) == 2
     told = capsys.readouterr().err
     assert words in told
     assert "leave it out" in told
 
 
-def test_partials_that_hold_are_taken(capsys):
+def test_valid_partials_types(capsys):
     for more in ("--partials-type float32", "--block-size 4 --partials-type float16"):
         assert run([*SIZES.split(), "--plan-only", "--json", *more.split()]) == 0
         assert json.loads(capsys.readouterr().out)["plan"]

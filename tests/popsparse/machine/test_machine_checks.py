@@ -45,7 +45,7 @@ BOTH = Codelet("both", {"a": In(), "out": Out()}, nothing, 1)
 
 
 def compiled(graph, *vertices):
-    """An engine for one compute set of the given (codelet, tile, fields)."""
+    """Make an engine for one compute set of the given (codelet, tile, fields)."""
     one = graph.add_compute_set("one")
     for codelet, tile, fields in vertices:
         graph.add_vertex(one, codelet, tile, fields)
@@ -66,7 +66,7 @@ def test_unmapped_elements():
     assert graph.tiles_of(v).tolist() == [1, 1, 1, 1, 3, 3, 3, 1, 1, 1]
 
 
-def test_tiles_that_do_not_exist():
+def test_nonexistent_tiles():
     graph = Graph(SMALL)
     v = graph.add_variable(FLOAT, [2, 3], "v")
     with pytest.raises(MappingError, match="'v' is mapped to tile 4; the target has tiles 0 to 3"):
@@ -280,9 +280,9 @@ def test_memory_of_vertices_and_exchange():
     assert use.worst_tile == 1
 
 
-def test_memory_of_a_real_tile_has_stacks_and_control_code():
-    """Typical facts: 3,168 of stacks where vertices are, and on every tile in use 175 for each of
-    three steps and 298 to talk to the host."""
+def test_memory_includes_stacks_and_control_code():
+    """In bytes: 3,168 of stacks on tiles with vertices, and on every used tile 175 per step and 298
+    for the host."""
     graph = Graph(Target.mk2(tiles=3))
     a = graph.add_variable(FLOAT, [2, 4], "a", tiles=[0, 1])
     b = graph.add_variable(FLOAT, [2, 4], "b", tiles=[1, 0])
@@ -297,7 +297,7 @@ def test_memory_of_a_real_tile_has_stacks_and_control_code():
 
 
 def test_exchange_code_of_many_fragments():
-    """Strided: a pointer for each receive. What two tiles hear is sent once; long sends take a
+    """Strided copies have a pointer per receive. Data for two tiles is sent once; long sends take a
     second instruction."""
     graph = Graph(Target.mk2(tiles=3))
     src = graph.add_variable(FLOAT, [4, 5], "src", tiles=0)

@@ -7,7 +7,7 @@ TARGET = Target(tiles=2, bytes_per_tile=64 * 1024, sync_cycles=0)
 
 
 def run(codelet, scalars=(), **arrays):
-    """Run one vertex on tile 1; arrays by field, (dtype, values) each. Returns engine, cycles."""
+    """Run one vertex on tile 1 with {field: (dtype, values)}; return (engine, cycles)."""
     graph = Graph(TARGET)
     fields = {}
     for name, (dtype, values) in arrays.items():

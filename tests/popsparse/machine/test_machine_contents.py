@@ -1,4 +1,4 @@
-"""What a profile knows beside costs: variables tile by tile, steps and what they hold, the tree."""
+"""Contents of a profile beside costs: variables per tile, live variables per step, the tree."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ MOVE = Codelet("move", {"a": In(), "out": Out()}, lambda v: None, 1)
 
 
 def chain():
-    """a to b to c to d, on tiles of their own numbers; a and d are wanted throughout."""
+    """Make copies a to b to c to d, on different tiles; a and d are always live."""
     graph = Graph(Target(tiles=6, sync_cycles=10))
     found = {
         "a": graph.add_variable(FLOAT, [4], "a", tiles=[0, 1, 1, 5]),
@@ -57,7 +57,7 @@ def own(graph):
     return graph.add_variable(FLOAT, [2], "sums", tiles=4)
 
 
-def test_variables_on_tiles_and_who_made_them():
+def test_variables_on_tiles_and_their_origin():
     profile = chain().run("run")
     found = {v.name: v for v in profile.contents.variables}
     assert found["a"].on == [(0, 1, 4), (1, 2, 8), (5, 6, 4)]
@@ -75,7 +75,7 @@ def test_variables_on_tiles_and_who_made_them():
     assert call.endswith(" own")
 
 
-def test_steps_and_what_they_hold():
+def test_live_variables_of_steps():
     profile = chain().run("run")
     names = [v.name for v in profile.contents.variables]
     held = {profile.steps[s].name: [names[i] for i in v] for s, v in profile.contents.live.items()}
@@ -87,7 +87,7 @@ def test_steps_and_what_they_hold():
     assert plain["contents"]["live"] == [[0, [1]], [1, [1]], [2, [1]]]
 
 
-def test_a_function_holds_what_its_fullest_caller_wants():
+def test_function_is_live_with_its_largest_caller():
     graph = Graph(Target(tiles=1))
     v = {n: graph.add_variable(FLOAT, [1], n, tiles=0) for n in "abcd"}
     graph.add_handle("d", v["d"])
@@ -135,7 +135,7 @@ class Bench:
         return profile, nodes, shape(0, "", nodes[0].runs)
 
 
-def test_branches_that_are_not_taken():
+def test_branches_not_taken():
     m = Bench()
     yes, no, other = (m.execute(name) for name in ("yes", "no", "other"))
     program = Sequence(
@@ -178,14 +178,14 @@ def test_loops_and_functions():
     assert nodes[0].cycles == pytest.approx(profile.cycles)
 
 
-def test_memory_without_a_run_has_no_tree():
+def test_profile_without_a_run_has_no_tree():
     report = chain().report()
     assert report.tree() == []
     assert report.to_dict()["tree"] == []
     assert len(report.to_dict()["contents"]["variables"]) == 6
 
 
-def test_copies_and_pickles_need_no_graph():
+def test_copies_and_pickles_without_graph():
     profile = chain().run("run")
     for other in (pickle.loads(pickle.dumps(profile)), copy.deepcopy(profile)):
         assert other.to_dict() == profile.to_dict()

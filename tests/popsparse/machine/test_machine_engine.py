@@ -1,4 +1,4 @@
-"""Programs in a running engine: loops and branches, the host's side, runs without numbers."""
+"""Programs in an engine: loops, branches, host access, runs without numerics."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ FLIP = Codelet("flip", {"value": InOut(INT)}, flip, 6)
 
 
 def counter(graph):
-    """A whole number on tile 0, with compute sets that step it and test it."""
+    """Make an integer on tile 0, with compute sets that increment and test it."""
     value = graph.add_variable(INT, [], "value", tiles=0)
     going = graph.add_variable(BOOL, [], "going", tiles=0)
     sets = {}
@@ -191,7 +191,7 @@ def test_reading_and_writing():
         graph.add_handle("column", v)
 
 
-def test_without_numerics_the_profile_is_the_same():
+def test_profile_is_equal_without_numerics():
     graph = Graph(SMALL)
     _, going, sets = counter(graph)
     tiles = np.arange(4)

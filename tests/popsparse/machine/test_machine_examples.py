@@ -1,4 +1,4 @@
-"""The examples run, and meet the figures of Poplar's tutorials on the same programs."""
+"""The examples run and match the figures of Poplar's tutorials for the same programs."""
 
 import re
 import runpy
@@ -45,7 +45,7 @@ def test_matrix_vector_product(capsys):
     assert min(cuts, key=lambda row: int(row[2].replace(",", "")))[0] == "7"
 
 
-def test_matrix_product_and_one_that_does_not_fit(capsys):
+def test_matrix_product_and_out_of_memory(capsys):
     space = runpy.run_path(str(EXAMPLES / "tile_machine_matmul.py"))
     graph, program = space["build"](90, 60, 30, Target.mk2(tiles=64))
     engine = Engine(graph, program)
@@ -59,7 +59,7 @@ def test_matrix_product_and_one_that_does_not_fit(capsys):
 
 
 @pytest.mark.slow
-def test_the_tutorials_matrix_products(capsys):
+def test_matrix_products_of_the_tutorials(capsys):
     runpy.run_path(str(EXAMPLES / "tile_machine_matmul.py"), run_name="__main__")
     text = capsys.readouterr().out
     fits, does_not = text.split("TFLOP/s")
@@ -99,7 +99,7 @@ def test_two_processors(capsys):
     assert f"Links between processors: {crossing:,} bytes" in text
 
 
-def test_the_page_on_the_machine_runs(capsys):
+def test_code_of_the_page_runs(capsys):
     page = (EXAMPLES.parent / "docs" / "popsparse-machine.md").read_text()
     space: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -49,7 +49,7 @@ def test_bytes_and_cycles_by_hand():
     assert profile.tile_cycles.tolist() == [2, 0, 0, 0]
 
 
-def test_neighbours_that_hear_the_same_share_the_bus():
+def test_neighbours_receiving_the_same_data_share_the_bus():
     graph = Graph(PLAIN)
     # Sent by two tiles, 100 bytes each, so that sending does not hide the receivers' rate.
     src = graph.add_variable(FLOAT, [50], "src")
@@ -116,7 +116,7 @@ def test_rotations(shift, axis):
         rotation(a, b[:2], 1)
 
 
-def test_overlaps_are_refused():
+def test_overlaps_raise():
     graph = Graph(PLAIN)
     v = graph.add_variable(FLOAT, [10], "v", tiles=0)
     w = graph.add_variable(FLOAT, [10], "w", tiles=1)
@@ -149,7 +149,7 @@ def test_bad_copies():
 
 @st.composite
 def mapped_copies(draw):
-    """Variables with random mappings, and views of them to copy."""
+    """Draw variables with random mappings, and views of them to copy."""
     tiles = draw(st.integers(1, 6))
     graph = Graph(Target(tiles=tiles, exchange_bus_tiles=draw(st.integers(1, 2))))
     shape = [draw(st.integers(1, 5)), draw(st.integers(1, 5))]
@@ -178,7 +178,7 @@ def mapped_copies(draw):
 
 @settings(deadline=None, max_examples=150)
 @given(mapped_copies())
-def test_copies_against_numpy(case):
+def test_copies_equal_numpy(case):
     graph, whole_src, whole_dst, src, dst = case
     engine = Engine(graph, Copy(src, dst))
     values = np.arange(whole_src.numel, dtype=np.float32).reshape(whole_src.shape)

@@ -50,7 +50,7 @@ class Bench:
         return Execute(one)
 
     def held(self, program):
-        """Names always wanted, and names of temporaries at their peak."""
+        """Return the names that are always live, and the names of temporaries at the peak."""
         use = Engine(self.graph, program).memory_use
         always = int(use.by_category["always live"][0]) - 5
         return tuple(
@@ -59,7 +59,7 @@ class Bench:
         )
 
 
-def test_a_chain_holds_two_at_a_time():
+def test_chain_has_two_live_variables():
     m = Bench()
     chain = Sequence(*(m.move(*pair) for pair in ("ab", "bc", "cd", "de", "ef")))
     # a is read first, f by no one; then d and e are the largest pair.
@@ -76,7 +76,7 @@ def test_undefined_and_partial_writes():
     assert m.held(Sequence(copies, m.move("e", "a"))) == ("abcdf", "e")
 
 
-def test_loops_carry_what_the_next_turn_reads():
+def test_loops_keep_variables_read_in_the_next_iteration():
     m = Bench()
     turn = Sequence(m.move("b", "c"), m.move("c", "d"), m.move("d", "b"))
     # b comes round again; c and d only live inside a turn.
@@ -133,7 +133,7 @@ def test_several_programs_share_memory():
     assert m.held({"one": m.move("a", "b"), "two": m.move("b", "c")})[0] == "abcdef"
 
 
-def test_handles_and_initial_values_stay():
+def test_handles_and_initial_values_are_always_live():
     m = Bench()
     m.graph.add_handle("b", m.v["b"])
     m.graph.set_initial_value(m.v["c"], 1.0)
@@ -147,7 +147,7 @@ def test_handles_and_initial_values_stay():
     st.lists(st.integers(0, 10**9), min_size=3, max_size=3),
     st.sampled_from(["listed", "sorted", "slice", "turned", "runs"]),
 )
-def test_every_variable_that_a_handle_views_stays(sizes, numbers, kind):
+def test_variables_viewed_by_a_handle_are_always_live(sizes, numbers, kind):
     graph = Graph(Target(tiles=1))
     variables = [graph.add_variable(FLOAT, [n], tiles=0) for n in sizes]
     whole = np.concatenate([v.addresses() for v in variables])
@@ -173,7 +173,7 @@ def test_every_variable_that_a_handle_views_stays(sizes, numbers, kind):
     assert found.members(found.always).tolist() == expected
 
 
-def test_the_error_names_the_step():
+def test_error_names_the_step():
     graph = Graph(Target(tiles=2, bytes_per_tile=900))
     a, b, c, d = (graph.add_variable(FLOAT, [100], n, tiles=1) for n in "abcd")
     chain = [Copy(a, b, name="first"), Copy(b, c, name="second"), Copy(c, d, name="third")]

@@ -1,4 +1,4 @@
-"""Options of an engine: what each does, and that no other is taken."""
+"""Options of an engine; unknown ones raise."""
 
 import json
 
@@ -32,7 +32,7 @@ def squares(elements=8, dtype=FLOAT, target=SMALL):
     return graph, Execute(made)
 
 
-def test_out_of_memory_may_be_looked_at():
+def test_out_of_memory_can_be_profiled():
     with pytest.raises(OutOfMemoryError):
         Engine(*squares(600))
     engine = Engine(*squares(600), options={"debug.allowOutOfMemory": "true"})

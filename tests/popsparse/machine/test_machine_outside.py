@@ -1,4 +1,4 @@
-"""What reaches beyond the tiles: remote buffers, messages, programs that end themselves."""
+"""Remote buffers, printed messages, and programs that stop themselves."""
 
 import io
 import math
@@ -95,7 +95,7 @@ def test_bad_remote_buffers():
         Copy(wide, one)
 
 
-def test_each_replica_has_memory_beside_it():
+def test_each_replica_has_its_remote_buffer():
     graph = Graph(Target.pod(2, tiles=2), replicas=2)
     buffer = graph.add_remote_buffer("beside", FLOAT, 3)
     x = graph.add_variable(FLOAT, [3], "x", tiles=0)
@@ -121,7 +121,7 @@ def test_prints():
     assert said.getvalue() == "'x': not computed\n"
 
 
-def test_programs_that_end_themselves():
+def test_programs_that_stop_themselves():
     graph = Graph(SMALL)
     bad = graph.add_variable(BOOL, [1], "bad", tiles=0)
     x = graph.add_variable(FLOAT, [2], "x", tiles=0)

@@ -1,4 +1,4 @@
-"""Several processors: links between them, replicas of a program, parts of a graph."""
+"""Several processors: links, replicas of a program, virtual graphs."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_targets():
             wrong()
 
 
-def test_what_crosses_between_processors():
+def test_exchange_between_processors():
     graph = Graph(POD)
     a = graph.add_variable(FLOAT, [100], "a", tiles=0)
     near = graph.add_variable(FLOAT, [100], "near", tiles=1)
@@ -92,7 +92,7 @@ def add_one(graph, tensor, tiles):
     return out, Execute(made)
 
 
-def test_replicas_have_memories_of_their_own():
+def test_replicas_have_separate_memory():
     graph = Graph(POD, replicas=2)
     assert graph.target.tiles == 4
     x = graph.add_variable(FLOAT, [4, 6], "x", tiles=np.arange(4))
@@ -128,7 +128,7 @@ def test_replicas_have_memories_of_their_own():
         engine.read("x", 2)
 
 
-def test_a_replica_that_receives_nothing_keeps_what_it_has():
+def test_replica_that_receives_nothing_keeps_its_data():
     graph = Graph(POD, replicas=2)
     x = graph.add_variable(INT, [3], "x", tiles=0)
     engine = Engine(graph, CrossReplicaCopy(x, x, {0: 1}))
@@ -145,7 +145,7 @@ def test_a_replica_that_receives_nothing_keeps_what_it_has():
         CrossReplicaCopy(x, y, {0: 1})
 
 
-def test_replicas_must_not_go_different_ways():
+def test_replicas_must_take_the_same_branches():
     graph = Graph(POD, replicas=2)
     n = graph.add_variable(INT, [1], "n", tiles=0)
     more = graph.add_variable("bool", [1], "more", tiles=0)
@@ -163,7 +163,7 @@ def test_replicas_must_not_go_different_ways():
     Engine(graph, If(more, Execute(down)))
 
 
-def test_virtual_graphs_count_their_own_tiles():
+def test_virtual_graphs_number_their_tiles():
     graph = Graph(POD)
     second = graph.virtual(processor=1)
     assert (second.target.tiles, second.target.processors) == (4, 1)
@@ -196,7 +196,7 @@ def test_virtual_graphs_count_their_own_tiles():
             graph.virtual(**wrong)
 
 
-def test_a_product_cut_over_two_processors():
+def test_product_split_over_two_processors():
     one, two = (
         popsparse.Layer(popsparse.plan(64, 48, 16, 0.2, 4, "float32", target))
         for target in (Target.bow(tiles=16), Target.pod(2, tiles=8))
@@ -214,7 +214,7 @@ def test_a_product_cut_over_two_processors():
     assert there.compute_cycles == here.compute_cycles
 
 
-def test_a_product_on_each_of_two_processors():
+def test_product_on_each_of_two_processors():
     """The original's sharded case: 16 x 16 twice, half, batch 16, density 0.1, two processors."""
     graph = Graph(Target.pod(2, tiles=8))
     params = popsparse.FullyConnectedParams(popsparse.SparsityParams(1), 0.1, 16, 1, 16, 16)
@@ -255,7 +255,7 @@ def test_a_product_on_each_of_two_processors():
 
 
 def busy_for(graph, processor, cycles, tensor):
-    """A step that adds 1 to a tensor on tile 0 of a processor."""
+    """Make a step that adds 1 to a tensor on tile 0 of a processor."""
     codelet = Codelet(
         f"busy {cycles}", {"x": InOut()}, lambda v: np.add(v.x, 1, out=v.x),
         cycles=lambda v: cycles, runs_on="supervisor",
@@ -265,7 +265,7 @@ def busy_for(graph, processor, cycles, tensor):
     return Execute(made)
 
 
-def test_branches_of_processors_run_at_once():
+def test_branches_of_processors_run_concurrently():
     graph = Graph(POD)
     x, y = (graph.add_variable(FLOAT, [2], name, tiles=t) for name, t in (("x", 0), ("y", 4)))
     z = graph.virtual(processor=1).add_variable(FLOAT, [2], "z", tiles=1)
@@ -325,12 +325,12 @@ def test_branches_stay_on_their_processors():
         (1, 6, [(1, 0, 2), (0, 2, 2), (2, 4, 2), (4, 6, 2)]),
     ],
 )
-def test_the_way_between_processors(start, end, loads):
+def test_route_between_processors(start, end, loads):
     route = exchange._route(start, end, 7)
     assert [(a, b, count) for (a, b, _), count in route] == loads
 
 
-def test_the_busiest_links_count():
+def test_busiest_link_determines_the_time():
     pod = Target.pod(4, tiles=2, clock_hz=1e9, link_bytes_per_second=1e9)
     links = np.zeros((4, 4))
     links[0, 1] = 400  # 100 cycles on four links

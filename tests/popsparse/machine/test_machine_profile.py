@@ -75,7 +75,7 @@ def test_plain_data():
     assert plain["timeline_is_whole"] is True
 
 
-def test_long_timelines_are_cut(monkeypatch):
+def test_long_timelines_are_truncated(monkeypatch):
     monkeypatch.setattr("popsparse.machine.profile._TIMELINE_ROWS", 3)
     profile = small_run()
     assert len(profile.timeline) == 3

@@ -17,7 +17,7 @@ def make_graph():
 
 @st.composite
 def views(draw):
-    """A tensor and the NumPy array of the addresses that the same views give."""
+    """Draw a tensor and the NumPy array of addresses after the same views."""
     graph = make_graph()
     graph.add_variable(FLOAT, [7])
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -52,7 +52,7 @@ def views(draw):
     return tensor, expected
 
 
-def test_a_tensor_of_runs_is_the_list_of_its_elements():
+def test_tensor_of_runs_equals_its_elements():
     graph = make_graph()
     variable = graph.add_variable(FLOAT, [40])
     first = int(variable.addresses()[0])
@@ -80,7 +80,7 @@ def test_a_tensor_of_runs_is_the_list_of_its_elements():
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=8),
     st.booleans(),
 )
-def test_stretches_lie_where_they_are_mapped(stretches, turned):
+def test_tile_mapping_of_intervals(stretches, turned):
     tiles, lengths = np.array(stretches).T
     graph = make_graph()
     tensor = graph.add_variable(FLOAT, [2, int(lengths.sum())])[0]
@@ -96,7 +96,7 @@ def test_stretches_lie_where_they_are_mapped(stretches, turned):
 
 @FAST
 @given(views(), st.data())
-def test_views_list_what_numpy_lists(pair, data):
+def test_views_equal_numpy(pair, data):
     tensor, expected = pair
     assert tensor.shape == expected.shape
     np.testing.assert_array_equal(tensor.addresses(), expected)
@@ -126,7 +126,7 @@ def test_extents_of_many_elements():
 
 @FAST
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), min_size=2, max_size=4))
-def test_long_stretches_are_joined_without_a_list(cuts):
+def test_long_intervals_are_joined_without_expansion(cuts):
     graph = make_graph()
     one, other = graph.add_variable(FLOAT, [3000]), graph.add_variable(FLOAT, [3000])
     parts = [(one, other)[i % 2].slice(min(c), max(c)) for i, c in enumerate(cuts)]
@@ -208,7 +208,7 @@ def test_union_lengths(parts):
 
 @FAST
 @given(runs)
-def test_tile_map_later_assignments_hold(parts):
+def test_later_tile_assignments_override(parts):
     painted = np.full(40, -1)
     assigned = []
     for start, length, tile in parts:
@@ -222,7 +222,7 @@ def test_tile_map_later_assignments_hold(parts):
 
 @FAST
 @given(st.data())
-def test_refine_matches_element_by_element(data):
+def test_refine_equals_elementwise(data):
     size = data.draw(st.integers(1, 20))
     sides = []
     for _ in range(2):

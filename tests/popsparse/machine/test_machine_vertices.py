@@ -1,4 +1,4 @@
-"""Vertices in a running engine: how workers share them, what their edges see, what they cost."""
+"""Vertices in an engine: scheduling over workers, edges, and cycles."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_scheduling_one_vertex_at_a_time(sets, workers):
     assert profile.step("first").compute == max(expected)
 
 
-def test_the_slowest_tile_counts():
+def test_slowest_tile_determines_the_time():
     graph = Graph(SMALL)
     a = graph.add_variable(FLOAT, [3, 5], "a", tiles=[0, 1, 3])
     out = graph.add_variable(FLOAT, [3, 5], "out", tiles=[0, 1, 3])
@@ -107,7 +107,7 @@ def test_the_slowest_tile_counts():
     assert profile.steps[0].balance == pytest.approx((60 + 66 + 78) / 4 / 78)
 
 
-def test_vertices_added_by_hand_run_as_one_call():
+def test_separately_added_vertices_run_as_one_call():
     graph = Graph(SMALL)
     calls = []
 
@@ -198,7 +198,7 @@ def test_ragged_edges():
         Ragged(a.reshape(2, 3), [0, 3])
 
 
-def test_data_dependent_cycles_are_asked_at_every_run():
+def test_data_dependent_cycles_are_computed_at_every_run():
     graph = Graph(SMALL)
     a = graph.add_variable(INT, [2], "a", tiles=[0, 1])
     work = Codelet("work", {"a": InOut(INT)}, lambda v: None, lambda v: v.a, data_dependent=True)
@@ -213,7 +213,7 @@ def test_data_dependent_cycles_are_asked_at_every_run():
         engine.run()
 
 
-def test_half_rounds_as_half():
+def test_float16_rounding():
     graph = Graph(SMALL)
     a = graph.add_variable(HALF, [4], "a", tiles=0)
     b = graph.add_variable(FLOAT, [4], "b", tiles=0)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, exact where there is nothing to round, off unless asked for."""
+"""Stochastic rounding is unbiased, exact for representable numbers, and off by default."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def rounded(value, count=200_000, seed=0):
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_the_mean_of_many_is_the_value(value):
+def test_mean_equals_the_value(value):
     results = rounded(value)
     low, high = np.unique(results)
     assert low < np.float32(value) < high
@@ -25,18 +25,18 @@ def test_the_mean_of_many_is_the_value(value):
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -65504.0, 2.0**-24, np.inf, -np.inf, np.nan])
-def test_numbers_of_float16_stay(value):
+def test_float16_numbers_are_exact(value):
     assert np.array_equal(rounded(value, 50), np.full(50, value), equal_nan=True)
 
 
-def test_an_overflow_is_one_as_without():
+def test_overflow_gives_infinity():
     with np.errstate(over="ignore"):
         assert np.isinf(rounded(65_530.0, 50)).all()
     assert (rounded(65_519.0, 50) == 65_504).all()
 
 
 def engine(**options):
-    """One vertex on each of two tiles: y = x / 3, total += y / 7, both float16; one is strided."""
+    """Make a vertex on each of two tiles: y = x / 3, total += y / 7, in float16; one is strided."""
     graph = Graph(Target.mk2(tiles=2))
     tiles = np.arange(2)
     x = graph.add_variable(FLOAT, [2, 1000], "x", tiles=tiles)
@@ -57,7 +57,7 @@ def engine(**options):
     return made
 
 
-def test_vertices_round_what_they_write():
+def test_vertices_round_their_outputs():
     plain, exact = engine(), np.linspace(1, 2, 2000, dtype=np.float32).reshape(2, 1000)
     cycles = plain.run().cycles
     assert np.array_equal(plain.read("y"), (exact / 3).astype(np.float16))
@@ -78,6 +78,6 @@ def test_vertices_round_what_they_write():
     assert not np.array_equal(drawn.read("y"), first)
 
 
-def test_a_seed_is_a_whole_number():
+def test_seed_must_be_an_integer():
     with pytest.raises(ValueError, match="stochastic_rounding must be an integer of at least 0"):
         engine(stochastic_rounding=-1)

@@ -1,4 +1,4 @@
-"""What the tests share is a module of its own, found from each."""
+"""Puts this folder on the import path."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small products and programs for pages of the machine report, and a reader of such pages."""
+"""Small programs for pages of the machine report, and a parser of such pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that every element is closed in turn; keeps ids, texts and addresses."""
+    """Checks that elements are closed in order; collects ids, texts and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""The page of the machine report: what it says, what it leaves out, what it refuses."""
+"""The page of the machine report: contents, omitted sections, bad input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from popsparse.report import encoding_data, report_html, write_report
 from popsparse.report.passes import render_tile_map
 
 
-def test_a_whole_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
+def test_page_is_well_formed_and_self_contained(tmp_path):
     given = whole_page()
     path = write_report(tmp_path / "page.html", **given)
     assert path == tmp_path / "page.html"
@@ -51,7 +51,7 @@ def test_a_whole_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     assert set(page.data["timelines"]) == {"p0", "p1"}
 
 
-def test_the_numbers_of_the_profile_are_on_the_page():
+def test_page_contains_the_numbers_of_the_profile():
     profile = small_run(tiles=4, turns=7)
     page = Page(report_html(title="t", summary={}, profile=profile))
     fill, rotate = profile.step("fill"), profile.step("rotate")
@@ -72,7 +72,7 @@ def test_the_numbers_of_the_profile_are_on_the_page():
     assert source["phases"] == [[0, 14, "body"], [14, 15, "back"]]
 
 
-def test_the_plan_says_why_it_won():
+def test_plan_shows_terms_and_runners_up():
     plan, *_ = small_product()
     report = plan_report(plan)
     page = Page(report_html(title="t", summary={}, plan=report))
@@ -88,7 +88,7 @@ def test_the_plan_says_why_it_won():
     assert page.sections == {"plan"}
 
 
-def test_the_plan_of_a_dense_product():
+def test_dense_plan():
     plan = dense.plan(64, 64, 16, "float32", Target.bow(tiles=16))
     page = Page(report_html(title="t", summary={}, plan=plan.to_dict()))
     assert f"Tiles along the streamed field {plan.field} Tiles along" in page.words
@@ -97,7 +97,7 @@ def test_the_plan_of_a_dense_product():
         assert f"{cycles:,}" in page.words
 
 
-def test_predictions_stand_alone():
+def test_predictions_without_a_run():
     plan, pattern, *_ = small_product()
     times = predict(plan, pattern)
     found = {name: time.to_dict() for name, time in times.items()}
@@ -109,7 +109,7 @@ def test_predictions_stand_alone():
 
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("force", [False, True], ids=["as it falls", "forced to spill"])
-def test_what_belongs_where_adds_up(block, force):
+def test_memory_of_categories_adds_up(block, force):
     oversize = 2.0 if force else 0.5
     _, pattern, partitioner, encoded = small_product(
         block, force=force, meta_info_bucket_oversize_proportion=oversize
@@ -140,7 +140,7 @@ def test_what_belongs_where_adds_up(block, force):
     assert {"map-demand", "map-held", "map-words"} <= set(page.data["maps"])
 
 
-def test_several_groups_and_buckets_of_grad_inputs_own():
+def test_groups_and_separate_grad_input_buckets():
     params = FullyConnectedParams.create_with_nz_ratio(
         SparsityParams(1),
         nz_ratio=0.2,
@@ -161,7 +161,7 @@ def test_several_groups_and_buckets_of_grad_inputs_own():
     assert "meta-info of grad input, words" in page.words
 
 
-def test_sections_without_data_are_left_out():
+def test_sections_without_data_are_omitted():
     page = Page(report_html(title="Only this", summary={}))
     assert page.sections == set()
     assert page.words.startswith("Only this Only this")
@@ -172,7 +172,7 @@ def test_sections_without_data_are_left_out():
     assert "p0-timeline" not in page.sections
 
 
-def test_tiles_that_overflow_are_told():
+def test_overflowing_tiles_are_reported():
     def words(size):
         graph = Graph(Target(tiles=3, bytes_per_tile=size))
         a = graph.add_variable(FLOAT, [3, 4], "a", tiles=[0, 1, 1])
@@ -184,7 +184,7 @@ def test_tiles_that_overflow_are_told():
     assert "Too much" not in words(500)
 
 
-def test_a_page_from_stored_figures_is_that_from_the_run():
+def test_page_of_stored_profile_equals_that_of_the_run():
     profile = small_run()
     stored = json.loads(json.dumps(profile.to_dict()))
     fresh = Page(report_html(title="t", summary={}, profile=profile))
@@ -216,7 +216,7 @@ def test_pages_of_large_programs_stay_small():
 
 
 @pytest.mark.parametrize(("tiles", "columns"), [(1, 1), (24, 6), (1472, 46), (1471, 54)])
-def test_every_tile_is_a_cell_of_the_map(tiles, columns):
+def test_map_has_a_cell_per_tile(tiles, columns):
     used = np.linspace(1, 1000, tiles)
     drawn = render_tile_map(used, 500.0, "map")
     Page(drawn)
@@ -225,7 +225,7 @@ def test_every_tile_is_a_cell_of_the_map(tiles, columns):
     assert len(cells) == len(set(cells)) == tiles
 
 
-def test_names_cannot_break_the_page():
+def test_names_are_escaped():
     evil = "</script><img src=x onerror=alert(1)>\"'&"
     text = report_html(
         title=evil, summary={evil: evil, "cycles": {evil: 1}}, profile=small_run(name=evil)
@@ -236,7 +236,7 @@ def test_names_cannot_break_the_page():
     assert any(evil in name for name in page.data["timelines"]["p0"]["steps"])
 
 
-def test_the_summary_speaks_in_units():
+def test_summary_uses_units():
     summary = {
         "rows": 4096,
         "density": 0.0625,
@@ -263,7 +263,7 @@ def test_the_summary_speaks_in_units():
 
 
 def broken(profile, *path, value=None):
-    """A copy of plain data with one entry changed, or taken away."""
+    """Return a copy of plain data with one entry changed or removed."""
     out = copy.deepcopy(profile)
     at = out
     for key in path[:-1]:
@@ -285,7 +285,7 @@ PROFILES = {
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_profiles_that_are_none(name):
+def test_invalid_profiles_raise(name):
     profile, kind, message, *value = PROFILES[name]
     if isinstance(profile, tuple):
         plain = small_run().to_dict()
@@ -294,7 +294,7 @@ def test_profiles_that_are_none(name):
         report_html(title="t", summary={}, profile=profile)
 
 
-def test_other_refusals(tmp_path):
+def test_other_errors(tmp_path):
     for title in ("", "  ", None):
         with pytest.raises(ValueError, match="title must be a text that is not empty"):
             report_html(title=title, summary={})

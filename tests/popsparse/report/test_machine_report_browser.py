@@ -1,4 +1,4 @@
-"""The page in a browser: the script runs without a complaint and draws. Needs Chromium."""
+"""The page in a browser: its script draws without console errors. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 
 
 def browse(tmp_path, text: str, *flags: str) -> tuple[str, list[str]]:
-    """Open a page; its document afterwards, and what the console said."""
+    """Open a page; return its document afterwards and the console messages."""
     page = tmp_path / "page.html"
     page.write_text(text, "utf-8")
     profile = tmp_path / "browser"
@@ -101,7 +101,7 @@ def page() -> str:
     ],
     ids=["light", "dark"],
 )
-def test_it_looks_like_something_and_says_nothing(tmp_path, page, flags, expected):
+def test_page_is_drawn_without_console_messages(tmp_path, page, flags, expected):
     picture = tmp_path / "page.png"
     _, console = browse(tmp_path, page, f"--screenshot={picture}", *flags)
     assert console == []
@@ -135,7 +135,7 @@ document.body.dataset.said = said.join(" | ");
 </script></body>"""
 
 
-def test_pointing_and_zooming(tmp_path, page):
+def test_hover_and_zoom(tmp_path, page):
     text = page.replace("</body>", ACTS)
     document, console = browse(tmp_path, text, "--dump-dom")
     assert console == []
@@ -173,7 +173,7 @@ document.body.dataset.told = told.join(" | ");
 </script></body>"""
 
 
-def test_choosing_a_tile_and_a_step(tmp_path, page):
+def test_select_a_tile_and_a_step(tmp_path, page):
     document, console = browse(tmp_path, page.replace("</body>", CLICKS), "--dump-dom")
     assert console == []
     found = re.search(r'data-told="([^"]*)"', document)
@@ -188,7 +188,7 @@ def test_choosing_a_tile_and_a_step(tmp_path, page):
     assert rows == ["y float16 188,416 128"]
 
 
-def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
+def test_narrow_page_does_not_scroll_horizontally(tmp_path):
     encoding = {
         **EMPTY,
         "partition": [4, 300, 1],

@@ -1,4 +1,4 @@
-"""The page of a layer that ran, and `dynsparse matmul --report`."""
+"""The report page of a layer, and `dynsparse matmul --report`."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_all_passes_of_a_layer(tmp_path, groups):
         assert len({name for *_, name in timeline["phases"]}) > 1
 
 
-def test_a_layer_with_nothing_to_report(tmp_path):
+def test_layer_without_profile(tmp_path):
     layer = Layer(make(64, 48, 16, 0.25, 4, "float32", Target(tiles=12), passes=["forward"]))
     with pytest.raises(ValueError, match="set a sparse pattern and run a pass"):
         write_layer_report(tmp_path / "page.html", layer)
 
 
-def test_matmul_writes_a_page_of_its_own_figures(tmp_path, capsys):
+def test_matmul_report(tmp_path, capsys):
     path = tmp_path / "page.html"
     more = ["--passes", "forward,grad_input", "--json", "--report", str(path)]
     assert run([*SMALL, *more]) == 0
@@ -90,7 +90,7 @@ def test_matmul_writes_a_page_of_its_own_figures(tmp_path, capsys):
     assert "Runners-up" in text
 
 
-def test_of_many_patterns_the_page_shows_the_median_one(tmp_path, capsys):
+def test_report_of_several_seeds_shows_the_median(tmp_path, capsys):
     path = tmp_path / "page.html"
     more = ["--seeds", "3", "--density", "0.3", "--ignore-data", "--json", "--report", str(path)]
     assert run([*SMALL, *more]) == 0
@@ -148,7 +148,7 @@ def test_plan_only(tmp_path, capsys):
     assert "timeline" not in text
 
 
-def test_a_page_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys):
+def test_unwritable_page_raises_before_the_run(tmp_path, capsys):
     for wrong in (tmp_path, tmp_path / "missing" / "page.html"):
         assert run([*SMALL, "--report", str(wrong)]) == 2
         error = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Every rule of the report on profiles made by hand: where it fires, and where none does."""
+"""Every rule of the report, on hand-made profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from popsparse.report.rules import RULES
 
 
 def made(*steps, memory=500, contents=None, tree=()):
-    """A profile of some steps on ten tiles of 1,000 bytes, of which the fourth is fullest."""
+    """Make a profile of steps on ten tiles of 1,000 bytes, of which the fourth is fullest."""
     target = Target(name="mine", tiles=10, bytes_per_tile=1000, clock_hz=1e9)
     use = MemoryUse({"always live": np.where(np.arange(10) == 3, memory, 0)}, 1000)
     contents = held() if contents is None else contents
@@ -21,7 +21,7 @@ def made(*steps, memory=500, contents=None, tree=()):
 
 
 def compute(cycles, balance=1.0, tiles=10, name="work", **more):
-    """A step in which the first tiles compute, as long as makes this balance over all ten."""
+    """Make a step in which the first tiles compute, with the given balance over all ten."""
     busy = np.where(np.arange(10) < tiles, 10 * balance * cycles / tiles, 0.0)
     return StepProfile(name, "compute", 1, compute=cycles, tile_cycles=busy, **more)
 
@@ -108,7 +108,7 @@ def test_a_rule_fires_alone(rule):
     assert any(name in found.remedy for name in ("--", "Copy([", "create_"))
 
 
-def test_what_a_run_has_is_not_advised():
+def test_existing_settings_are_not_advised():
     profile, _, _ = CASES["below peak"]
     given = {"block_size": 16, "dtype": "float16", "partials": "float32"}
     (found,) = findings(profile, given)
@@ -119,14 +119,14 @@ def test_what_a_run_has_is_not_advised():
     assert "--block-size 16" in findings(profile)[0].remedy
 
 
-def test_nothing_stands_out():
+def test_no_rule_fires():
     small = [step("go", "exchange", exchange=90, sync=40), step("in", "host", host=40)]
     fast = {"flops": 600 * 10 * 128, "peak_flops": 128}
     assert findings(made(compute(830, 0.95, **fast), *small)) == []
     assert findings(made(memory=100)) == []
 
 
-def test_the_costliest_comes_first_and_what_does_not_fit_before_all():
+def test_rules_are_sorted_by_cost_with_out_of_memory_first():
     steps = [compute(300), step("go", "exchange", exchange=450, sync=250)]
     assert [one.rule for one in findings(made(*steps))] == ["exchange", "sync"]
     full = made(*steps, memory=990, contents=held(("w", "always live", 900)))

@@ -1,4 +1,4 @@
-"""Profiles in files: read back with every figure, compared, and refused where they are damaged."""
+"""Stored profiles: round trips, comparison, and one-line errors for damaged files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def program(turns=7, sync=10):
     return Engine(graph, Sequence(Repeat(turns, body), rare))
 
 
-def test_what_is_stored_comes_back(tmp_path):
+def test_round_trip(tmp_path):
     profile = program().run()
     file = save_profile(
         tmp_path / "a.json", title="A run", profile={"forward": profile}, summary={"rows": 3}
@@ -80,7 +80,7 @@ def test_what_is_stored_comes_back(tmp_path):
         back.contents.variables_at(77)
 
 
-def test_reports_of_an_engine_are_read(tmp_path):
+def test_engine_reports_can_be_read(tmp_path):
     options = {"autoReport.all": "true", "autoReport.directory": tmp_path}
     first = program()
     engine = Engine(first.graph, first._programs[""], options=options)
@@ -121,7 +121,7 @@ def stored(tmp_path):
     return tmp_path
 
 
-def test_the_command(stored, capsys):
+def test_command(stored, capsys):
     page = stored / "page.html"
     arguments = [str(stored / "a.json"), "--compare", str(stored / "b.json"), "--output", str(page)]
     assert run(["report", *arguments]) == 0
@@ -137,7 +137,7 @@ def test_the_command(stored, capsys):
 
 
 @pytest.mark.parametrize("method", ["dynamic", "static", "dense"])
-def test_what_matmul_stores_makes_its_page(method, tmp_path, monkeypatch, capsys):
+def test_profile_stored_by_matmul_gives_its_page(method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = "matmul --rows 64 --cols 48 --batch 8 --tiles 12 --dtype float32 --method"
     sparse = [] if method == "dense" else ["--density", "0.25", "--block-size", "4"]
@@ -154,7 +154,7 @@ def test_what_matmul_stores_makes_its_page(method, tmp_path, monkeypatch, capsys
 
 
 def wrong(*path, value):
-    """The stored file with one entry changed."""
+    """Change one entry of the stored file."""
 
     def change(content):
         at = content
@@ -177,7 +177,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_files_are_one_line(damage, stored, capsys):
+def test_damaged_files_print_one_line(damage, stored, capsys):
     change, message = DAMAGED[damage]
     file = stored / "a.json"
     found = change(json.loads(file.read_text()))
@@ -190,7 +190,7 @@ def test_damaged_files_are_one_line(damage, stored, capsys):
     assert not (stored / "page.html").exists()
 
 
-def test_what_cannot_be_stored(tmp_path):
+def test_unsupported_data_raises(tmp_path):
     with pytest.raises(ValueError, match="expected plain data for the file"):
         save_profile(tmp_path / "a", title="t", profile=program().run(), plan={"x": object()})
     with pytest.raises(FileNotFoundError):

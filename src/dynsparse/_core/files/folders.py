@@ -82,14 +82,14 @@ def _lock(handle: int, path: Path) -> bool:
     except BlockingIOError:
         holder = os.read(handle, 200).decode(errors="replace").strip()
         raise BusyError(
-            f"another training writes into {path.parent} ({holder or 'it is not known which'}): "
+            f"another training writes into {path.parent} ({holder or 'an unknown process'}): "
             "wait until it ends, or choose another folder"
         ) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
         warnings.warn(
-            f"{path.parent} is on a file system without locks ({error.strerror}): see to it that "
+            f"{path.parent} is on a file system without locks ({error.strerror}): make sure that "
             "no other training writes there",
             RuntimeWarning,
             stacklevel=2,

@@ -32,7 +32,7 @@ class LimitError(ValueError):
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is no file, such as a named pipe, from which a reader would wait for ever.
+    """Refuse what is not a file, such as a named pipe, from which a reader would wait forever.
 
     Raises:
         OSError: neither a file nor missing.
@@ -47,7 +47,7 @@ def read_limit(size: int = 0) -> int:
     64 times its size, and 256 MiB in any case; DYNSPARSE_READ_LIMIT, where it is set, instead.
 
     Raises:
-        ValueError: DYNSPARSE_READ_LIMIT is no number of bytes.
+        ValueError: DYNSPARSE_READ_LIMIT is not a number of bytes.
     """
     given = os.environ.get(VARIABLE)
     if not given:

@@ -133,7 +133,7 @@ def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
         elif name in binding and value != saved[name]:
             raise ValueError(
                 f"--{flag(name)}: {checkpoint.path} was trained with {shortened(saved[name])}, got "
-                f"{value!r}: leave --{flag(name)} out, or start anew without --restore"
+                f"{value!r}: leave --{flag(name)} out, or start over without --restore"
             )
     return dataclasses.replace(options, **changes)
 

@@ -417,9 +417,9 @@ def run_with(
     Args:
         kind: whose checkpoints to look for.
         options: what to do. With `restore`, options at their default become the checkpoint's.
-        body: called with the whole options, the seed, the checkpoint to start from, and where
+        body: called with the complete options, the seed, the checkpoint to start from, and where
             progress goes.
-        console: where progress goes; stdout if left out.
+        console: where progress goes; defaults to stdout.
         given: options that were asked for, even at their default: with `restore` they must agree,
             and they must apply to the others.
 

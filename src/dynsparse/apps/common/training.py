@@ -245,7 +245,7 @@ class Sums:
 
     @classmethod
     def from_state(cls, state: Any) -> Sums:
-        """The sums that `state` was made of; ValueError for something else."""
+        """The sums that `state` was made from; ValueError for something else."""
         sums = cls()
         if not isinstance(state, dict) or state.keys() != sums.state().keys():
             raise ValueError(f"expected sums, the entries {', '.join(sums.state())}")
@@ -279,7 +279,7 @@ class Training(ABC):
         total_steps: after how many steps patterns stay.
         update_interval: steps between pattern updates.
         initial: draws the first patterns and weights, and the seed of random growth; the training's
-            own `generator` when left out.
+            own `generator` by default.
 
     Raises:
         ValueError: an optimizer argument or a schedule that does not fit.
@@ -391,7 +391,7 @@ class Training(ABC):
         return loss, output
 
     def drawn_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside options, seed and counters."""
+        """What a checkpoint holds besides options, seed and counters."""
         return {}
 
     def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:

@@ -274,7 +274,7 @@ def sample(
     Args:
         generator: on the CPU, where the tokens are drawn.
         temperature: of the softmax; 0 always takes the likeliest.
-        top_k: how many of the likeliest are in the draw; all when left out.
+        top_k: how many of the likeliest are in the draw; defaults to all.
     """
     model.eval()
     device = next(model.parameters()).device

@@ -94,7 +94,7 @@ class Training(common.Training):
     sparse network.
 
     Attributes:
-        built: the options with the sizes that are built (see `sizes.matched`).
+        built: the options with the sizes that are built (see `model.match_parameters_of`).
         history: an entry per report, losses in nats per token, accuracies as shares.
 
     Raises:

@@ -168,7 +168,7 @@ def training_figures(
 
 
 def summary_table(figures: dict[str, Any]) -> Table:
-    """The closing table: this network beside the same one dense."""
+    """The closing table: this network against the same one dense."""
     table = Table(title=f"{figures['method']} on {figures['dataset']}", title_style="bold")
     table.add_column("")
     for heading in ("this network", "dense", "share"):

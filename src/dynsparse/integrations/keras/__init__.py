@@ -4,7 +4,7 @@
     os.environ["KERAS_BACKEND"] = "torch"
     from dynsparse.integrations import keras as sparse
 
-`CALLBACKS` has a callback for each algorithm, which is found by its name here too: `sparse.RigL`.
+`CALLBACKS` maps the name of each algorithm to its callback, also an attribute here: `sparse.RigL`.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 try:
     import keras
 except ImportError as error:
-    if error.name != "keras":  # the backend it is set to
+    if error.name != "keras":  # the configured backend is missing
         raise ImportError(
             "dynsparse.integrations.keras needs Keras on torch, got a backend that cannot be "
             f"imported ({error}): set KERAS_BACKEND=torch before keras is imported"

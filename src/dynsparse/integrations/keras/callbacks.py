@@ -30,10 +30,10 @@ class SparseCallback(keras.callbacks.Callback):
     model loaded from them continues bit for bit.
 
     Where `torch.distributed` is initialised, as in a program that torchrun starts, training is data
-    parallel: every rank calls `fit` with as many samples of its own, begins with the weights of the
-    first rank, and steps with the average gradient. Make the model with the same seed on every rank
-    (`keras.utils.set_random_seed`), or load the same file. Metrics are those of a rank's samples.
-    `ranks=None` among the options trains every rank by itself.
+    parallel: every rank calls `fit` with the same number of samples of its own, begins with the
+    weights of the first rank, and steps with the average gradient. Make the model with the same
+    seed on every rank (`keras.utils.set_random_seed`), or load the same file. Metrics are those of
+    a rank's samples. The option `ranks=None` trains every rank by itself.
 
     Args:
         algorithm: `ds.RigL` or another trainer class, or a function of (model, optimizer) that
@@ -44,7 +44,7 @@ class SparseCallback(keras.callbacks.Callback):
         telemetry: whether to add the figures of `Telemetry` for all layers together
             ("sparse/density", "sparse/churn", ...) to the logs of every epoch.
         options: keyword arguments of the algorithm. Steps are those of the optimizer: with
-            `gradient_accumulation_steps` one for so many batches. `total_steps` defaults to all
+            `gradient_accumulation_steps=n`, one for every n batches. `total_steps` defaults to all
             steps of `fit` if no schedule is given.
 
     Attributes:

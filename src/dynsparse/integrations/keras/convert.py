@@ -100,8 +100,8 @@ def sparsify(model: Any, density: float | None = None, **options: Any) -> Any:
         )
     if getattr(model, "optimizer", None) is not None and model.optimizer.built:
         raise ValueError(
-            "the model's optimizer holds the variables of dense layers: sparsify the model first "
-            "and compile it then"
+            "the model's optimizer holds the variables of dense layers: sparsify the model "
+            "before you compile it"
         )
     skeleton, keras_layers = _torch_skeleton(model)
     sparsify_module(skeleton, density, **options)

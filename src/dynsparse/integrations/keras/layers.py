@@ -23,7 +23,7 @@ _STATE_KEY = "training"
 
 
 class SavedState:
-    """The state of a sparse training, saved with a layer as Keras saves nothing of callbacks.
+    """The state of a sparse training, saved with a layer because Keras does not save callbacks.
 
     Attributes:
         state: returns the state to save; None without a training.

@@ -1,4 +1,4 @@
-"""Keras optimizers as trainers expect those of torch: steps they follow, state they can change."""
+"""Keras optimizers as torch optimizers, whose steps trainers follow and whose state they change."""
 
 from __future__ import annotations
 

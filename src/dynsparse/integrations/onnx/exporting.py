@@ -45,8 +45,8 @@ def export(
 ) -> None:
     """Write `model` in its current state to an ONNX file that any runtime reads.
 
-    A sparse layer becomes a MatMul or Gemm, a convolution a Conv, a sparse embedding a Gather, with
-    whose weight the MatMul of a tied head computes. The graph does not depend on the form of the
+    A sparse layer becomes a MatMul or Gemm, a convolution a Conv, a sparse embedding a Gather,
+    whose weight the MatMul of a tied head shares. The graph does not depend on the form of the
     weights, which keep their names, "layer.weight". In training mode dropout stays in the graph:
     call `model.eval()` before.
 
@@ -57,11 +57,11 @@ def export(
             second file beside it, with the suffix ".data".
         weights: "dense" stores matrices with their zeros, which every runtime reads. "sparse"
             stores the non-zeros and their positions (ONNX's `sparse_initializer`): a smaller file,
-            which onnxruntime expands on loading and other runtimes may not read. "operator" makes
-            linear layers nodes of the operator SparseLinear, with their bias and ReLU, that
-            onnxruntime computes sparsely where `dynsparse.integrations.onnxruntime.register` made
-            it known; float32, or int8 after `dynsparse.quantize`, whose weights are float32 in the
-            other forms. Weights of convolutions and embeddings are always dense.
+            which onnxruntime expands on loading and other runtimes may not read. "operator" turns
+            linear layers, with their bias and ReLU, into nodes of the operator SparseLinear, which
+            onnxruntime computes sparsely after `dynsparse.integrations.onnxruntime.register`;
+            float32, or int8 after `dynsparse.quantize`, whose weights are float32 in the other
+            forms. Weights of convolutions and embeddings are always dense.
         opset_version, input_names, output_names, dynamic_shapes: as in `torch.onnx.export`;
             dynamic_shapes=({0: "batch"},) makes the first dimension of the first argument dynamic.
 

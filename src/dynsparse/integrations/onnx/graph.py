@@ -219,7 +219,7 @@ def densify_initializers(model: Any) -> SparseWeights:
         The patterns of the sparse initializers.
 
     Raises:
-        ValueError: positions outside of the matrix, or that do not form blocks of the given size;
+        ValueError: positions outside the matrix, or that do not form blocks of the given size;
             matrices that would take more memory than a file of this size may.
     """
     sizes = _block_sizes(model)
@@ -352,7 +352,7 @@ def use_operator(
 
     The operator's inputs are x, the values, the pattern as `dynsparse.pattern.packed` has it, with
     int8 values their scale, and the bias; csrc/onnxruntime/operator.cpp has its attributes. Weights
-    that are used in other ways, too, also stay as they are; those that have no such node do.
+    that are also used in other ways are kept as well; those without such a node stay as they are.
 
     Raises:
         ValueError: a weight that is not float32.

@@ -41,8 +41,8 @@ class Trilu(nn.Module):
 def import_onnx2torch() -> Any:
     """onnx2torch, also where torchvision is missing or was built for another torch.
 
-    It imports torchvision for the operators NonMaxSuppression and RoiAlign alone, and none of its
-    converters without.
+    It imports torchvision only for the operators NonMaxSuppression and RoiAlign, but loads no
+    converter without it.
     """
     try:
         import_module("torchvision")

@@ -87,7 +87,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
 
 
 def _prepare(q: Tensor, rest: tuple[Any, ...]) -> tuple[Any, torch.dtype, tuple[Any, ...]]:
-    """The module that computes, the dtype, and its arguments beside q, k and v."""
+    """The module that computes, the dtype, and its arguments besides q, k and v."""
     row_ptr, cols, bias, seed, block, causal, scale, dropout = rest[:8]
     low = q.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if low else q.dtype
@@ -197,7 +197,7 @@ def bias_of(key_padding_mask: Tensor | None, like: Tensor, shape: tuple[int, int
 
     Raises:
         TypeError: a mask that is neither bool nor floating point.
-        ValueError: another shape, a mask that wants a gradient.
+        ValueError: another shape, a mask that requires a gradient.
     """
     mask = key_padding_mask
     if mask is None:
@@ -231,19 +231,19 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(scale Q K^T) V in which a query attends only to the keys in its blocks of a pattern.
 
-    As `torch.nn.functional.scaled_dot_product_attention` with the pattern as a mask, at the cost of
-    its blocks: time and memory do not scale with [L, S]. A query without keys gets zeros.
-    On the CPU compiled kernels go through one row of blocks at a time; blocks of 16 to 64 suit
-    them best. bfloat16 and float16 are computed in float32; float64, other devices and an
-    installation without kernels take plain torch, over the blocks, too. Its gradient has none.
+    Like `torch.nn.functional.scaled_dot_product_attention` with the pattern as a mask, at the cost
+    of its blocks: time and memory do not scale with [L, S]. A query without keys gets zeros. On the
+    CPU compiled kernels go through one row of blocks at a time; blocks of 16 to 64 suit them best.
+    bfloat16 and float16 are computed in float32; float64, other devices and an installation without
+    kernels use plain torch, also over the blocks. There is no second derivative.
 
     Args:
         query, key, value: [N, heads, L, E], [N, heads, S, E], [N, heads, S, V]; any strides.
         pattern: [L, S], in elements; one for all heads and sequences.
-        is_causal: no query attends to later keys, inside of blocks either.
+        is_causal: no query attends to later keys, even inside blocks.
         key_padding_mask: [N, S]: True for keys to ignore, or a bias of the scores.
-        dropout_p: the share of weights that is set to zero, in [0, 1).
-        scale: of the scores; 1 / sqrt(E) when left out.
+        dropout_p: the dropout rate of the weights, in [0, 1).
+        scale: of the scores; defaults to 1 / sqrt(E).
 
     Returns:
         [N, heads, L, V].

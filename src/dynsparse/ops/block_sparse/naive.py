@@ -1,4 +1,4 @@
-"""All of it by dense matrices in plain torch: the oracle."""
+"""All functions with dense matrices in plain torch: the oracle."""
 
 from __future__ import annotations
 

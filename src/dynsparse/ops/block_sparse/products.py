@@ -105,8 +105,8 @@ def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -
         A tensor of the dtype of D, of any strides.
 
     Raises:
-        ValueError: shapes, batches, dtypes or devices that do not fit. TypeError: no tensors of
-            floating point numbers, no pattern.
+        ValueError: shapes, batches, dtypes or devices that do not fit. TypeError: not floating
+            point tensors, not a pattern.
     """
     matrices = check_values(values, pattern)
     check_operand("dense", dense, values, k=pattern.shape[1], n=None)
@@ -141,7 +141,7 @@ def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -
 def sampled_matmul(a: Tensor, b: Tensor, pattern: SparsePattern) -> Tensor:
     """A B at the blocks of a pattern [m, n]: the sampled dense-dense product (SDDMM).
 
-    Differentiable in both. The rest of A B is not computed, and no [m, n] is made.
+    Differentiable in both. The rest of A B is not computed, and no [m, n] matrix exists.
 
     Args:
         a: [..., m, k]; any strides.
@@ -221,7 +221,7 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
 def added_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
     """The sum of the parts, as `index_add` to `size` zeros along a dimension.
 
-    The same bits on every run, also on a GPU, where that adds as threads happen to come.
+    The same bits on every run, also on a GPU, where `index_add` adds in any order.
     """
     zeros = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
     if parts.is_cpu:

@@ -43,7 +43,7 @@ def conv(
     geometry: Geometry,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A convolution with a sparse weight. Differentiable, twice too, in x, values and bias.
+    """A convolution with a sparse weight. Differentiable twice in x, values and bias.
 
     Args:
         x: [batch, in, height, width]; any strides; float32, float64, bfloat16 or float16.

@@ -12,7 +12,7 @@ class Geometry(NamedTuple):
     """The options of a two-dimensional convolution.
 
     The weight [out, in / groups, kh, kw] is stored as the matrix [out, kh * kw * in / groups]: taps
-    outside, channels inside, so that blocks of the matrix lie in one tap.
+    outer, channels inner, so that each block of the matrix lies in one tap.
 
     Attributes:
         kernel, stride, dilation: (down, across).
@@ -65,7 +65,7 @@ def to_matrix(weight: Tensor) -> Tensor:
 
 
 def to_weight(matrix: Tensor, kernel: Sequence[int]) -> Tensor:
-    """The reverse of `to_matrix`, contiguous."""
+    """The inverse of `to_matrix`, contiguous."""
     out, features = matrix.shape
     taps = 1
     for size in kernel:

@@ -97,7 +97,7 @@ def _to_dense(values: Tensor, p: LayerIndex, g: Geometry) -> Tensor:
 
 
 def _from_dense(weight: Tensor, p: LayerIndex) -> Tensor:
-    """The reverse of `_to_dense`, for a gradient: like the values."""
+    """The inverse of `_to_dense`, for a gradient: like the values."""
     matrix = to_matrix(weight)
     return matrix.reshape(p.values_shape) if p.is_full else gather(matrix, p)
 

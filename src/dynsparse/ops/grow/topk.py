@@ -164,7 +164,9 @@ def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
     if not isinstance(pairs, Sequence):
         raise TypeError(f"pairs must be a sequence of (x, dY), got {shortened(pairs)}")
     if len(pairs) == 0:
-        raise ValueError("expected at least one pair (x, dY), got none: growth needs a backward")
+        raise ValueError(
+            "expected at least one pair (x, dY), got none: growth needs a backward pass"
+        )
     out_features, in_features = pattern.shape
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:

@@ -495,7 +495,7 @@ def costs_to_json(costs: Costs) -> dict[str, list[list[float]]]:
 
 
 def costs_from_json(plain: Any) -> Costs:
-    """The reverse of `costs_to_json`.
+    """The inverse of `costs_to_json`.
 
     Raises:
         ValueError: anything else.

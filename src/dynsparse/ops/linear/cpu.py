@@ -64,7 +64,7 @@ def _call_forward(
 
     Args:
         values: their address, and further arguments that belong to it.
-        layout: addresses of what the function reads of the index beside `row_ptr` and `cols`.
+        layout: addresses of what the function reads of the index besides `row_ptr` and `cols`.
     """
     status = function(
         x.data_ptr(),

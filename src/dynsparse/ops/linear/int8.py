@@ -34,7 +34,7 @@ def arrange(values: Tensor) -> Tensor:
 
 
 def rearrange(values: Tensor) -> Tensor:
-    """The reverse of `arrange`."""
+    """The inverse of `arrange`."""
     return values.transpose(1, 2).flatten(2) if values.dim() == 4 else values
 
 

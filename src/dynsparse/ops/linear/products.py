@@ -56,10 +56,10 @@ _forced: str | None = None
 @contextmanager
 @typed
 def use_kernel(kind: str) -> Iterator[None]:
-    """Compute with one kind inside this context, in the whole process: to compare and to measure.
+    """Compute with one kind inside this context, in the whole process, to compare and to measure.
 
     `small` supports single elements and blocks of 4, 8, 16, 32, 64 and 128. Layers whose block size
-    or device does not support the kind compute with the chosen one. `sparse` computes bfloat16
+    or device does not support the kind use the default choice. `sparse` computes bfloat16
     activations with the kind `bfloat16`.
 
     Raises:

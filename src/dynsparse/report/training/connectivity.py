@@ -1,4 +1,4 @@
-"""Pictures of which inputs a network looks at, and of how that changed while it trained."""
+"""Plots of the inputs that a network uses, and how they change during training."""
 
 from __future__ import annotations
 

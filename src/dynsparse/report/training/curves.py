@@ -1,4 +1,4 @@
-"""Curves of a record: how much each update replaced, how far the search went, what fell silent."""
+"""Curves of a record: churn, exploration and dead units."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class Algorithm:
     """One algorithm.
 
     Attributes:
-        trainer: its class, made as trainer(model, optimizer, **arguments).
-        least_first: of an algorithm that prunes: layers begin with at least this density, and end
-            with the one asked for. None: they begin with the density asked for.
+        trainer: the trainer class, called as trainer(model, optimizer, **arguments).
+        least_first: for algorithms that prune: layers begin with at least this density and end with
+            the requested one. None: they begin with the requested density.
         trains_embeddings: whether sparse embedding tables may be among the layers.
     """
 

@@ -134,8 +134,8 @@ class MEST(SparseTrainer):
 
     With `soft_memory_bound` an update first drops what a layer has beyond its initial number of
     blocks and then grows the schedule's share on top of it, so that new blocks compete with old
-    ones only after they were trained; the last update cuts back to the initial number. In between,
-    values, optimizer state and time are larger by that share.
+    ones only once they have been trained; the last update cuts back to the initial number. In
+    between, values, optimizer state and time are larger by that share.
 
     Source: Yuan et al. 2021, "MEST: Accurate and Fast Memory-Economic Sparse Training Framework on
     the Edge": the score, elastic mutation (EM) and the soft memory bound (&S). Here mutation falls
@@ -147,7 +147,7 @@ class MEST(SparseTrainer):
         total_steps, update_interval, drop_fraction: see `RigL`.
         schedule: in place of these three; with a soft memory bound its last update must replace
             nothing, as that of `ElasticSchedule`.
-        gradient_weight: the lambda of the score; 0 leaves the magnitude alone.
+        gradient_weight: the lambda of the score; with 0 only the magnitude counts.
         soft_memory_bound: see above.
         seed: of the positions drawn; see `RandomGrowth`.
     """
@@ -200,8 +200,8 @@ class SNFS(SparseTrainer):
             authors' code has `regrow_dropped=True`.
         total_steps, update_interval, drop_fraction, schedule, pooling: see `RigL`.
         momentum: decay per step, in [0, 1).
-        window: steps that the momentum looks at; x and dY of so many steps are held at a time. None
-            looks at all, in a dense matrix per layer.
+        window: number of steps in the momentum; x and dY of that many steps are held at a time.
+            None: all steps, in a dense matrix per layer.
         redistribute: False gives each layer back what it dropped.
     """
 
@@ -243,8 +243,8 @@ class GMP(SparseTrainer):
     """Gradual magnitude pruning: the smallest magnitudes leave, nothing joins.
 
     The density falls from that of the layers to `final_density` along a cubic, and the layers
-    really become smaller: values, optimizer state, memory and time. Begin with layers of density 1
-    for the paper's method.
+    shrink with it: values, optimizer state, memory and time. Begin with layers of density 1 for the
+    paper's method.
 
     Source: Zhu and Gupta 2017, "To prune, or not to prune: exploring the efficacy of pruning for
     model compression". Here pruned weights are gone; the paper's masked dense weights can come back
@@ -294,12 +294,12 @@ class GMP(SparseTrainer):
 
 
 class GraNet(SparseTrainer):
-    """Gradual pruning; every update also prunes as many blocks more as it grows by gradient.
+    """Gradual pruning; every update also replaces some blocks, growing by gradient.
 
-    The density falls as that of `GMP`, from dense or, sparse to sparse, from the density of the
-    layers. Each update prunes to its density, then replaces a share of the rest: the smallest
-    magnitudes leave, the largest gradients join. The share falls by a cosine over the whole
-    training, and replacing goes on after pruning has ended.
+    The density falls as in `GMP`, from dense or, sparse to sparse, from the density of the layers.
+    Each update prunes to its density, then replaces a share of the rest: the smallest magnitudes
+    leave, the largest gradients join. The share falls by a cosine over the whole training, and
+    replacing goes on after pruning has ended.
 
     Source: Liu et al. 2021, "Sparse Training via Boosting Pruning Plasticity with
     Neuroregeneration". In the authors' code a block that is pruned and regrown in one update starts

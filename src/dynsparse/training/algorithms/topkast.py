@@ -65,7 +65,7 @@ class TopKAST(SparseTrainer):
     """The layers store the set B; their forward pass uses the set A, the largest weights of B.
 
     Output and gradient of the input cost in proportion to A, the gradient of the weights to B, and
-    all of B is trained. Every `update_interval` steps A is chosen anew, and random positions
+    all of B is trained. Every `update_interval` steps A is chosen again, and random positions
     replace a share of the weights outside A, the smallest. Before each optimizer step the gradient
     gets exploration * w for weights in A and exploration * w / D for the others, D the forward
     density |A| / (out * in / b^2).
@@ -74,8 +74,8 @@ class TopKAST(SparseTrainer):
     outside B keep their last value and enter B when those inside have shrunk below them; here
     nothing exists outside B, and positions enter at random, with `initial_value`.
 
-    The model's state holds B, the trainer's state A. `shrink` makes an ordinary sparse model of A.
-    A layer without its trainer's state uses all of B.
+    The model's state holds B, the trainer's state A. `shrink` makes an ordinary sparse model from
+    A. A layer without its trainer's state uses all of B.
 
     Args:
         model, optimizer, initial_value, ranks: see `SparseTrainer`. The density of the
@@ -135,7 +135,7 @@ class TopKAST(SparseTrainer):
 
     @torch.no_grad()
     def _plan_own(self, changes: dict[str, Change]) -> dict[str, list[ActiveSet]]:
-        """A of every layer, chosen anew among the weights after the changes; followed by the set
+        """A of every layer, chosen again among the weights after the changes; followed by the set
         before it where that can take it in its own memory."""
         trained = self._trained()
         chosen = {

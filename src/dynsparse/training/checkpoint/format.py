@@ -59,7 +59,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be used, in one line: truncated, damaged, foreign, or of another model."""
+    """A file that is damaged, not a checkpoint or of another model; the message is one line."""
 
 
 def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
@@ -134,7 +134,7 @@ class Layout:
     """What this rank writes: names of tensors, and its chunk of each.
 
     Args:
-        ranks: with other samples for the same weights; everyone of their mesh writes.
+        ranks: with other samples for the same weights; all ranks of their mesh write.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -208,7 +208,7 @@ def header_of(layout: Layout, state: Any, own: Any, token: str, ranks: Ranks) ->
 
     Raises:
         TypeError: something that would have to be saved as code.
-        ValueError: nested too deep, or too much beside the tensors.
+        ValueError: nested too deep, or too much besides the tensors.
     """
     try:
         tree = to_tree(state, layout.keep)
@@ -313,7 +313,8 @@ class CheckpointReader:
         size: how many ranks saved it.
 
     Raises:
-        CheckpointError: the file is truncated, damaged, foreign, or of another format version.
+        CheckpointError: the file is truncated, damaged, not a checkpoint, or of another format
+            version.
         OSError: it cannot be read.
     """
 
@@ -490,7 +491,7 @@ class StoredTensor:
     ) -> None:
         self.name, self.shape, self.dtype = name, shape, dtype
         self._files = files
-        # Checked before anything is made of that size: the chunks are there, each in its file.
+        # Checked before anything of that size is allocated: the chunks are there, each in its file.
         for i, file in enumerate(files):
             part = list(shape)
             if shape:

@@ -41,7 +41,7 @@ def check(generator: Generator, state: dict[str, Any], name: str) -> None:
 
 
 def restore(generator: Generator, state: dict[str, Any]) -> None:
-    """Put `generator` where `state_of` found it."""
+    """Restore the state that `state_of` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state["state"])
     elif isinstance(generator, np.random.Generator):
@@ -74,7 +74,7 @@ def check_global_states(states: dict[str, Any]) -> None:
 
 
 def restore_global_states(states: dict[str, Any]) -> None:
-    """Put the global generators back; CUDA's only on a machine with as many devices."""
+    """Restore the global generators; CUDA's only on a machine with as many devices."""
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -2,7 +2,7 @@
 
 Ranks with other samples lie along z of a mesh, the tensor-parallel shards of a layer along x and y.
 Random generators go to the rank with the same coordinates or, on another mesh, to all ranks with
-the same samples; the history of gradients is divided anew among the ranks that have samples.
+the same samples; the history of gradients is divided again among the ranks that have samples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sources:
         rank: this one of them.
 
     Raises:
-        ValueError: these are no coordinates.
+        ValueError: these are not coordinates.
     """
 
     def __init__(self, saved: Any, count: int, now: Sequence[Coordinates], rank: int) -> None:

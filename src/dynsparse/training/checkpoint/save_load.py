@@ -107,7 +107,7 @@ def save_checkpoint(
         generators: further generators by name, of torch, NumPy or Python; the global ones of all
             three are saved in any case.
         extra: any other tensors, numbers, strings, lists, tuples and dicts; that of the first rank.
-        ranks: those that train shared_errors, as trainers take them. All of them call this.
+        ranks: those that train together, as trainers take them. All of them call this.
         wait: False copies the state and writes it while the training continues. The next save or
             load waits for it.
 
@@ -172,13 +172,12 @@ def load_checkpoint(
     On several ranks all call this, as many as there are now. Each reads its shards, and gets the
     random generators of the rank that had its number; ranks beyond those keep theirs.
 
-    Layers that are `resizable`, as trainers that prune make them, take the number of blocks that
-    was saved.
+    Layers that are `resizable`, as pruning trainers make them, take the saved number of blocks.
 
     Raises:
-        CheckpointError: the file is truncated, damaged, foreign, of another format version, lacks
-            something asked for, or does not fit the objects given; none of them is changed. The
-            same on all ranks.
+        CheckpointError: the file is truncated, damaged, not a checkpoint, of another format
+            version, lacks something asked for, or does not fit the objects given; none of them is
+            changed. The same on all ranks.
         OSError: the file cannot be read; on several ranks a CheckpointError, the same on all.
     """
     if _in_flight is not None:
@@ -212,7 +211,8 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `extra` of a checkpoint, for settings that are needed before there is a model.
 
     Raises:
-        CheckpointError: the file is truncated, damaged, foreign, or of another format version.
+        CheckpointError: the file is truncated, damaged, not a checkpoint, or of another format
+            version.
         OSError: the file cannot be read.
     """
     reader = CheckpointReader(Path(path))

@@ -64,7 +64,7 @@ class _Layer:
         """The slots of the full pattern that are in this shard, and their positions in it.
 
         Raises:
-            ValueError: rows and columns that are no pattern of the layer.
+            ValueError: rows and columns that are not a pattern of the layer.
         """
         b = self.module.block_size
         full = SparsePattern._in_order(rows, cols, shape=self.spec.shape, block_size=b)

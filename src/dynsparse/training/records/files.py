@@ -101,7 +101,7 @@ def _check_sizes(file: Path) -> None:
 
 
 def read_array(file: Path, archive: Arrays, name: str) -> np.ndarray:
-    """An array of an open file; a RecordError if it is missing or no array."""
+    """An array of an open file; a RecordError if it is missing or not an array."""
     if name not in archive:
         raise RecordError(
             f"{file}: expected the array {shortened(name)}, got {shortened(list(archive))}"

@@ -112,8 +112,8 @@ class Recorder:
         _check_layers(patterns, SparsePattern, "a SparsePattern")
         if self.holds_updates and not overwrite:
             raise RecordError(
-                f"{self.path} holds the record of an earlier training: go on with it by "
-                "truncate(step), choose another folder, or let it be removed by "
+                f"{self.path} holds the record of an earlier training: continue it with "
+                "truncate(step), choose another folder, or replace it with "
                 "start(..., overwrite=True)"
             )
         # Newest first, and the head stays: what a killed process leaves is still a record.

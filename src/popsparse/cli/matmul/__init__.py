@@ -14,7 +14,7 @@ __all__ = ["matmul"]
 def matmul(values: dict[str, Any]) -> None:
     """A sparse x dense product on the tile machine: plan, cycles, memory, propagation.
 
-    The plan serves forward and grad_input jointly, whatever runs; grad_weight too where asked for.
+    The plan always serves both forward and grad_input; grad_weight only on request.
     """
     request = Request(**values)
     check_applies(request, values)

@@ -1,4 +1,4 @@
-"""Products by their method: planned, run, shown and reported."""
+"""The methods of `dynsparse matmul`: plan, run, show and report."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from popsparse.plans import plan_report, plan_text
 
 
 def median(runs: list[dict[str, Any]]) -> int:
-    """Which of the runs has the median of cycles over all its passes."""
+    """The index of the run with the median total cycles."""
     order = sorted(range(len(runs)), key=lambda i: sum(runs[i]["cycles"].values()))
     return order[(len(runs) - 1) // 2]
 
 
 def summarise(request: Request, plan: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the median run, with its plan's, the largest error and the spread of all."""
+    """The figures of the median run and its plan, the largest error and the spread of all runs."""
     middle = runs[median(runs)]
     figures = {"plan": plan, **{key: value for key, value in middle.items() if key != "seed"}}
     if not request.ignore_data:
@@ -88,7 +88,7 @@ def show(figures: dict[str, Any], request: Request) -> None:
 
 
 def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
-    """Write what was asked for of a page's `contents`, which are made if anything was."""
+    """Write the requested files from a page's `contents`, which are only made if needed."""
     if request.report is None and request.profile is None:
         return
     from popsparse.report import save_profile, write_report
@@ -101,7 +101,7 @@ def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
 
 
 def show_plan(request: Request, plans: Plan | dict[str, Any]) -> None:
-    """Print what is known before anything runs."""
+    """Print the plan before anything runs."""
     each = list(plans.values()) if isinstance(plans, dict) else [plans]
     if not request.json:
         print("\n\n".join(plan_text(plan) for plan in each))
@@ -122,7 +122,7 @@ def _reports(plans: Plan | dict[str, Any]) -> dict[str, Any]:
 
 
 def run_dynamic(request: Request) -> None:
-    """Plan, build the program, and run it on one pattern a seed."""
+    """Plan, build the program, and run it on one pattern per seed."""
     plan = _dynamic_plan(request)
     if request.plan_only or request.report_plan:
         show_plan(request, plan)
@@ -175,7 +175,7 @@ def _dynamic_plan(request: Request) -> Plan:
 
 
 def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -> None:
-    """Raise ValueError for an option that the product cannot follow."""
+    """Raise ValueError for an option that the product does not support."""
     requested, actual = settings.get("partials_type"), plan.options.partials_type
     if requested is not None and data_type(requested) is not actual:
         what = "elements" if request.block_size == 1 else str(plan.dtype)
@@ -204,7 +204,7 @@ def _layer(
     except OutOfMemoryError as error:
         raise ValueError(
             f"{error}; use a smaller --batch, a lower --available-memory-proportion or more "
-            "--tiles, or see the figures all the same with --ignore-memory"
+            "--tiles, or run anyway with --ignore-memory"
         ) from error
 
 
@@ -236,7 +236,7 @@ def _plan_page(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def run_by_pass(request: Request) -> None:
-    """Plan each pass of a static product, for one pattern a seed, or of a dense one; run them."""
+    """Plan and run each pass of a static product, for one pattern per seed, or of a dense one."""
     plans = _plans_by_pass(request, request.seed)
     if request.plan_only or request.report_plan:
         show_plan(request, plans)

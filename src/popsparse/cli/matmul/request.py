@@ -1,4 +1,4 @@
-"""The options of `dynsparse matmul`, and what follows from them for all methods."""
+"""The options of `dynsparse matmul`, and values derived from them for all methods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _output = partial(option, panel="Output")
 
 
 def _runs(*methods: str) -> tuple[Need, ...]:
-    """With these methods an option has no effect on a plan."""
+    """The methods with which an option applies only to runs, not to plans."""
     return (
         Need(
             "products that run",
@@ -52,10 +52,10 @@ _RUNS_PATTERN = _runs("dynamic", "dense")  # a static product is planned for its
 
 @dataclass(frozen=True)
 class Request:
-    """The options as they were given, and what follows from them.
+    """The given options, and values derived from them.
 
     Raises:
-        ValueError: an option that is not valid, by itself or with another.
+        ValueError: an option that is invalid, by itself or with another.
     """
 
     rows: int = _product(MISSING, "Rows of the sparse matrix: output features.", _LARGE)
@@ -63,22 +63,22 @@ class Request:
     batch: int = _product(MISSING, "Columns of the dense operand.", _LARGE)
     density: float = _product(0.1, "Present blocks over all blocks.", number(0, 1), methods=_SPARSE)
     block_size: int = _product(1, "Edge of the blocks.", _LARGE, methods=_SPARSE)
-    dtype: str = _product("float16", "Of values and operands.", choice("float16", "float32"))
+    dtype: str = _product("float16", "Type of values and operands.", choice("float16", "float32"))
     method: str = _product(
         "dynamic",
         "dynamic: the pattern may change at run time; static: it is known when planning; dense: "
-        "the same product with all elements.",
+        "the same product with all elements present.",
         choice("dynamic", "static", "dense"),
     )
     passes: str = _product(
         "forward",
-        "Which products run, comma-separated: forward, grad_input, grad_weight.",
+        "Passes to run, comma-separated: forward, grad_input, grad_weight.",
         TEXT,
     )
     update: str | None = _product(
         None,
-        "Count an update of the pattern, too (RigL): the dense gradient, its magnitudes pooled by "
-        "block, and the transfers over the host link.",
+        "Also measure a pattern update (RigL): the dense gradient, its magnitudes pooled by block, "
+        "and the transfers over the host link.",
         choice("sum", "avg", "max", "none"),
         methods=("dynamic",),
         needs=_RUNS,
@@ -88,7 +88,7 @@ class Request:
     tiles: int | None = _machine(None, "Use this many tiles.", integer(1), by_default="1472")
     partials_type: str | None = _machine(
         None,
-        "Of partial sums; for dynamic elements and static ones there is one type alone.",
+        "Type of partial sums; fixed for dynamic elements and for static products.",
         choice("float16", "float32"),
         by_default="float32; dense: as the data",
     )
@@ -111,12 +111,12 @@ class Request:
         methods=("dynamic",),
     )
     seed: int = _pattern(
-        0, "Of the pattern and the values.", integer(0, 2**62), needs=_RUNS_PATTERN
+        0, "Seed of the pattern and the values.", integer(0, 2**62), needs=_RUNS_PATTERN
     )
     seeds: int = _pattern(
         1,
-        "Run this many patterns and report the spread; the figures are those of the run with the "
-        "median of cycles.",
+        "Run this many patterns and report the spread; the figures are those of the run with "
+        "median cycles.",
         integer(1, 1_000_000),
         methods=_SPARSE,
         needs=_RUNS,
@@ -126,31 +126,31 @@ class Request:
         needs=_RUNS_PATTERN, by_default="none",
     )  # fmt: skip
     weighted_area_end: tuple[int, ...] | None = _pattern(
-        None, "Row and column after its last.", _CORNER, methods=_SPARSE, needs=_RUNS_PATTERN,
+        None, "End of that area (exclusive).", _CORNER, methods=_SPARSE, needs=_RUNS_PATTERN,
         by_default="none",
     )  # fmt: skip
     weighted_area_weighting: float = _pattern(
         1.0, "How much denser the area is.", number(0, 1e6), methods=_SPARSE, needs=_RUNS_PATTERN
     )
     check: str | None = _pattern(
-        None, "Compute with numbers of a normal distribution, and name the type's own rounding.",
+        None, "Use normally distributed numbers, and report the rounding of the type.",
         choice("normal"), needs=_RUNS, by_default="numbers whose sums round little",
     )  # fmt: skip
     ignore_data: bool = _pattern(
         False, "Count cycles without computing numbers.", SWITCH, needs=_RUNS
     )
     ignore_memory: bool = _machine(
-        False, "Run also if the product does not fit the tiles.", SWITCH, methods=("dynamic",),
+        False, "Run even if the product does not fit the tiles.", SWITCH, methods=("dynamic",),
         needs=_RUNS,
     )  # fmt: skip
     plan_only: bool = _output(False, "Plan, and stop before running.", SWITCH)
     report_plan: bool = _output(False, "Show why the plan was chosen.", SWITCH, methods=_SPARSE)
     json: bool = _output(False, "Print the figures as JSON.", SWITCH)
     report: Path | None = _output(
-        None, "Write a page about plan, run, tiles and buckets: one HTML file.", OUTPUT_FILE
+        None, "Write a report on plan, run, tiles and buckets: one HTML file.", OUTPUT_FILE
     )
     profile: Path | None = _output(
-        None, "Store the contents of that page, for `dynsparse report`: JSON.", OUTPUT_FILE,
+        None, "Store the report's contents as JSON, for `dynsparse report`.", OUTPUT_FILE,
         needs=_RUNS,
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ class Request:
     @cached_property
     def area(self) -> tuple[tuple[int, int], tuple[int, int], float] | None:
         """Two corners of the denser area, (row, column), and how much more likely its blocks are.
-        The second corner lies outside."""
+        The second corner is exclusive."""
         begin, end = self.weighted_area_begin, self.weighted_area_end
         if begin is None and end is None:
             if self.weighted_area_weighting != 1.0:
@@ -213,11 +213,11 @@ class Request:
         return corners[0], corners[1], self.weighted_area_weighting
 
     def draw(self, seed: int) -> SparsePattern:
-        """The pattern of a seed: with a denser area each block is drawn on its own, so that the
-        density holds in the mean; else the number of blocks is exact.
+        """The pattern of a seed: with a denser area each block is drawn independently, so the
+        density holds on average; otherwise the number of blocks is exact.
 
         Raises:
-            ValueError: an area so heavy that a block would be drawn with more than certainty.
+            ValueError: a weighting that gives a block a probability above 1.
         """
         import torch
 

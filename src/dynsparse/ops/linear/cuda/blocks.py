@@ -1,9 +1,9 @@
 """Sparse linear products over blocks on CUDA devices, by Triton kernels.
 
-`forward` and `backward` have the interface of `kernels/`. Tiles are multiplied in the activations'
-own type, sums are float32 and rounded once; float32 is multiplied as three products of tf32, or as
-one (`chip.precision_of`). No sum depends on the order in which programs run: the same operands give
-the same bits.
+`forward` and `backward` have the interface of `cpu.Kernels`. Tiles are multiplied in the
+activations' own type, sums are float32 and rounded once; float32 is multiplied as three products of
+tf32, or as one (`chip.precision_of`). No sum depends on the order in which programs run: the same
+operands give the same bits.
 
 Source: blocks as tiles of a dense product follow Gale et al. 2022, "MegaBlocks: Efficient Sparse
 Training with Mixture-of-Experts", section 5; the lists by rows and by columns are those of the

@@ -7,7 +7,7 @@ shared memory. Nothing is tuned during training, which would stop the first step
 size, for seconds.
 
 The lists have shapes that depend on the sizes of a layer alone, and nothing synchronises, so they
-can be made anew in place, inside a captured graph too.
+can be rebuilt in place, inside a captured graph too.
 """
 
 from __future__ import annotations
