@@ -215,7 +215,7 @@ class Training:
 
 
 def read_text(file: Path | None) -> Tensor:
-    """Characters as numbers; without a file, of the names and documentation of builtins."""
+    """Characters of a text as numbers; without a file, of the docstrings of `str`."""
     text = file.read_text() if file else "\n".join(str(v.__doc__) for v in vars(str).values())
     numbers = {character: n for n, character in enumerate(sorted(set(text)))}
     return torch.tensor([numbers[character] for character in text])

@@ -50,7 +50,7 @@ class CorrelationGrowth(training.GradientGrowth):
 
 
 def _scaled(pairs: Pairs) -> Pairs:
-    """x and dY divided by the root mean square of each feature."""
+    """x and dY divided by the root of the sum of squares of each feature."""
     x_scale, dy_scale = (
         sum(pair[side].square().sum(0) for pair in pairs).sqrt().clamp_min(1e-12) for side in (0, 1)
     )
