@@ -160,7 +160,7 @@ def test_densify_rejects_a_shard():
 
     def work(grid):
         own = split(copy.deepcopy(model), grid)
-        with pytest.raises(ValueError, match=r"shard of '0': take dynsparse.distr"):
+        with pytest.raises(ValueError, match=r"shard of '0': use dynsparse.distr"):
             ds.densify(own)
 
     on_grid((2, 1, 1), work)
