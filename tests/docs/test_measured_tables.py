@@ -87,6 +87,8 @@ def test_weight_sparse_transformers():
         "weight-sparse.md", "| method | test loss", after="## What it learns"
     ):
         assert loss == f"{losses[method.strip('`')]:.3f}"
+    text = " ".join((ROOT / "docs" / "weight-sparse.md").read_text().split())
+    assert f"`rigl` ends at {losses['rigl, sparse embeddings']:.3f}." in text
 
 
 def test_circuits_of_weight_sparse_transformers():
