@@ -122,14 +122,7 @@ def _break_even(results: Figures, names: list[str]) -> str:
         ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
         for c in collect_cells(results, names)
     }
-    threads = most_threads(results)
-    # Figures entered by hand may give the crossings, and only some of the cells.
-    entered = results.get("break_even", {}).get(f"{threads}")
-    crossings = (
-        [BreakEven(**one) for one in entered]
-        if entered
-        else break_even(list(points(results, "dense", threads)))
-    )
+    crossings = break_even(list(points(results, "dense", most_threads(results))))
     found = [one for one in crossings if (one.n, one.batch) in layers]
     blocks = sorted({one.block for one in found})
     by_key = {(one.n, one.batch, one.block): one for one in found}

@@ -139,12 +139,12 @@ def test_page_is_filled_in_between_its_comments(results, tmp_path):
 
 @pytest.fixture
 def two_machines(results):
-    """Return the results, and hand-written ones of a machine with half the speedup."""
+    """Return the results, and those of a machine with half the speedup over masked dense alone."""
     other = copy.deepcopy(results)
-    other["machine"] |= {"processor": "Another CPU", "python": None, "versions": {}}
-    other["note"] = "By hand."
+    other["machine"]["processor"] = "Another CPU"
     for one in other["benchmarks"]["steps"]["cells"]:
-        one["ratios"] = {"masked": {"median": one["ratios"]["masked"]["median"] / 2}}
+        masked = one["ratios"]["masked"]
+        one["ratios"] = {"masked": {key: value / 2 for key, value in masked.items()}}
     return results, other
 
 
@@ -193,8 +193,10 @@ def test_picture_is_drawn(results, tmp_path):
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FIGURES = [ROOT / "benchmarks" / "figures" / f"{name}.json"
-           for name in ("epyc", "xeon", "xeon-2026-11-20", "epyc-zen3", "epyc-zen5")]  # fmt: skip
+FIGURES = [
+    ROOT / "benchmarks" / "figures" / f"{name}.json"
+    for name in ("epyc", "xeon", "epyc-zen3", "epyc-zen5")
+]
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/when-is-it-faster.md", "docs/results.md"])

@@ -1,7 +1,7 @@
 """The results of a run of benchmarks: one JSON file.
 
 ```
-{"format": "dynsparse-bench", "version": 1, "machine": {...}, "note": .., "spec": "benchmarks.yml",
+{"format": "dynsparse-bench", "version": 1, "machine": {...}, "spec": "benchmarks.yml",
  "benchmarks": {NAME: {"about": .., "measure": .., "reference": .., "measured": DATE,
     "cells": [{"layer": "784x300", "features": [784, 300], "batch": .., "density": .., "block": ..,
        "threads": .., "dtype": .., "kernel": KERNEL, "times": {WHO: SPREAD},
@@ -14,9 +14,6 @@ backward where they differ. SPREAD is {"median": .., "low": .., "high": ..}, low
 quartiles. Times are seconds per call; ratios are WHO's time over the reference's.
 
 A command's benchmark has "figures" or "output" in place of cells.
-
-In figures entered by hand a spread may be a median alone, "times" empty, DATE words, and the
-machine's "python" null. "note", which is optional, is a remark for pages that show them.
 """
 
 from __future__ import annotations

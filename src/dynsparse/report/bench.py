@@ -54,13 +54,12 @@ def machine_name(results: Figures) -> str:
 def describe_machine(results: Figures) -> str:
     """What the figures were measured on, in one sentence."""
     machine = results["machine"]
-    versions = [f"{name} {version}" for name, version in machine["versions"].items()]
-    if machine["python"]:  # unknown for figures entered by hand
-        versions.append(f"Python {machine['python']}")
+    versions = {**machine["versions"], "Python": machine["python"]}
     kernels = f"kernels for {machine['isa']}" if machine["kernels"] == "native" else "plain torch"
     mkl = "MKL" if machine["mkl"] else "no MKL"
     return (
-        f"{machine_name(results)}, {machine['system']}; {kernels}; {', '.join([*versions, mkl])}."
+        f"{machine_name(results)}, {machine['system']}; {kernels}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}, {mkl}."
     )
 
 
@@ -75,8 +74,6 @@ def between(middle: float, low: float, high: float) -> str:
 def format_spread(figure: dict[str, float] | None, mark: str = "") -> str:
     if figure is None:
         return ""
-    if "low" not in figure:  # noted down by hand
-        return _ratio(figure["median"]) + mark
     return between(figure["median"], figure["low"], figure["high"]) + mark
 
 
@@ -155,8 +152,7 @@ def describe_measurement(results: Figures, names: list[str]) -> str:
     benchmarks = [results["benchmarks"][name] for name in names] or results["benchmarks"].values()
     days = sorted({benchmark["measured"] for benchmark in benchmarks})
     when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "never"
-    note = f" {results['note']}" if results.get("note") else ""
-    return f"Measured {when} on: {describe_machine(results)}{note}"
+    return f"Measured {when} on: {describe_machine(results)}"
 
 
 VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
