@@ -38,15 +38,35 @@ from popsparse.timing import MISS_CYCLES, BucketLoad, sub_group_cycles
 _KEPT_PATTERNS = 8
 
 
-class SubGroup(NamedTuple):
-    """A bucket's content for one rectangle: block rows, columns and places in its values, and the
-    cycles that a tile of the rectangle spends on it."""
+class DecodedGroups(NamedTuple):
+    """The sub-groups of buckets: what one holds for one rectangle, and the cycles that a tile of
+    the rectangle spends on it. Its blocks are `size` from `first` on of `row`, `col` and `place`
+    (in the bucket's values). int64, `cycles` float64."""
 
-    rectangle: int
-    cycles: float
+    rectangle: np.ndarray
+    cycles: np.ndarray
+    first: np.ndarray
+    size: np.ndarray
     row: np.ndarray
     col: np.ndarray
     place: np.ndarray
+
+    @classmethod
+    def none(cls) -> DecodedGroups:
+        return cls(*(np.zeros(0, float if name == "cycles" else np.int64) for name in cls._fields))
+
+    def followed_by(self, other: DecodedGroups) -> DecodedGroups:
+        other = other._replace(first=other.first + len(self.row))
+        return DecodedGroups(*map(np.concatenate, zip(self, other, strict=True)))
+
+    def take(self, groups: np.ndarray) -> DecodedGroups:
+        """Some of the sub-groups, with their blocks one after the other."""
+        size = self.size[groups]
+        blocks = expand(self.first[groups], size)
+        parts = (part[blocks] for part in (self.row, self.col, self.place))
+        return DecodedGroups(
+            self.rectangle[groups], self.cycles[groups], np.cumsum(size) - size, size, *parts
+        )
 
 
 class SubGroupMatches(NamedTuple):
@@ -55,17 +75,7 @@ class SubGroupMatches(NamedTuple):
 
     vertex: np.ndarray
     slot: np.ndarray
-    groups: list[SubGroup]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of blocks of each sub-group."""
-        return [len(group.row) for group in self.groups]
-
-    def joined(self, part: str) -> np.ndarray:
-        """The `part` of all blocks: "row", "col" or "place"."""
-        none = np.zeros(0, np.int64)
-        return np.concatenate([none, *(getattr(group, part) for group in self.groups)])
+    groups: DecodedGroups
 
 
 class BucketMatches(NamedTuple):
@@ -148,46 +158,45 @@ class BucketReader:
         self.name = name
         self.layout = bucket_layout(plan)
         self.grad_a = name == "grad_input" and self.layout.grad_a_words > 0
-        self._known: dict[bytes, list[SubGroup]] = {}
+        self._forget()
 
-    def groups(self, words: np.ndarray) -> list[list[SubGroup]]:
-        """The sub-groups of each bucket, from its words: uint16 [buckets, words]."""
-        data = np.ascontiguousarray(words, np.uint16).tobytes()
-        step = 2 * words.shape[1]
-        keys = [data[at : at + step] for at in range(0, len(data), step)]
-        unknown = list({key: None for key in keys if key not in self._known})
-        if unknown:
-            if len(self._known) > _KEPT_PATTERNS * self.layout.buckets * self.plan.sizes.groups:
-                self._known.clear()
-                unknown = list(dict.fromkeys(keys))
+    def _forget(self) -> None:
+        self._numbers: dict[bytes, int] = {}  # of known buckets, by their words
+        self._bounds = np.zeros(1, np.int64)  # the sub-groups of bucket i end at _bounds[i + 1]
+        self._decoded = DecodedGroups.none()
+
+    def _number(self, words: np.ndarray) -> np.ndarray:
+        """The numbers of buckets, from their words: uint16 [buckets, words]."""
+        rows = np.ascontiguousarray(words, np.uint16).view(f"V{2 * words.shape[1]}")
+        keys = rows.reshape(-1).tolist()  # the bytes of each
+        numbers = list(map(self._numbers.get, keys))
+        if None in numbers:
+            if len(self._numbers) > _KEPT_PATTERNS * self.layout.buckets * self.plan.sizes.groups:
+                self._forget()
+            unknown = [key for key in dict.fromkeys(keys) if key not in self._numbers]
             for first in range(0, len(unknown), self.layout.buckets):
                 self._read(unknown[first : first + self.layout.buckets])
-        return [self._known[key] for key in keys]
+            numbers = list(map(self._numbers.get, keys))
+        return np.array(numbers, np.int64)
 
     def find(
-        self, words: np.ndarray, is_wanted: Callable[[int, SubGroup], bool]
+        self, words: np.ndarray, is_wanted: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> tuple[np.ndarray, SubGroupMatches]:
         """The sub-groups that match each vertex, and its cycles for skipping the others.
 
         Args:
             words: uint16 [vertices, buckets each sees, words].
-            is_wanted: whether a vertex and a sub-group match.
+            is_wanted: whether vertices and the rectangles of sub-groups match, both [pairs].
         """
         count, slots = words.shape[:2]
-        cycles = np.zeros(count)
-        vertices, slots_of = [], []
-        subgroups: list[SubGroup] = []
-        for index, groups in enumerate(self.groups(words.reshape(count * slots, -1))):
-            vertex, slot = divmod(index, slots)
-            for group in groups:
-                if not is_wanted(vertex, group):
-                    cycles[vertex] += MISS_CYCLES
-                    continue
-                vertices.append(vertex)
-                slots_of.append(slot)
-                subgroups.append(group)
-        matches = np.array(vertices, np.int64), np.array(slots_of, np.int64), subgroups
-        return cycles, SubGroupMatches(*matches)
+        numbers = self._number(words.reshape(count * slots, -1))
+        begin, end = self._bounds[numbers], self._bounds[numbers + 1]
+        groups = expand(begin, end - begin)
+        vertex, slot = np.divmod(np.repeat(np.arange(count * slots), end - begin), slots)
+        wanted = is_wanted(vertex, self._decoded.rectangle[groups])
+        cycles = MISS_CYCLES * np.bincount(vertex[~wanted], minlength=count).astype(float)
+        decoded = self._decoded.take(groups[wanted])
+        return cycles, SubGroupMatches(vertex[wanted], slot[wanted], decoded)
 
     def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
         """The matches of vertices with their own rectangle: cycles [vertices], and the blocks.
@@ -196,11 +205,12 @@ class BucketReader:
             words: uint16 [vertices, buckets each sees, words].
             rectangles: x * Ny + y of each vertex, [vertices].
         """
-        cycles, subgroups = self.find(words, lambda vertex, g: g.rectangle == rectangles[vertex])
-        np.add.at(cycles, subgroups.vertex, [group.cycles for group in subgroups.groups])
-        owners = (np.repeat(at, subgroups.sizes) for at in (subgroups.vertex, subgroups.slot))
-        parts = (subgroups.joined(part) for part in ("row", "col", "place"))
-        return cycles, BucketMatches(*owners, *parts)
+        cycles, (vertex, slot, groups) = self.find(
+            words, lambda vertex, rectangle: rectangle == rectangles[vertex]
+        )
+        np.add.at(cycles, vertex, groups.cycles)
+        vertex, slot = (np.repeat(at, groups.size) for at in (vertex, slot))
+        return cycles, BucketMatches(vertex, slot, groups.row, groups.col, groups.place)
 
     def _read(self, keys: Sequence[bytes]) -> None:
         layout = self.layout
@@ -212,19 +222,13 @@ class BucketReader:
         groups = _sub_groups(contents, transposed=self.grad_a)
         load = BucketLoad(groups, layout.partition, layout.workers, OverflowInfo.of(groups, layout))
         cycles = sub_group_cycles(self.plan, self.name, load) if len(groups.nz) else groups.nz
-        for key in keys:
-            self._known[key] = []
-        begin = np.searchsorted(contents.group, np.arange(len(groups.nz)))
-        for number, bucket in enumerate(groups.bucket.tolist()):
-            at = slice(int(begin[number]), int(begin[number] + groups.nz[number]))
-            group = SubGroup(
-                int(groups.rectangle[number]),
-                float(cycles[number]),
-                contents.row[at],
-                contents.col[at],
-                contents.place[at],
-            )
-            self._known[keys[bucket]].append(group)
+        first = np.searchsorted(contents.group, np.arange(len(groups.nz)))
+        parts = contents.row, contents.col, contents.place
+        read = DecodedGroups(groups.rectangle, cycles, first, groups.nz, *parts)
+        bounds = np.cumsum(np.bincount(groups.bucket, minlength=len(keys)))
+        self._numbers |= {key: len(self._numbers) + i for i, key in enumerate(keys)}
+        self._bounds = np.append(self._bounds, self._bounds[-1] + bounds)
+        self._decoded = self._decoded.followed_by(read)
 
 
 def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
@@ -497,12 +501,11 @@ class EmbeddingCodelets(BucketCodelets):
         columns = v.column.reshape(-1)
         indices = v.indices.reshape(v.count, -1).astype(np.int64)
         words = v.words.reshape(v.count, 1, -1)
-        cycles, subgroups = self.reader.find(
-            words, lambda vertex, g: g.rectangle % parts_y == columns[vertex]
+        cycles, (vertex, _, groups) = self.reader.find(
+            words, lambda vertex, rectangle: rectangle % parts_y == columns[vertex]
         )
-        owner = np.repeat(subgroups.vertex, subgroups.sizes)
-        first = [group.rectangle // parts_y * rows for group in subgroups.groups]
-        row = subgroups.joined("row") + np.repeat(first, subgroups.sizes).astype(np.int64)
+        owner = np.repeat(vertex, groups.size)
+        row = groups.row + np.repeat(groups.rectangle // parts_y * rows, groups.size)
         # Indices of all vertices, sorted by (vertex, block row); padding sorts past every row.
         total = plan.partition.x * rows + 1
         requested = np.minimum(indices // bx, total - 1) + np.arange(v.count)[:, None] * total
@@ -516,16 +519,18 @@ class EmbeddingCodelets(BucketCodelets):
             owner[block],
             index,
             indices[owner[block], index] % bx,
-            subgroups.joined("col")[block],
-            subgroups.joined("place")[block],
+            groups.col[block],
+            groups.place[block],
         )
         workers = int(plan.target.workers)
         vectors = -(-by // plan.dtype.vector_width)
         moves = np.bincount(hits.vertex, minlength=v.count) * (_MOVE * vectors + _HIT)
         cycles += -(-moves // workers) * workers
-        counts = np.array([len(np.unique(group.row)) for group in subgroups.groups])
+        group = np.repeat(np.arange(len(groups.size)), groups.size)
+        filled = np.unique(group * rows + groups.row) // rows  # one for each row that has blocks
+        counts = np.bincount(filled, minlength=len(groups.size))
         look = _LAUNCH + workers * -(-counts // workers) * (_ROW + _COMPARE * indices.shape[1])
-        np.add.at(cycles, subgroups.vertex, look)
+        np.add.at(cycles, vertex, look)
         return cycles, hits
 
     def _gather(self, v: VertexView) -> None:
