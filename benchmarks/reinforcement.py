@@ -85,7 +85,7 @@ class Networks:
                 mask_layers(module)
         self.averages = AveragedModel(self.critics, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE))
         self.averages.requires_grad_(False)
-        self.temperature = torch.zeros((), requires_grad=True)
+        self.temperature = torch.tensor(math.log(args.temperature), requires_grad=True)
         self.tune = torch.optim.Adam([self.temperature], RATE)
         self.optimizers = [torch.optim.Adam(m.parameters(), RATE, fused=True) for m in modules]
         self.steps: list[Callable[[], Any]] = [optimizer.step for optimizer in self.optimizers]
@@ -195,6 +195,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "contender": args.contender, "task": args.task, "seed": args.seed, "width": args.width,
         "steps": args.steps, "start": args.start, "interval": args.interval,
+        "temperature": args.temperature,
         "weights": sum(p.numel() for p in networks.actor.parameters()),
         "episodes": episodes,
     }  # fmt: skip
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000, help="environment steps, updates")
     parser.add_argument("--until", type=float, help="stop at this mean return of five episodes")
     parser.add_argument("--start", type=int, default=500, help="random actions before training")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the entropy, at first")
     parser.add_argument("--interval", type=int, default=100, help="steps between pattern updates")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of `times`")
     parser.add_argument("--seed", type=int, default=0)

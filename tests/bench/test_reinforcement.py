@@ -20,7 +20,7 @@ def settings(**changed):
         **{
             "task": "Pendulum-v1", "width": 64, "steps": 420, "start": 300, "interval": 10,
             "until": None, "rounds": 5, "seed": 0, "contenders": CONTENDERS,
-            "contender": "rigl-0.1",
+            "contender": "rigl-0.1", "temperature": 0.1,
         } | changed
     )  # fmt: skip
 
