@@ -55,6 +55,18 @@ def test_peers(file, after):
             assert told == f"{min(found):.1f} to {max(found):.1f}"
 
 
+def test_dense_products_in_bfloat16():
+    measured = json.loads((ROOT / "benchmarks" / "figures" / "xeon.json").read_text())
+    ratios: dict[float, list[float]] = {}
+    for cell in measured["benchmarks"]["medium"]["cells"]:
+        found = ratios.setdefault(cell["density"], [])
+        found.append(cell["ratios"]["dense_medium"]["median"])
+    text = " ".join((ROOT / "docs" / "when-is-it-faster.md").read_text().split())
+    assert "slower than sparse ones at a density of 0.1, and most of them faster at 0.3" in text
+    assert min(ratios[0.1]) > 1
+    assert statistics.median(ratios[0.3]) < 1
+
+
 def test_nerva():
     rows = cells_of("comparison.md", "| density | Nerva, ")
     measured = zip(
@@ -164,16 +176,21 @@ def test_large_outputs():
 
 
 @pytest.mark.parametrize(
-    ("width", "header"), [("1024", "| network | weights "), ("2048", "| network, width 2,048 ")]
+    ("file", "width", "header", "target"),
+    [
+        ("reinforcement-zen3.json", "1024", "| network | weights ", -200),
+        ("reinforcement-zen3.json", "2048", "| network, width 2,048 ", -200),
+        ("reinforcement-xeon.json", "1024", "| network, Reacher ", -10),
+    ],
 )
-def test_reinforcement_learning(width, header):
-    measured = figures("reinforcement-zen3.json")
+def test_reinforcement_learning(file, width, header, target):
+    measured = figures(file)
     start, runs, times = measured["settings"]["start"], measured["runs"][width], measured["times"]
     rows = cells_of("reinforcement.md", header)
     assert len(rows) == len(runs)
     base = 0.0
     for (_, weights, update, steps, share), (name, run) in zip(rows, runs.items(), strict=True):
-        reached = [_first_above(episodes, -200) for episodes in run["episodes"]]
+        reached = [_first_above(episodes, target) for episodes in run["episodes"]]
         assert len(reached) == 3
         mean = statistics.mean(reached)
         speed = times[width][name][1]
@@ -189,6 +206,17 @@ def test_what_a_mask_and_fewer_weights_cost_in_reinforcement_learning():
     text = " ".join((ROOT / "docs" / "reinforcement.md").read_text().split())
     assert f"{times['static-0.05'][1]:.1f} times as fast at density 0.05" in text
     assert f"slower than dense ({times['masked-0.1'][1]:.2f})" in text
+
+
+def test_all_networks_end_alike_on_reacher():
+    runs = figures("reinforcement-xeon.json")["runs"]["1024"].values()
+    ends = [
+        statistics.mean(total for seed in run["episodes"] for _, total in seed[-20:])
+        for run in runs
+    ]
+    text = " ".join((ROOT / "docs" / "reinforcement.md").read_text().split())
+    assert "of the last 20 episodes differ by less than 0.2 between the five" in text
+    assert max(ends) - min(ends) < 0.2
 
 
 def _first_above(episodes: list, least: float) -> int:
