@@ -62,9 +62,32 @@ def test_dense_products_in_bfloat16():
         found = ratios.setdefault(cell["density"], [])
         found.append(cell["ratios"]["dense_medium"]["median"])
     text = " ".join((ROOT / "docs" / "when-is-it-faster.md").read_text().split())
-    assert "slower than sparse ones at a density of 0.1, and most of them faster at 0.3" in text
+    assert "slower than sparse ones at a density of 0.1, and most of them faster at 0.3." in text
     assert min(ratios[0.1]) > 1
     assert statistics.median(ratios[0.3]) < 1
+
+
+def test_models_in_bfloat16_gain_with_blocks_alone():
+    measured = json.loads((ROOT / "benchmarks" / "figures" / "xeon.json").read_text())
+    ratios: dict[int, list[float]] = {1: [], 16: []}
+    for name in ("models-text", "models-pictures"):
+        for cell in measured["benchmarks"][name]["figures"]["cells"]:
+            if cell["dtype"] == "bfloat16":
+                ratios[cell["block"]].append(cell["whole"]["ratios"]["dense"]["median"])
+    assert (
+        "gains nothing from sparsity in bfloat16"
+        in (ROOT / "docs" / "when-is-it-faster.md").read_text()
+    )
+    assert max(ratios[1]) < 1.05
+    assert min(ratios[16]) > 1.1
+
+
+def test_a_step_of_a_tiny_layer():
+    measured = json.loads((ROOT / "benchmarks" / "figures" / "xeon.json").read_text())
+    cells = measured["benchmarks"]["overhead-step"]["cells"]
+    slower = [c["times"]["dynsparse"]["median"] / c["times"]["dense"]["median"] for c in cells]
+    text = " ".join((ROOT / "docs" / "when-is-it-faster.md").read_text().split())
+    assert f"of 16 x 16 takes {min(slower):.1f} to {max(slower):.1f} times as long" in text
 
 
 def test_nerva():

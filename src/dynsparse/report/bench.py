@@ -242,16 +242,16 @@ def _panels(results: dict[str, Any]) -> dict[tuple[str, int], dict[str, Series]]
     cells = [c for b in steps for c in b["cells"] if c["dtype"] == "float32"]
     threads = max((cell["threads"] for cell in cells), default=0)
     latest = {
-        (c["layer"], c["batch"], c["block"], c["density"]): c
+        (name, c["layer"], c["batch"], c["block"], c["density"]): c["ratios"][name]
         for c in cells
-        if c["threads"] == threads
+        for name in _ROWS
+        if c["threads"] == threads and name in c["ratios"]
     }
     panels: dict[tuple[str, int], dict[str, Series]] = {}
-    for (layer, batch, block, density), cell in sorted(latest.items(), key=lambda i: i[0][2:]):
-        for name in _ROWS:
-            if ratio := cell["ratios"].get(name):
-                series = panels.setdefault((layer, batch), {}).setdefault(name, {})
-                series.setdefault(block, []).append((density, ratio))
+    for (name, layer, batch, *at), ratio in sorted(latest.items(), key=lambda i: i[0][3:]):
+        block, density = at
+        series = panels.setdefault((layer, batch), {}).setdefault(name, {})
+        series.setdefault(block, []).append((density, ratio))
     sizes = {key: _count(parts.values()) for key, parts in panels.items()}
     best = sorted((key for key in panels if sizes[key]), key=lambda key: -sizes[key])[:_MOST_PANELS]
     order = list(panels)
