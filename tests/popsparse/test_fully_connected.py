@@ -23,6 +23,7 @@ from popsparse.products import (
     fully_connected_grad_a,
     fully_connected_grad_w,
 )
+from popsparse.programs import codelets
 from popsparse.programs.dense_weights import operations
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
@@ -74,6 +75,28 @@ def check(out, in_, batch, density, block, dtype, seed=0, groups=1, **more):
     if more.get("do_grad_a_pass"):
         close(torch.from_numpy(engine.read("dx")).double(), y @ dense, dtype)
     return encoded, profile
+
+
+def outcomes(seeds):
+    """Yield cycles and results of one program with the pattern and values of each seed."""
+    engine, weights = build(40, 48, 6, 0.3, 1, "float32", do_grad_a_pass=True)
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        pattern = SparsePattern.random((40, 48), 0.3, generator=generator)
+        values = torch.randn(pattern.values_shape, generator=generator)
+        encoded = Partitioner(weights.plan).encode(pattern, values)
+        engine.write("words", encoded.meta_info)
+        engine.write("values", encoded.nz_values)
+        engine.write("x", torch.randn(6, 48, generator=generator))
+        profile = engine.run()
+        yield profile.cycles, engine.read("y").tobytes(), engine.read("dx").tobytes()
+
+
+def test_buckets_may_be_decoded_again(monkeypatch):
+    kept = list(outcomes([0, 1, 0]))
+    assert kept[0] == kept[2] != kept[1]
+    monkeypatch.setattr(codelets, "_KEPT_PATTERNS", 0)
+    assert list(outcomes([0, 1, 0])) == kept
 
 
 def close(found, wanted, dtype):
