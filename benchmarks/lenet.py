@@ -8,8 +8,9 @@ the ratio of the training times as median and spread over epochs.
 
     python benchmarks/lenet.py --data-dir DIR --seeds 0 1 2 3 4 [--epochs 210] [--no-masked]
 
-With --hold-out 10000 it trains on the first 50,000 training images and tests on the others; use it
-to choose settings.
+--method set, static or dense trains that in place of RigL, without a masked twin. With
+--hold-out 10000 it trains on the first 50,000 training images and tests on the others; use it to
+choose settings.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from dynsparse.data import DataSet, load
 SIZES = (784, 300, 100, 10)
 DENSITIES = (0.01, 0.11, 1.0)
 BATCH, MOMENTUM = 100, 0.9
+METHODS = ("rigl", "set", "static", "dense")
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,14 @@ class Contender:
     """A network, its optimizer and what one step of it does."""
 
     def __init__(
-        self, sparse: nn.Sequential, masked: bool, total_steps: int, settings: Settings
+        self,
+        network: nn.Sequential,
+        masked: bool,
+        total_steps: int,
+        settings: Settings,
+        method: str = "rigl",
     ) -> None:
-        self.model = masked_twin(sparse) if masked else sparse
+        self.model = masked_twin(network) if masked else network
         self.settings = settings
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -113,8 +120,10 @@ class Contender:
         schedule = ds.training.CosineSchedule(
             total_steps, settings.interval, settings.share, settings.end
         )
-        make = MaskedRigL if masked else ds.RigL
-        self.trainer = make(self.model, self.optimizer, schedule=schedule)
+        self.trainer: Any = self.optimizer  # of dense and static networks
+        if method in ("rigl", "set"):
+            make = ds.SET if method == "set" else MaskedRigL if masked else ds.RigL
+            self.trainer = make(self.model, self.optimizer, schedule=schedule)
         self.average = Average(self.model)
         self.seconds: list[float] = []
 
@@ -148,10 +157,10 @@ class Contender:
         return float((model(images).argmax(1) != labels).double().mean())
 
 
-def build(seed: int, settings: Settings) -> nn.Sequential:
+def build(seed: int, settings: Settings, method: str = "rigl") -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for i, density in enumerate(DENSITIES):
+    for i, density in enumerate(DENSITIES if method != "dense" else (1.0, 1.0, 1.0)):
         kind = nn.Linear if density == 1 else ds.nn.SparseLinear
         extra = () if density == 1 else (density,)
         layers += [kind(SIZES[i], SIZES[i + 1], *extra), nn.ReLU()]
@@ -203,19 +212,22 @@ def report(row: dict[str, Any], arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--no-masked", action="store_true")
+    parser.add_argument("--method", choices=METHODS, default="rigl")
     arguments = parser.parse_args()
+    alone = arguments.no_masked or arguments.method != "rigl"
     settings, data = settings_of(arguments), data_of(arguments)
     torch.set_num_threads(arguments.threads)
     train, test = data.train, data.test
     total = arguments.epochs * (len(train) // BATCH)
 
     def make(seed: int, masked: bool) -> Contender:
-        return Contender(build(seed, settings), masked, total, settings)
+        network = build(seed, settings, arguments.method)
+        return Contender(network, masked, total, settings, arguments.method)
 
     rows = []
     for seed in arguments.seeds:
         contenders = {"sparse": make(seed, False)}
-        if not arguments.no_masked:
+        if not alone:
             contenders["masked"] = make(seed, True)
         best = dict.fromkeys(contenders, 1.0)
         pictures = Bent(train.images, [settings])
@@ -227,7 +239,7 @@ def main() -> None:
                 contender.epoch(pictures.all, train.labels, seen)
                 best[name] = min(best[name], contender.error(test.images, test.labels))
         row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(settings)}
-        row["held out"] = arguments.hold_out
+        row |= {"held out": arguments.hold_out, "method": arguments.method}
         for name, contender in contenders.items():
             row[name] = {
                 "final": contender.error(test.images, test.labels),
@@ -235,7 +247,7 @@ def main() -> None:
                 "training": contender.error(train.images, train.labels),
                 "averaged": contender.error(test.images, test.labels, contender.average.model),
             }
-        if not arguments.no_masked:
+        if not alone:
             pairs = zip(contenders["masked"].seconds, contenders["sparse"].seconds, strict=True)
             ratios = sorted(masked / sparse for masked, sparse in pairs)
             row["masked / sparse time"] = {
@@ -246,7 +258,7 @@ def main() -> None:
         rows.append(row)
         report(row, arguments)
     finals = [row["sparse"]["final"] for row in rows]
-    print(f"sparse, final test error: mean {100 * statistics.mean(finals):.2f} %")
+    print(f"{arguments.method}, final test error: mean {100 * statistics.mean(finals):.2f} %")
 
 
 if __name__ == "__main__":

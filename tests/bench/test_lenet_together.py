@@ -63,6 +63,22 @@ def test_joint_training_equals_separate_training(variants):
             assert abs(float(together.errors(images[at], labels[at], mine)[at]) - error) < 1e-9
 
 
+@pytest.mark.parametrize("method", lenet.METHODS)
+def test_methods(method):
+    settings = lenet.Settings(interval=5, dropout=0.0)
+    network = lenet.build(0, settings, method)
+    own = lenet.Contender(network, False, 24, settings, method)
+    patterns = [getattr(layer, "pattern", None) for layer in network]
+    own.epoch(torch.rand(2000, 784), torch.randint(10, (2000,)), torch.arange(2000))
+    changed = [
+        before is not None and before != layer.pattern
+        for before, layer in zip(patterns, network, strict=True)
+    ]
+    assert any(changed) == (method in ("rigl", "set"))
+    assert any(before is not None for before in patterns) == (method != "dense")
+    assert own.steps == 20
+
+
 def test_average_over_epochs_after_the_last_update():
     settings = lenet.Settings(end=0.5)
     net = lenet.build(0, settings)
