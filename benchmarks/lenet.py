@@ -39,6 +39,7 @@ SIZES = (784, 300, 100, 10)
 DENSITIES = (0.01, 0.11, 1.0)
 BATCH, MOMENTUM = 100, 0.9
 METHODS = ("rigl", "set", "static", "dense")
+TRAINERS: dict[str, Any] = {"rigl": ds.RigL, "set": ds.SET, "masked": MaskedRigL}
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,10 @@ class Contender:
     """A network, its optimizer and what one step of it does."""
 
     def __init__(
-        self,
-        network: nn.Sequential,
-        masked: bool,
-        total_steps: int,
-        settings: Settings,
-        method: str = "rigl",
+        self, network: nn.Sequential, method: str, total_steps: int, settings: Settings
     ) -> None:
-        self.model = masked_twin(network) if masked else network
+        """`method` is one of `TRAINERS`, "static" or "dense"."""
+        self.model = masked_twin(network) if method == "masked" else network
         self.settings = settings
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -120,10 +117,9 @@ class Contender:
         schedule = ds.training.CosineSchedule(
             total_steps, settings.interval, settings.share, settings.end
         )
-        self.trainer: Any = self.optimizer  # of dense and static networks
-        if method in ("rigl", "set"):
-            make = ds.SET if method == "set" else MaskedRigL if masked else ds.RigL
-            self.trainer = make(self.model, self.optimizer, schedule=schedule)
+        self.trainer: Any = self.optimizer
+        if method in TRAINERS:
+            self.trainer = TRAINERS[method](self.model, self.optimizer, schedule=schedule)
         self.average = Average(self.model)
         self.seconds: list[float] = []
 
@@ -220,15 +216,14 @@ def main() -> None:
     train, test = data.train, data.test
     total = arguments.epochs * (len(train) // BATCH)
 
-    def make(seed: int, masked: bool) -> Contender:
-        network = build(seed, settings, arguments.method)
-        return Contender(network, masked, total, settings, arguments.method)
+    def make(seed: int, method: str) -> Contender:
+        return Contender(build(seed, settings, method), method, total, settings)
 
     rows = []
     for seed in arguments.seeds:
-        contenders = {"sparse": make(seed, False)}
+        contenders = {"sparse": make(seed, arguments.method)}
         if not alone:
-            contenders["masked"] = make(seed, True)
+            contenders["masked"] = make(seed, "masked")
         best = dict.fromkeys(contenders, 1.0)
         pictures = Bent(train.images, [settings])
         for _ in range(arguments.epochs):

@@ -39,7 +39,7 @@ def test_joint_training_equals_separate_training(variants):
 
     for at, seed in enumerate(seeds):
         own = settings[at]
-        alone = lenet.Contender(lenet.build(seed, own).double(), False, steps, own)
+        alone = lenet.Contender(lenet.build(seed, own).double(), "rigl", steps, own)
         for part in torch.arange(steps * lenet.BATCH).split(20 * lenet.BATCH):
             alone.epoch(images[at], labels[at], part)
         assert alone.trainer.updates == 3
@@ -67,7 +67,7 @@ def test_joint_training_equals_separate_training(variants):
 def test_methods(method):
     settings = lenet.Settings(interval=5, dropout=0.0)
     network = lenet.build(0, settings, method)
-    own = lenet.Contender(network, False, 24, settings, method)
+    own = lenet.Contender(network, method, 24, settings)
     patterns = [getattr(layer, "pattern", None) for layer in network]
     own.epoch(torch.rand(2000, 784), torch.randint(10, (2000,)), torch.arange(2000))
     changed = [

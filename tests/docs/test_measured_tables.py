@@ -13,8 +13,13 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("768 -> 768", "768 -> 3072", "3072 -> 768")
 
 
-def figures(name: str) -> dict:
-    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+def figures(name: str, folder: str = "results") -> dict:
+    return json.loads((ROOT / "benchmarks" / folder / name).read_text())
+
+
+def words_of(page: str) -> str:
+    """Return the text of a page, with single spaces."""
+    return " ".join((ROOT / "docs" / page).read_text().split())
 
 
 def test_onnxruntime():
@@ -56,37 +61,34 @@ def test_peers(file, after):
 
 
 def test_dense_products_in_bfloat16():
-    measured = json.loads((ROOT / "benchmarks" / "figures" / "xeon.json").read_text())
+    measured = figures("xeon.json", "figures")
     ratios: dict[float, list[float]] = {}
     for cell in measured["benchmarks"]["medium"]["cells"]:
         found = ratios.setdefault(cell["density"], [])
         found.append(cell["ratios"]["dense_medium"]["median"])
-    text = " ".join((ROOT / "docs" / "when-is-it-faster.md").read_text().split())
+    text = words_of("when-is-it-faster.md")
     assert "slower than sparse ones at a density of 0.1, and most of them faster at 0.3." in text
     assert min(ratios[0.1]) > 1
     assert statistics.median(ratios[0.3]) < 1
 
 
 def test_models_in_bfloat16_gain_with_blocks_alone():
-    measured = json.loads((ROOT / "benchmarks" / "figures" / "xeon.json").read_text())
+    measured = figures("xeon.json", "figures")
     ratios: dict[int, list[float]] = {1: [], 16: []}
     for name in ("models-text", "models-pictures"):
         for cell in measured["benchmarks"][name]["figures"]["cells"]:
             if cell["dtype"] == "bfloat16":
                 ratios[cell["block"]].append(cell["whole"]["ratios"]["dense"]["median"])
-    assert (
-        "gains nothing from sparsity in bfloat16"
-        in (ROOT / "docs" / "when-is-it-faster.md").read_text()
-    )
+    assert "gains nothing from sparsity in bfloat16" in words_of("when-is-it-faster.md")
     assert max(ratios[1]) < 1.05
     assert min(ratios[16]) > 1.1
 
 
 def test_a_step_of_a_tiny_layer():
-    measured = json.loads((ROOT / "benchmarks" / "figures" / "xeon.json").read_text())
+    measured = figures("xeon.json", "figures")
     cells = measured["benchmarks"]["overhead-step"]["cells"]
     slower = [c["times"]["dynsparse"]["median"] / c["times"]["dense"]["median"] for c in cells]
-    text = " ".join((ROOT / "docs" / "when-is-it-faster.md").read_text().split())
+    text = words_of("when-is-it-faster.md")
     assert f"of 16 x 16 takes {min(slower):.1f} to {max(slower):.1f} times as long" in text
 
 
@@ -102,7 +104,7 @@ def test_nerva():
 
 
 def test_the_demonstration_of_sparselab():
-    text = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
+    text = words_of("comparison.md")
     step, memory, loss = figures("peers-xeon.json")["gpt"].values()
     assert f"takes {step['sparselab'][1]:.1f} times as long with sparselab" in text
     assert f"and {step['dense'][1]:.1f} times as long dense" in text
@@ -125,7 +127,7 @@ def test_weight_sparse_transformers():
         "weight-sparse.md", "| method | test loss", after="## What it learns"
     ):
         assert loss == f"{losses[method.strip('`')]:.3f}"
-    text = " ".join((ROOT / "docs" / "weight-sparse.md").read_text().split())
+    text = words_of("weight-sparse.md")
     assert f"`rigl` ends at {losses['rigl, sparse embeddings']:.3f}." in text
 
 
@@ -146,7 +148,7 @@ def test_circuits_of_weight_sparse_transformers():
         pairs = {(row["seed"], row["task"], row["method"]): row[column] for row in measured}
         ratios = [pairs[(*key[:2], "dense")] / n for key, n in pairs.items() if key[2] == "rigl"]
         told[column] = min(ratios), max(ratios)
-    text = " ".join((ROOT / "docs" / "weight-sparse.md").read_text().split())
+    text = words_of("weight-sparse.md")
     assert "{:.1f} to {:.1f} times fewer nodes".format(*told["nodes"]) in text
     assert "{:.0f} to {:.0f} times fewer edges".format(*told["edges"]) in text
 
@@ -171,7 +173,7 @@ def test_lenet_with_other_methods():
     }
     means = {name: statistics.mean(found) for name, found in errors.items()}
     seeds = {name: ", ".join(f"{error:.2f}" for error in found) for name, found in errors.items()}
-    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    text = words_of("results.md")
     bent, plain, dense = "static, distorted", "static, as they are", "dense, distorted"
     assert f"static pattern ends at {means[bent]:.2f} % ({seeds[bent]}, three seeds)" in text
     assert f"the dense network at {means[dense]:.2f} % (one seed)" in text
@@ -241,7 +243,7 @@ def test_reinforcement_learning(file, width, header, target):
 
 def test_what_a_mask_and_fewer_weights_cost_in_reinforcement_learning():
     times = figures("reinforcement-zen3.json")["times"]["2048"]
-    text = " ".join((ROOT / "docs" / "reinforcement.md").read_text().split())
+    text = words_of("reinforcement.md")
     assert f"{times['static-0.05'][1]:.1f} times as fast at density 0.05" in text
     assert f"slower than dense ({times['masked-0.1'][1]:.2f})" in text
 
@@ -252,7 +254,7 @@ def test_all_networks_end_alike_on_reacher():
         statistics.mean(total for seed in run["episodes"] for _, total in seed[-20:])
         for run in runs
     ]
-    text = " ".join((ROOT / "docs" / "reinforcement.md").read_text().split())
+    text = words_of("reinforcement.md")
     assert "of the last 20 episodes differ by less than 0.2 between the five" in text
     assert max(ends) - min(ends) < 0.2
 

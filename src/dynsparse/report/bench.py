@@ -54,13 +54,11 @@ def machine_name(results: Figures) -> str:
 def describe_machine(results: Figures) -> str:
     """What the figures were measured on, in one sentence."""
     machine = results["machine"]
-    versions = {**machine["versions"], "Python": machine["python"]}
+    versions = {**machine["versions"], "Python": machine["python"]}.items()
+    parts = [f"{name} {version}" for name, version in versions]
     kernels = f"kernels for {machine['isa']}" if machine["kernels"] == "native" else "plain torch"
     mkl = "MKL" if machine["mkl"] else "no MKL"
-    return (
-        f"{machine_name(results)}, {machine['system']}; {kernels}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}, {mkl}."
-    )
+    return f"{machine_name(results)}, {machine['system']}; {kernels}; {', '.join([*parts, mkl])}."
 
 
 def _ratio(ratio: float) -> str:
@@ -248,8 +246,8 @@ def _panels(results: dict[str, Any]) -> dict[tuple[str, int], dict[str, Series]]
         if c["threads"] == threads and name in c["ratios"]
     }
     panels: dict[tuple[str, int], dict[str, Series]] = {}
-    for (name, layer, batch, *at), ratio in sorted(latest.items(), key=lambda i: i[0][3:]):
-        block, density = at
+    in_order = sorted(latest.items(), key=lambda item: item[0][3:])
+    for (name, layer, batch, block, density), ratio in in_order:
         series = panels.setdefault((layer, batch), {}).setdefault(name, {})
         series.setdefault(block, []).append((density, ratio))
     sizes = {key: _count(parts.values()) for key, parts in panels.items()}
