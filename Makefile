@@ -22,7 +22,7 @@ PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 .PHONY: help demo test test-all test-slow test-machines test-newest test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
-	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
+	@echo "make demo    train a sparse network on digits, write plots to demo-output/"
 	@echo "make test    style, types and the quick tests (six minutes on two cores)"
 	@echo "make test-all  everything else: all that follows called test-..."
 	@echo "make test-slow  all algorithms, ranks, kills, compilers, sanitizers"
@@ -47,7 +47,7 @@ demo: $(VENV)/.installed-apps native
 	$(BIN)/dynsparse mnist --densities 0.1 0.3 --seed 0 \
 		--records-path demo-output/records --overwrite --json demo-output/result.json
 	$(BIN)/dynsparse visualise --records-path demo-output/records --output demo-output --animate
-	@echo "The pictures are in demo-output/: connectivity.png, connectivity.gif, curves.png"
+	@echo "The plots are in demo-output/: connectivity.png, connectivity.gif, curves.png"
 
 # One thread per test process: threads that wait for cores others hold are slower than one alone.
 test: $(VENV)/.installed-dev native lint

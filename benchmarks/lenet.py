@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lenet_pictures import Bent
+from lenet_images import Bent
 from masked_rigl import MaskedRigL
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -60,7 +60,7 @@ class Settings:
     smoothing: float = 0.0
     """Label smoothing."""
     distort: float = 0.0
-    """Distortion of the images in pixels: lenet_pictures.py."""
+    """Distortion of the images in pixels: lenet_images.py."""
     distorted: float = 1.0
     """The share of distorted images in an epoch."""
     clean: float = 0.0
@@ -225,13 +225,13 @@ def main() -> None:
         if not alone:
             contenders["masked"] = make(seed, "masked")
         best = dict.fromkeys(contenders, 1.0)
-        pictures = Bent(train.images, [settings])
+        bent = Bent(train.images, [settings])
         for _ in range(arguments.epochs):
             order = torch.randperm(len(train))[: len(train) // BATCH * BATCH]
             done = contenders["sparse"].done
-            seen = pictures.epoch(done, order[:, None]).squeeze(1)
+            seen = bent.epoch(done, order[:, None]).squeeze(1)
             for name, contender in contenders.items():
-                contender.epoch(pictures.all, train.labels, seen)
+                contender.epoch(bent.all, train.labels, seen)
                 best[name] = min(best[name], contender.error(test.images, test.labels))
         row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(settings)}
         row |= {"held out": arguments.hold_out, "method": arguments.method}

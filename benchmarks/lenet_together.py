@@ -23,7 +23,7 @@ import lenet
 import torch
 import torch.nn.functional as F
 from lenet import BATCH, MOMENTUM, Average, Settings
-from lenet_pictures import Bent
+from lenet_images import Bent
 from torch import Tensor, nn
 
 import dynsparse as ds
@@ -235,14 +235,14 @@ def main() -> None:
     orders = [torch.Generator().manual_seed(seed) for seed, _ in runs]
     each = len(train) // BATCH
     run = Training([lenet.build(*one) for one in runs], arguments.epochs * each, settings)
-    pictures = Bent(train.images, settings)
+    bent = Bent(train.images, settings)
     best = torch.ones(len(runs), dtype=torch.float64)
     for epoch in range(1, arguments.epochs + 1):
         order = torch.stack([torch.randperm(len(train), generator=g) for g in orders], 1)
-        seen = pictures.epoch(run.done, order)
+        seen = bent.epoch(run.done, order)
         for at in range(0, each * BATCH, BATCH):
             batch = slice(at, at + BATCH)
-            images = pictures.all.index_select(0, seen[batch].flatten())  # faster than indexing
+            images = bent.all.index_select(0, seen[batch].flatten())  # faster than indexing
             run.step(images.view(BATCH, len(runs), -1), train.labels[order[batch]])
         last = run.errors(test.images, test.labels)
         best = torch.minimum(best, last)

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 import dynsparse as ds
-from dynsparse.apps.pictures import mnist
-from dynsparse.apps.pictures.mnist import MnistTraining
-from dynsparse.data import DataSet, Pictures
+from dynsparse.apps.image_classification import mnist
+from dynsparse.apps.image_classification.mnist import MnistTraining
+from dynsparse.data import DataSet, LabelledImages
 from dynsparse.tracing import span
 from dynsparse.tracing.models import hook_models
 from dynsparse.tracing.spans import Recorder, set_recorder
@@ -39,9 +39,9 @@ def windows(batch: int) -> Iterator[int]:
     """Train forever; yield the number of steps after each window."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(STEPS * batch, 784, generator=generator)
-    pictures = Pictures(images, torch.randint(10, (STEPS * batch,), generator=generator))
+    train = LabelledImages(images, torch.randint(10, (STEPS * batch,), generator=generator))
     options = mnist.Options(batch_size=batch, epochs=10**6, seed=0)
-    training = MnistTraining(options, DataSet("random", pictures, pictures), 0)
+    training = MnistTraining(options, DataSet("random", train, train), 0)
     while True:
         for _ in training.run_epoch():
             yield training.step

@@ -1,6 +1,6 @@
-"""The tables and the picture of docs/why-rigl.md, from the lines that run.py wrote.
+"""The tables and the plot of docs/why-rigl.md, from the lines that run.py wrote.
 
-python benchmarks/learning/summary.py RESULTS.jsonl --picture PICTURE.png
+python benchmarks/learning/summary.py RESULTS.jsonl --plot PLOT.png
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--against", default="set")
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.results.read_text().splitlines()]
     for steps in sorted({row["steps"] for row in rows}, reverse=True):
@@ -360,8 +360,8 @@ def main() -> None:
                 print(table(some, name), "\n")
     for count, pairs in noise(rows).items():
         print(count, "batches:", ", ".join(f"{share:.2f} ({rank:.2f})" for share, rank in pairs))
-    if arguments.picture is not None:
-        draw(rows, arguments.against, arguments.picture)
+    if arguments.plot is not None:
+        draw(rows, arguments.against, arguments.plot)
 
 
 if __name__ == "__main__":

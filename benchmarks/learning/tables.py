@@ -4,7 +4,7 @@
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
 (cifar_lines.py), lenet.jsonl (benchmarks/lenet.py), blocks-and-order.jsonl (blocks/run.py and
-blocks/pictures.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl (pruned.py),
+blocks/images.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl (pruned.py),
 vocabulary.jsonl (vocabulary.py) and vocabulary-times.jsonl (../sparse_vocabulary.py); a test
 compares them with the pages. A table stands between `<!-- learning: NAME -->` and
 `<!-- /learning -->`.
@@ -18,7 +18,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from blocks.summary import WAYS, cases_table, pictures_table, ways_table
+from blocks.summary import WAYS, cases_table, images_table, ways_table
 from small_trials import EXPERIMENTS
 from summary import changed_weights, quarters, settings, usual_network, verdicts
 from summary import table as table_of_variants
@@ -162,7 +162,7 @@ def cifar_table(rows: list[Row]) -> str:
             cells = [f"{density:g}", name, weights, str(len(found)), test, ", ".join(less)]
             body.append([*cells, training])
     head = ["density", "method", "weights", "seeds", "test accuracy in %", "less SET's, by seed"]
-    return markdown([*head, "of the training pictures, moved and mirrored"], body)
+    return markdown([*head, "of the training images, moved and mirrored"], body)
 
 
 def lenet_table(rows: list[Row], held_out: int) -> str:
@@ -190,7 +190,7 @@ def lenet_table(rows: list[Row], held_out: int) -> str:
         cells = [f"{value:g}" if isinstance(value, float) else str(value) for value in at]
         figures = [percent(at, key) for key in ("final", "averaged", "best", "training")]
         body.append([*cells, str(len(groups[at])), *figures])
-    figures = ["at the end", "of averaged weights", "at the best epoch", "of the training pictures"]
+    figures = ["at the end", "of averaged weights", "at the best epoch", "of the training images"]
     return markdown([*SETTINGS, "besides", "seeds", *figures], body)
 
 
@@ -216,7 +216,7 @@ def all_tables() -> dict[str, str]:
         "vocabulary": vocabulary_table(read("vocabulary.jsonl")),
         "vocabulary times": vocabulary_times_table(read("vocabulary-times.jsonl")),
         "blocks": cases_table(of_blocks),
-        "blocks on pictures": pictures_table(of_blocks),
+        "blocks on images": images_table(of_blocks),
         "ways to cut blocks": ways_table(of_blocks, WAYS[0]),
         "ways to cut blocks of 64": ways_table(of_blocks, WAYS[1]),
     }

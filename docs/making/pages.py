@@ -131,6 +131,6 @@ def as_shown(data: dict[str, str]) -> str:
         return f'<div class="output">\n{data["text/html"]}\n</div>'
     for kind in data:
         if kind.startswith("image/"):
-            picture = data[kind].replace("\n", "")
-            return f'<img alt="What the cell above drew" src="data:{kind};base64,{picture}">'
+            image = data[kind].replace("\n", "")
+            return f'<img alt="What the cell above drew" src="data:{kind};base64,{image}">'
     return as_text(data["text/plain"])

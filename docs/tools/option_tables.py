@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynsparse.apps import lm
-from dynsparse.apps.pictures import cifar, mnist, transformer
+from dynsparse.apps.image_classification import cifar, mnist, transformer
 from dynsparse.options import flag, listed_options, methods_of, options_of
 
 COMMANDS: dict[str, type] = {

@@ -1,4 +1,4 @@
-"""Valid calls that read or write files: records, checkpoints, data, pages and pictures."""
+"""Valid calls that read or write files: records, checkpoints, data, pages and plots."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def idx_file():
     return path
 
 
-def pictures():
+def images():
     count = 8
-    half = data.Pictures(torch.zeros(count, 784), torch.zeros(count, dtype=torch.int64))
+    half = data.LabelledImages(torch.zeros(count, 784), torch.zeros(count, dtype=torch.int64))
     return data.DataSet("mine", half, half)
 
 
@@ -162,7 +162,7 @@ RECIPES = {
     "dynsparse.training.checkpoint.read_extra": call(read_extra, FILES, path=checkpoint),
     "dynsparse.data.load": call(data.load, FILES, name=lambda: "digits", data_dir=lambda: None),
     "dynsparse.data.read_idx": call(data.read_idx, FILES, path=idx_file, dimensions=lambda: 1),
-    "dynsparse.data.DataSet.hold_out": of(pictures, "hold_out", count=lambda: 2),
+    "dynsparse.data.DataSet.hold_out": of(images, "hold_out", count=lambda: 2),
     "dynsparse.bench.find_spec": call(find_spec),
     "dynsparse.bench.read_spec": call(read_spec, FILES, file=find_spec),
     "popsparse.report.report_html": Recipe(report_html, lambda: {**page()}),

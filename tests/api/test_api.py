@@ -76,7 +76,7 @@ NOT_CALLED = {
     "dynsparse.training.checkpoint.Saving",
     *(f"dynsparse.distributed.{name}" for name in ("SplitCols", "SplitHeads", "SplitRows")),
     *(f"dynsparse.training.records.{name}" for name in ("DeadUnits", "RecordError", "Records")),
-    *(f"dynsparse.data.{name}" for name in ("DataSet", "Pictures")),
+    *(f"dynsparse.data.{name}" for name in ("DataSet", "LabelledImages")),
     "dynsparse.integrations.follower.Algorithm",
     "dynsparse.training.keep_memory",  # takes nothing, and would last to the end of this process
     *(f"dynsparse.selfcheck.{name}" for name in ("Check", "Result")),

@@ -15,11 +15,11 @@ pytest.importorskip("typer")
 import typer
 
 import dynsparse.apps.lm as lm_app
+from dynsparse.apps.image_classification import Training as ImageTraining
+from dynsparse.apps.image_classification import cifar as cifar_app
+from dynsparse.apps.image_classification import mnist as mnist_app
+from dynsparse.apps.image_classification import transformer as transformer_app
 from dynsparse.apps.lm.training import Training as LanguageModel
-from dynsparse.apps.pictures import Training as Pictures
-from dynsparse.apps.pictures import cifar as cifar_app
-from dynsparse.apps.pictures import mnist as mnist_app
-from dynsparse.apps.pictures import transformer as transformer_app
 from dynsparse.cli.app import app, run
 from dynsparse.options import FILE, options_of
 from dynsparse.options import flag as flag_of
@@ -36,9 +36,9 @@ FLOATS = (float, list[float])
 NO_CHOICES = ("", "no such thing", "\x00")
 
 TRAININGS = {
-    "mnist": (mnist_app, Pictures),
-    "mnist-transformer": (transformer_app, Pictures),
-    "cifar": (cifar_app, Pictures),
+    "mnist": (mnist_app, ImageTraining),
+    "mnist-transformer": (transformer_app, ImageTraining),
+    "cifar": (cifar_app, ImageTraining),
     "lm": (lm_app, LanguageModel),
 }
 
@@ -99,7 +99,7 @@ def nothing_trains(monkeypatch):
     def started(*args, **named):
         raise Started
 
-    monkeypatch.setattr(Pictures, "run_epoch", started)
+    monkeypatch.setattr(ImageTraining, "run_epoch", started)
     monkeypatch.setattr(LanguageModel, "run", started)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
 
@@ -187,7 +187,7 @@ PLACES = [
     ("bench", "--spec"),
     ("bench", "--from"),
     ("bench", "--json"),
-    ("bench", "--picture"),
+    ("bench", "--plot"),
     ("bench", "--markdown"),
     ("lm", "--data"),
     *(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dynsparse.apps import lm
 from dynsparse.apps.common.options import METHODS
-from dynsparse.apps.pictures import cifar, mnist, transformer
+from dynsparse.apps.image_classification import cifar, mnist, transformer
 from dynsparse.cli.app import run as command
 from dynsparse.options import check_applies, default_of, flag, options_of
 
@@ -104,7 +104,7 @@ def flag_with_value(app, name):
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Stop commands once their options are valid."""
-    for module in ("dynsparse.apps.pictures.run", "dynsparse.apps.lm.run"):
+    for module in ("dynsparse.apps.image_classification.run", "dynsparse.apps.lm.run"):
         monkeypatch.setattr(sys.modules[module], "_run", lambda *a, **k: {})
 
 

@@ -9,11 +9,18 @@ from saved_states import assert_equal, state
 from torch import nn
 
 from dynsparse.apps.common.options import METHODS
-from dynsparse.apps.pictures.cifar import CifarTraining, Network, Options, build_network, run, shift
-from dynsparse.apps.pictures.training import learning_rate
+from dynsparse.apps.image_classification.cifar import (
+    CifarTraining,
+    Network,
+    Options,
+    build_network,
+    run,
+    shift,
+)
+from dynsparse.apps.image_classification.training import learning_rate
 from dynsparse.cli.app import run as command
 from dynsparse.data import load
-from dynsparse.data.pictures import DataSet, Pictures
+from dynsparse.data.images import DataSet, LabelledImages
 from dynsparse.nn import SparseLinear
 from dynsparse.training.records import Records
 
@@ -27,7 +34,7 @@ MEAN, DEVIATION = torch.full((3,), 120.0), torch.full((3,), 60.0)
 
 @pytest.fixture
 def folder(tmp_path):
-    """Write CIFAR-10 files with a few pictures, in which a class is a shade of one colour."""
+    """Write CIFAR-10 files with a few images, in which a class is a shade of one colour."""
     rng = np.random.default_rng(0)
     names = [f"data_batch_{number}.bin" for number in range(1, 6)]
     for name in (*names, "test_batch.bin"):
@@ -72,12 +79,12 @@ def test_network_of_the_paper(generator):
 def test_forward_equals_dense_torch(generator):
     options = Options(depth=10, width=1, sparsity=0.7)
     network = build_network(options, MEAN, DEVIATION, generator).double().eval()
-    pictures = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=generator)
 
     def weight(layer):
         return layer.to_dense() if isinstance(layer, SparseLinear) else layer.weight
 
-    x = F.conv2d((pictures.double() - 120) / 60, weight(network.first), padding=1)
+    x = F.conv2d((images.double() - 120) / 60, weight(network.first), padding=1)
     for block, (stride, side) in zip(
         network.blocks, ((1, False), (2, True), (2, True)), strict=True
     ):
@@ -87,7 +94,7 @@ def test_forward_equals_dense_torch(generator):
         x = around + F.conv2d(block.norm2(y).relu(), weight(block.conv2), padding=1)
     x = network.norm(x).relu().mean((2, 3))
     expected = x @ weight(network.output).t() + network.output.bias
-    torch.testing.assert_close(network(pictures), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(network(images), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("block", [4, 16])
@@ -101,15 +108,15 @@ def test_blocks_are_over_channels(block, generator):
     assert type(network.output) is nn.Linear
 
 
-def test_pictures_are_shifted_and_mirrored():
-    pictures = torch.randint(0, 256, (40, 3, 9, 9), dtype=torch.uint8)
+def test_images_are_shifted_and_mirrored():
+    images = torch.randint(0, 256, (40, 3, 9, 9), dtype=torch.uint8)
     by = torch.randint(-4, 5, (40, 2))
     mirror = torch.rand(40) < 0.5
-    padded = F.pad(pictures.float(), [4] * 4, mode="reflect")
-    for got, picture, (down, right), turned in zip(
-        shift(pictures, by, mirror), padded, by.tolist(), mirror.tolist(), strict=True
+    padded = F.pad(images.float(), [4] * 4, mode="reflect")
+    for got, image, (down, right), turned in zip(
+        shift(images, by, mirror), padded, by.tolist(), mirror.tolist(), strict=True
     ):
-        expected = picture[:, 4 + down : 13 + down, 4 + right : 13 + right]
+        expected = image[:, 4 + down : 13 + down, 4 + right : 13 + right]
         expected = expected.flip(2) if turned else expected
         assert torch.equal(got.float(), expected)
 
@@ -129,8 +136,8 @@ def test_digits_have_the_same_format():
 def test_inputs_are_normalized():
     images = torch.randint(0, 200, (50, 3072), dtype=torch.uint8)
     images[:, :1024] //= 2
-    pictures = Pictures(images, torch.randint(0, 10, (50,)))
-    training = CifarTraining(Options(**TINY), DataSet("cifar-10", pictures, pictures), 0)
+    train = LabelledImages(images, torch.randint(0, 10, (50,)))
+    training = CifarTraining(Options(**TINY), DataSet("cifar-10", train, train), 0)
     network = training.model
     x = (images.view(-1, 3, 32, 32) - network.mean) / network.deviation
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ from rich.console import Console
 from dynsparse.apps import lm
 from dynsparse.apps.common.options import METHODS
 from dynsparse.apps.common.resume import Checkpoint, adopt
-from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.apps.image_classification import mnist, transformer
 from dynsparse.cli.app import _COMMANDS
 from dynsparse.cli.app import run as command
 from dynsparse.options import flag, option, options_of, override, pairs
@@ -141,7 +141,7 @@ def test_forged_options_print_one_line(entries, message, tmp_path):
 
 @pytest.mark.parametrize("name", ["lm", "mnist-transformer"])
 def test_density_is_one_minus_sparsity(name, capsys, monkeypatch):
-    module = {"lm": "lm", "mnist-transformer": "pictures.transformer"}[name]
+    module = {"lm": "lm", "mnist-transformer": "image_classification.transformer"}[name]
     seen = []
     run = f"dynsparse.apps.{module}.run"
     monkeypatch.setattr(run, lambda options, given: seen.append((options.sparsity, given)))
@@ -171,7 +171,7 @@ def test_density_is_one_minus_sparsity(name, capsys, monkeypatch):
 )
 def test_flag_has_the_same_meaning_in_all_commands(line, name, value, monkeypatch):
     seen = []
-    for module in ("lm", "pictures.mnist", "pictures.cifar"):
+    for module in ("lm", "image_classification.mnist", "image_classification.cifar"):
         monkeypatch.setattr(
             f"dynsparse.apps.{module}.run", lambda o, given: seen.append((o, given))
         )
@@ -216,7 +216,7 @@ def test_short_trainings_of_the_language_model(steps, warm_up, interval):
     assert (given.warm_up, given.interval) == (0, 7)
 
 
-def test_training_length_on_pictures():
+def test_training_length_on_images():
     lengths = [transformer.Options(**o).length for o in ({}, {"dataset": "mnist"}, {"epochs": 3})]
     assert lengths == [12, 1, 3]
     assert mnist.Options().length == 10

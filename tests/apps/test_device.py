@@ -7,11 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dynsparse import SparsePattern, data
 from dynsparse.apps import lm
 from dynsparse.apps.common.training import Sums, precision
+from dynsparse.apps.image_classification import mnist, transformer
+from dynsparse.apps.image_classification.mnist import MnistTraining
+from dynsparse.apps.image_classification.transformer import TransformerTraining
 from dynsparse.apps.lm.corpus import load_corpus
 from dynsparse.apps.lm.training import Training as LmTraining
-from dynsparse.apps.pictures import mnist, transformer
-from dynsparse.apps.pictures.mnist import MnistTraining
-from dynsparse.apps.pictures.transformer import TransformerTraining
 from dynsparse.pattern import Rewiring
 
 TINY = {
@@ -106,12 +106,12 @@ def test_text_batches_are_moved_to_the_model():
     ("kind", "options"),
     [(MnistTraining, mnist.Options), (TransformerTraining, transformer.Options)],
 )
-def test_pictures_are_moved_to_the_model(kind, options):
+def test_images_are_moved_to_the_model(kind, options):
     training = kind(options(), data.load("digits"), 7)
     training.device = torch.device("meta")
     training.replica = training.model = Meta(1, 10)
     for part in ("train", "test"):
-        pictures = training._pictures(part)
-        assert pictures.images.device.type == pictures.labels.device.type == "meta"
-        loss, right = training._forward(pictures.images, pictures.labels)
+        arranged = training._images(part)
+        assert arranged.images.device.type == arranged.labels.device.type == "meta"
+        loss, right = training._forward(arranged.images, arranged.labels)
         assert loss.device.type == right.device.type == "meta"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dynsparse.apps.pictures.mnist import Options, run
+from dynsparse.apps.image_classification.mnist import Options, run
 from dynsparse.training.checkpoint import read_extra
 from dynsparse.training.records import Records
 

@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from dynsparse.apps.pictures.mnist import Options, arrange_pixels, build_network, pixel_permutation
-from dynsparse.apps.pictures.run import density, memory
+from dynsparse.apps.image_classification.mnist import (
+    Options,
+    arrange_pixels,
+    build_network,
+    pixel_permutation,
+)
+from dynsparse.apps.image_classification.run import density, memory
 from dynsparse.nn import SparseLinear
 
 
@@ -72,7 +77,7 @@ TILES = [(4, (2, 2)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8)), (64, (8, 8)), (12
 
 
 @pytest.mark.parametrize(("block", "tile"), TILES)
-def test_blocks_cover_tiles_of_the_picture(block, tile, generator):
+def test_blocks_cover_tiles_of_the_image(block, tile, generator):
     permutation = pixel_permutation("block", block, generator)
     side = 32 if block >= 32 else 28
     rows, cols = permutation // side, permutation % side

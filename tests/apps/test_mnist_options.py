@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dynsparse.apps.pictures.mnist import Options, layer_shapes
-from dynsparse.apps.pictures.training import build_optimizer, learning_rate
+from dynsparse.apps.image_classification.mnist import Options, layer_shapes
+from dynsparse.apps.image_classification.training import build_optimizer, learning_rate
 
 NAN = float("nan")
 
@@ -81,7 +81,7 @@ def test_layer_shapes():
     assert (first.in_features, first.out_features, first.block_size) == (784, 320, 16)
     assert first.sparse
     assert not second.sparse
-    # Blocks of 32 do not divide 28 x 28: the picture gets a border.
+    # Blocks of 32 do not divide 28 x 28: the image gets a border.
     for block_size in (32, 64, 128):
         assert layer_shapes(Options(block_size=block_size))[0].in_features == 1024
     assert layer_shapes(Options(block_size=32, method="dense"))[0].in_features == 784

@@ -7,8 +7,8 @@ from saved_states import assert_equal, state
 
 from dynsparse.apps.common import training
 from dynsparse.apps.common.resume import find_checkpoint
-from dynsparse.apps.pictures import Training
-from dynsparse.apps.pictures.mnist import Options, run
+from dynsparse.apps.image_classification import Training
+from dynsparse.apps.image_classification.mnist import Options, run
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)

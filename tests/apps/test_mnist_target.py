@@ -9,15 +9,15 @@ from saved_states import assert_equal, state
 
 from dynsparse import data
 from dynsparse.apps import lm
+from dynsparse.apps.image_classification import mnist, transformer
 from dynsparse.apps.lm.corpus import load_corpus
 from dynsparse.apps.lm.training import Training as LmTraining
-from dynsparse.apps.pictures import mnist, transformer
 from dynsparse.cli.app import run
 from dynsparse.nn import SparseLinear
 
 QUIET = Console(quiet=True)
 MACHINE = {"target": "bow", "tiles": 8}
-# 32 pictures: four batches.
+# 32 images: four batches.
 FEW = {"hold_out": 1405, "batch_size": 8, "steps_per_epoch": 4, "update_interval": 2, "epochs": 1}
 SHORT = [
     "mnist", "--hidden-sizes", "16", "--hold-out", "1413", "--batch-size", "8", "--epochs", "1",
@@ -50,10 +50,10 @@ def check_equal(host, machine, windows):
         assert machine.trainer.layers[name].pattern.to_mask().equal(layer.pattern.to_mask())
 
 
-def check_pictures(kind, module, **changes):
+def check_images(kind, module, **changes):
     options = {**FEW, **changes}
-    pictures = data.load("digits", None).hold_out(options["hold_out"])
-    made = [kind(module.Options(**options, **target), pictures, 7) for target in ({}, MACHINE)]
+    images = data.load("digits", None).hold_out(options["hold_out"])
+    made = [kind(module.Options(**options, **target), images, 7) for target in ({}, MACHINE)]
 
     def windows(training):
         torch.manual_seed(1)
@@ -84,7 +84,7 @@ def check_pictures(kind, module, **changes):
     ids=str,
 )
 def test_mnist_steps_equal_the_host(changes):
-    training = check_pictures(mnist.MnistTraining, mnist, hidden_sizes=(16,), **changes)
+    training = check_images(mnist.MnistTraining, mnist, hidden_sizes=(16,), **changes)
     assert (training.updates > 0) == (changes["method"] != "dense")
 
 
@@ -92,7 +92,7 @@ def test_mnist_steps_equal_the_host(changes):
 def test_transformer_steps_equal_the_host():
     sizes = {"hidden_length": 16, "ff_length": 12, "attention_heads": 2, "qkv_length": 4}
     rates = {"optimizer": "GradientDescent", "learning_rate": 1e-3, "sparsity": 0.5}
-    training = check_pictures(transformer.TransformerTraining, transformer, **sizes, **rates)
+    training = check_images(transformer.TransformerTraining, transformer, **sizes, **rates)
     assert training.updates > 0
 
 
@@ -151,13 +151,13 @@ def test_reports_cycles_of_the_machine(tmp_path, monkeypatch, capsys):
         assert taken["seconds"] == pytest.approx(taken["cycles"] / 1.85e9)
         assert 0 < taken["max_tile_bytes"] < 638_976
     step = programs["step"]
-    # Pictures and labels come; the loss and the logits go.
+    # Images and labels come; the loss and the logits go.
     assert step["from_host_bytes"] == 4 * (8 * 784 + 8)
     assert step["to_host_bytes"] == 4 * (1 + 8 * 10)
     assert sum(taken["cycles"] for taken in operations.values()) == step["cycles"]
     assert {"forward fc1 linear", "backward fc2 linear", "output to host"} <= operations.keys()
     fc1 = figures["layers"][0]
-    # Two operations for each weight and picture, and what the buckets add.
+    # Two operations for each weight and image, and what the buckets add.
     assert operations["forward fc1 linear"]["flops"] >= 2 * 8 * fc1["weights"]
     flops = sum(taken["flops"] for taken in operations.values())
     assert step["tflops"] == pytest.approx(flops / step["seconds"] / 1e12)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dynsparse.apps.pictures.mnist import Options, run
+from dynsparse.apps.image_classification.mnist import Options, run
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
@@ -161,7 +161,7 @@ def test_plain_lines_without_a_terminal(tmp_path):
     text = (tmp_path / "out.txt").read_text()
     assert "\x1b" not in text
     lines = text.splitlines()
-    assert lines[0] == "rigl on digits: 1,437 pictures to train, 360 to test"
+    assert lines[0] == "rigl on digits: 1,437 images to train, 360 to test"
     assert lines[2].split() == ["epoch", "loss", "accuracy", "density", "replaced", "ms/step"]
     assert [line.split()[0] for line in lines[3:5]] == ["1/2", "2/2"]
     for words in ("test accuracy", "parameters", "memory: optimizer", "time in pattern updates"):

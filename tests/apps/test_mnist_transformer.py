@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from dynsparse.apps.pictures.transformer import (
+from dynsparse.apps.image_classification.transformer import (
     Options,
     TransformerTraining,
     build_network,
@@ -59,7 +59,7 @@ def test_sizes_of_the_original(generator):
 
 
 @pytest.mark.parametrize("block", [4, 8, 16])
-def test_blocks_pad_the_picture_and_the_classes(block, generator):
+def test_blocks_pad_the_image_and_the_classes(block, generator):
     net = build_network(Options(block_size=block, sparsity=0.5), generator)
     assert net.input.in_features == math.ceil(28 / block) * block
     assert net.output.out_features == math.ceil(10 / block) * block
@@ -78,9 +78,9 @@ def test_large_blocks_train():
 def test_forward_equals_dense_torch(generator):
     options = Options(block_size=4, sparsity=0.5, attention_heads=3, qkv_length=8)
     net = build_network(options, generator).double().eval()
-    pictures = torch.rand(5, 784, dtype=torch.float64)
+    images = torch.rand(5, 784, dtype=torch.float64)
 
-    x = torch.cat([pictures.view(5, 28, 28)], -1) + position_encoding(28, 28)
+    x = torch.cat([images.view(5, 28, 28)], -1) + position_encoding(28, 28)
     x = x @ net.input.to_dense().T + net.input.bias
     layer = net.layers[0]
     attention = layer.attention
@@ -98,7 +98,7 @@ def test_forward_equals_dense_torch(generator):
     y = nn.functional.gelu(y @ layer.linear1.to_dense().T + layer.linear1.bias)
     x = x + y @ layer.linear2.to_dense().T + layer.linear2.bias
     expected = (x @ net.output.to_dense().T).sum(1)[:, :10]
-    torch.testing.assert_close(net(pictures), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(net(images), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_positional_encoding_distinguishes_tokens():

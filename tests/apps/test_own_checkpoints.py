@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dynsparse.apps.pictures import mnist
+from dynsparse.apps.image_classification import mnist
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)

@@ -18,7 +18,7 @@ from saved_states import assert_equal, state
 
 from dynsparse.apps import lm
 from dynsparse.apps.common.training import Sums, Training
-from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.apps.image_classification import mnist, transformer
 from dynsparse.cli.app import run as command
 
 TEXT = "the cat sat on the mat, the dog sat on the log.\n" * 40

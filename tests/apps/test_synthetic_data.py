@@ -12,9 +12,9 @@ from rich.console import Console
 from dynsparse import data
 from dynsparse.apps import lm
 from dynsparse.apps.common.training import random_ids, random_shares
+from dynsparse.apps.image_classification import Training, cifar, mnist
+from dynsparse.apps.image_classification.cifar import CifarTraining
 from dynsparse.apps.lm.corpus import Corpus
-from dynsparse.apps.pictures import Training, cifar, mnist
-from dynsparse.apps.pictures.cifar import CifarTraining
 
 TEXT = "the cat sat on the mat, and the dog ran after it.\n" * 400
 
@@ -44,7 +44,7 @@ def test_display_and_figures_report_synthetic_data(app, tmp_path):
         assert figures[name] == real[name], name
 
 
-def test_pictures_are_not_read_or_sampled(tmp_path, monkeypatch):
+def test_images_are_not_read_or_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", None)
     seen = set()
     forward = Training._forward
@@ -60,7 +60,7 @@ def test_pictures_are_not_read_or_sampled(tmp_path, monkeypatch):
     assert len(seen) == 1
 
 
-def test_colour_pictures_are_not_augmented(tmp_path, monkeypatch):
+def test_colour_images_are_not_augmented(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", None)
     monkeypatch.setattr(CifarTraining, "vary", None)
     figures, _ = run(

@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import lenet
-import lenet_pictures
+import lenet_images
 import lenet_together
 
 VARIANTS = ("decay=1e-2", "decay=0 rate=0.1 initial=0.5", "smoothing=0.2")
@@ -119,17 +119,17 @@ def test_different_shared_options_raise():
 
 
 def bar():
-    """Make a picture of a vertical bar, three pixels wide."""
+    """Make an image of a vertical bar, three pixels wide."""
     image = torch.zeros(28, 28)
     image[4:24, 12:15] = 1
     return image.flatten()
 
 
-def test_distortion_of_pictures():
+def test_distortion_of_images():
     images = bar().repeat(3000, 1)
     chance = torch.Generator().manual_seed(0)
-    torch.testing.assert_close(lenet_pictures.distorted(images, 0.0, chance), images)
-    bent = lenet_pictures.distorted(images, 1.0, chance)
+    torch.testing.assert_close(lenet_images.distorted(images, 0.0, chance), images)
+    bent = lenet_images.distorted(images, 1.0, chance)
     assert bent.dtype == images.dtype
     assert 0 <= bent.min() < bent.max() <= 1
     middle = bent.view(-1, 28, 28)[:, 13:15].sum(1)  # near the middle point of the lattice
@@ -143,15 +143,15 @@ def test_each_network_gets_its_distortion():
     images = bar().repeat(400, 1)
     asked = "", "distort=1", "distort=2 distorted=0.5", "distort=1 clean=0.25"
     settings = [lenet_together.variant_of(words, lenet.Settings()) for words in asked]
-    pictures = lenet_pictures.Bent(images, settings)
+    bent = lenet_images.Bent(images, settings)
     order = torch.stack([torch.randperm(400) for _ in asked], 1)
-    seen = pictures.epoch(0.5, order)
+    seen = bent.epoch(0.5, order)
     assert torch.equal(seen % 400, order)
     copies = seen // 400
     assert copies[:, (0, 1, 3)].unique(dim=0).tolist() == [[0, 1, 1]]
     assert set(copies[:, 2].tolist()) == {0, 2}
     assert abs(float((copies[:, 2] == 2).float().mean()) - 0.5) < 0.1
-    before = pictures.all.clone()
-    assert set((pictures.epoch(0.75, order) // 400)[:, 3].tolist()) == {0}
-    assert torch.equal(pictures.all[:400], images)
-    assert not torch.equal(pictures.all[400:800], before[400:800])
+    before = bent.all.clone()
+    assert set((bent.epoch(0.75, order) // 400)[:, 3].tolist()) == {0}
+    assert torch.equal(bent.all[:400], images)
+    assert not torch.equal(bent.all[400:800], before[400:800])

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "loss_against_time
 @pytest.mark.slow
 def test_masked_and_sparse_learn_the_same(tmp_path):
     pytest.importorskip("matplotlib")
-    text, found, picture = (tmp_path / name for name in ("text.txt", "found.json", "loss.png"))
+    text, found, plot = (tmp_path / name for name in ("text.txt", "found.json", "loss.png"))
     text.write_text("to be or not to be, that is the question. " * 200)
     small = ["--width", "32", "--heads", "2", "--layers", "1", "--steps", "30", "--interval", "5",
              "--rate", "0.01"]  # fmt: skip
@@ -28,6 +28,6 @@ def test_masked_and_sparse_learn_the_same(tmp_path):
     assert sparse == pytest.approx(masked, abs=2e-3)
     assert all(curve[-1] < curve[0] - 0.5 for curve in (sparse, masked, dense))
     assert dense != pytest.approx(sparse, abs=1e-2)
-    draw = [sys.executable, str(SCRIPT), "--from", str(found), "--output", str(picture)]
+    draw = [sys.executable, str(SCRIPT), "--from", str(found), "--output", str(plot)]
     subprocess.run(draw, check=True)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")

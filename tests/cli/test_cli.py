@@ -11,7 +11,7 @@ import pytest
 
 import dynsparse
 from dynsparse._core import native
-from dynsparse.apps.pictures.mnist import Options
+from dynsparse.apps.image_classification.mnist import Options
 from dynsparse.cli import info
 from dynsparse.cli.app import run
 from dynsparse.ops.linear.cuda.chip import INTERPRETED
@@ -86,7 +86,7 @@ def test_flags_must_match_the_checkpoint(capsys, tmp_path):
 def test_visualise_draws_a_record(capsys, tmp_path):
     status, _, _ = call(capsys, *TINY, "--records-path", str(tmp_path / "rec"))
     assert status == 0
-    output = tmp_path / "pictures"
+    output = tmp_path / "plots"
     status, out, _ = call(
         capsys, "visualise", "--records-path", str(tmp_path / "rec"), "--output", str(output)
     )
@@ -169,7 +169,7 @@ def test_internal_errors_keep_their_traceback(monkeypatch):
     def broken(options, given):
         raise KeyError("a bug")
 
-    monkeypatch.setattr("dynsparse.apps.pictures.mnist.run", broken)
+    monkeypatch.setattr("dynsparse.apps.image_classification.mnist.run", broken)
     with pytest.raises(KeyError, match="a bug"):
         run(TINY)
 
@@ -184,7 +184,7 @@ def test_out_of_memory_prints_one_line(capsys, monkeypatch):
     def hungry(options, given):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
-    monkeypatch.setattr("dynsparse.apps.pictures.mnist.run", hungry)
+    monkeypatch.setattr("dynsparse.apps.image_classification.mnist.run", hungry)
     status, _, err = call(capsys, *TINY)
     assert (status, err) == (
         2,
@@ -196,14 +196,14 @@ def test_interrupt_prints_one_line(capsys, monkeypatch):
     def interrupted(options, given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dynsparse.apps.pictures.mnist.run", interrupted)
+    monkeypatch.setattr("dynsparse.apps.image_classification.mnist.run", interrupted)
     status, _, err = call(capsys, *TINY)
     assert (status, err) == (130, "dynsparse: interrupted\n")
 
 
 def test_warnings_are_printed_without_location(capsys, monkeypatch):
     monkeypatch.setattr(
-        "dynsparse.apps.pictures.mnist.run",
+        "dynsparse.apps.image_classification.mnist.run",
         lambda options, given: warnings.warn("slow", stacklevel=1),
     )
     with warnings.catch_warnings():

@@ -47,7 +47,7 @@ def call(capsys, line):
 
 def test_measures_prints_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    status, out, err = call(capsys, "--spec b.yml --json a.json --picture a.png --markdown a.md")
+    status, out, err = call(capsys, "--spec b.yml --json a.json --plot a.png --markdown a.md")
     assert (status, err) == (0, "")
     assert "Python" in out.splitlines()[0]
     assert "3 cells, at least 0 s" in out.splitlines()[1]

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("typer")
 
 import dynsparse.apps.lm as lm_app
-from dynsparse.apps.pictures import cifar as cifar_app
-from dynsparse.apps.pictures import mnist as mnist_app
-from dynsparse.apps.pictures import transformer as transformer_app
+from dynsparse.apps.image_classification import cifar as cifar_app
+from dynsparse.apps.image_classification import mnist as mnist_app
+from dynsparse.apps.image_classification import transformer as transformer_app
 from dynsparse.cli.app import run
 from dynsparse.cli.original import PROGRAMS, translate
 from popsparse.cli.matmul import methods

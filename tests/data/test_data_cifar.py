@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dynsparse import data
-from dynsparse.data import pictures
-from dynsparse.data.pictures import CIFAR_ARCHIVE
+from dynsparse.data import images
+from dynsparse.data.images import CIFAR_ARCHIVE
 
 TRAIN = [f"data_batch_{number}.bin" for number in range(1, 6)]
 INSIDE = "cifar-10-batches-bin"
@@ -139,5 +139,5 @@ def test_read_from_the_cache(tmp_path, monkeypatch):
     (tmp_path / "cifar-10").mkdir()
     (tmp_path / "cifar-10" / CIFAR_ARCHIVE).write_bytes(content)
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(pictures, "CIFAR_CHECKSUM", "md5:" + hashlib.md5(content).hexdigest())
+    monkeypatch.setattr(images, "CIFAR_CHECKSUM", "md5:" + hashlib.md5(content).hexdigest())
     check(data.load("cifar-10"))

@@ -17,11 +17,11 @@ def idx(array: np.ndarray) -> bytes:
     return header + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
-PICTURES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("array", [PICTURES, PICTURES[0, 0], PICTURES[:0]])
+@pytest.mark.parametrize("array", [IMAGES, IMAGES[0, 0], IMAGES[:0]])
 def test_round_trip(tmp_path, zipped, array):
     file = tmp_path / "file"
     file.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
@@ -35,15 +35,15 @@ BAD = {
     "empty": (b"", "got only 0 bytes"),
     "short magic": (b"\0\0\x08", "got only 3 bytes"),
     "text": (b"<html>no such file</html>", "got the magic 3c68746d"),
-    "labels for pictures": (idx(PICTURES[0, 0]), "3 dimension"),
-    "floats": (b"\0\0\x0d\x03" + idx(PICTURES)[4:], "unsigned bytes"),
-    "cut header": (idx(PICTURES)[:10], "truncated inside the header"),
-    "cut body": (idx(PICTURES)[:-1], "expected 24 bytes for the shape (2, 3, 4), got 23"),
-    "too long": (idx(PICTURES) + b"x", "expected 24 bytes for the shape (2, 3, 4), got 25"),
+    "labels for images": (idx(IMAGES[0, 0]), "3 dimension"),
+    "floats": (b"\0\0\x0d\x03" + idx(IMAGES)[4:], "unsigned bytes"),
+    "cut header": (idx(IMAGES)[:10], "truncated inside the header"),
+    "cut body": (idx(IMAGES)[:-1], "expected 24 bytes for the shape (2, 3, 4), got 23"),
+    "too long": (idx(IMAGES) + b"x", "expected 24 bytes for the shape (2, 3, 4), got 25"),
     "promises terabytes": (b"\0\0\x08\x03" + b"\xff" * 12 + b"abc", "truncated: expected"),
-    "cut gzip": (gzip.compress(idx(PICTURES))[:-9], "damaged stream"),
+    "cut gzip": (gzip.compress(idx(IMAGES))[:-9], "damaged stream"),
     "wrong gzip check": (
-        gzip.compress(idx(PICTURES))[:-8] + b"\1\2\3\4" + gzip.compress(idx(PICTURES))[-4:],
+        gzip.compress(idx(IMAGES))[:-8] + b"\1\2\3\4" + gzip.compress(idx(IMAGES))[-4:],
         "damaged stream",
     ),
 }

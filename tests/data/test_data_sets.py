@@ -14,7 +14,7 @@ import torch
 
 from dynsparse import data
 from dynsparse.data.download import fetch
-from dynsparse.data.pictures import SOURCES, Source
+from dynsparse.data.images import SOURCES, Source
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
@@ -52,12 +52,12 @@ def test_digits_have_the_format_of_mnist():
         border = part.images.view(-1, 28, 28).clone()
         border[:, 4:24, 4:24] = 0
         assert not border.any()
-    # Every picture of the set is in exactly one part.
+    # Every image of the set is in exactly one part.
     both = torch.cat([digits.train.images, digits.test.images])
     assert len(torch.unique(both, dim=0)) == 1797
 
 
-def test_hold_out_uses_the_last_training_pictures():
+def test_hold_out_uses_the_last_training_images():
     digits = data.load("digits")
     held = digits.hold_out(37)
     assert (len(held.train), len(held.test)) == (1400, 37)
@@ -94,8 +94,8 @@ def wrong(folder: Path, **changes: bytes | None) -> None:
     ("changes", "message"),
     [
         ({"images": None}, "expected train-images-idx3-ubyte or train-images-idx3-ubyte.gz"),
-        ({"images": idx(np.zeros((20, 8, 8), np.uint8))}, "expected pictures of 28x28"),
-        ({"labels": idx(np.zeros(19, np.uint8))}, "got 20 pictures"),
+        ({"images": idx(np.zeros((20, 8, 8), np.uint8))}, "expected images of 28x28"),
+        ({"labels": idx(np.zeros(19, np.uint8))}, "got 20 images"),
         ({"labels": idx(np.array([3] * 19 + [10], np.uint8))}, "got 10 at position 19"),
         ({"labels": idx(np.zeros((20, 1), np.uint8))}, "1 dimension"),
         (

@@ -9,14 +9,14 @@ import torch
 from rich.console import Console
 
 from dynsparse.apps import lm
-from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.apps.image_classification import mnist, transformer
 
-PICTURES = {
+IMAGES = {
     "epochs": 1, "batch_size": 256, "seed": 7, "learning_rate": 0.01, "data_type": "float64",
     "method": "rigl", "update_interval": 2,
 }  # fmt: skip
-MNIST = {**PICTURES, "hidden_sizes": (32,), "droprate": 0.0}
-TRANSFORMER = {**PICTURES, "attention_heads": 4, "qkv_length": 8, "block_size": 4}
+MNIST = {**IMAGES, "hidden_sizes": (32,), "droprate": 0.0}
+TRANSFORMER = {**IMAGES, "attention_heads": 4, "qkv_length": 8, "block_size": 4}
 LM = {
     "layers": 1, "hidden_size": 16, "ff_size": 32, "heads": 2, "sequence_length": 8,
     "batch_size": 4, "steps": 8, "warmup_steps": 2, "valid_interval": 4, "update_interval": 3,

@@ -75,7 +75,7 @@ def test_dense_products_in_bfloat16():
 def test_models_in_bfloat16_gain_with_blocks_alone():
     measured = figures("xeon.json", "figures")
     ratios: dict[int, list[float]] = {1: [], 16: []}
-    for name in ("models-text", "models-pictures"):
+    for name in ("models-text", "models-images"):
         for cell in measured["benchmarks"][name]["figures"]["cells"]:
             if cell["dtype"] == "bfloat16":
                 ratios[cell["block"]].append(cell["whole"]["ratios"]["dense"]["median"])
@@ -153,7 +153,7 @@ def test_circuits_of_weight_sparse_transformers():
     assert "{:.0f} to {:.0f} times fewer edges".format(*told["edges"]) in text
 
 
-def test_the_picture_of_the_readme():
+def test_the_plot_of_the_readme():
     found = json.loads((ROOT / "docs" / "pictures" / "loss-against-time.json").read_text())
     text = " ".join((ROOT / "README.md").read_text().split())
     settings, weights, losses = (found[k] for k in ("settings", "parameters", "losses"))

@@ -35,7 +35,7 @@ from sizes import OPTIONS, TEXT
 
 from dynsparse import data
 from dynsparse.apps import lm
-from dynsparse.apps.pictures import mnist
+from dynsparse.apps.image_classification import mnist
 
 APPS = {"mnist": mnist, "lm": lm}
 PATHS = ("checkpoint_path", "records_path", "restore", "json", "log", "data")

@@ -126,7 +126,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from dynsparse.apps.common.run import run_with
-from dynsparse.apps.pictures import Training, mnist
+from dynsparse.apps.image_classification import Training, mnist
 from rich.console import Console
 
 class Waits(Console):

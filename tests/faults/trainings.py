@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dynsparse.apps.common.resume import checkpoints_in
+from dynsparse.apps.image_classification import Training
 from dynsparse.apps.lm.training import Training as LmTraining
-from dynsparse.apps.pictures import Training
 from dynsparse.training.records import Records
 
 sys.path.insert(0, str(Path(__file__).parent))  # as in server.py, which is no part of a package

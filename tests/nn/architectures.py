@@ -16,7 +16,7 @@ IDS = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0
 SIZES = IDS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
                "intermediate_size": 64}  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-PICTURE = {k: v for k, v in SIZES.items() if k not in IDS} | {"image_size": 16, "patch_size": 8}
+IMAGE = {k: v for k, v in SIZES.items() if k not in IDS} | {"image_size": 16, "patch_size": 8}
 
 Made = tuple[nn.Module, dict[str, Any]]
 MODELS: dict[str, tuple[str, Callable[[], Made]]] = {}
@@ -102,12 +102,12 @@ _transformer("DistilBertForMaskedLM", _text, {"vocab_size": 40}, dim=32, n_layer
 _transformer("ElectraForMaskedLM", _text, SIZES, embedding_size=16)
 _transformer("AlbertForMaskedLM", _text, SIZES, embedding_size=16)
 _transformer("DebertaV2ForMaskedLM", _text, SIZES)
-_transformer("ViTForImageClassification", _pixels, PICTURE)
+_transformer("ViTForImageClassification", _pixels, IMAGE)
 _transformer("SwinForImageClassification", _pixels, {}, image_size=16, patch_size=2, embed_dim=16,
              depths=[1, 1], num_heads=[2, 4], window_size=4)  # fmt: skip
 _transformer("CLIPModel", _text_and_pixels, {}, projection_dim=16,
              text_config=SIZES | {"max_position_embeddings": 16},
-             vision_config=PICTURE)  # fmt: skip
+             vision_config=IMAGE)  # fmt: skip
 _transformer("Wav2Vec2ForCTC", _waves, WAVES)
 
 

@@ -26,7 +26,7 @@ FAMILIES = [
     "BartForConditionalGeneration",
     "ViTForImageClassification",
 ]
-PICTURES = [name for name in MODELS if name.startswith("timm ")]
+IMAGES = [name for name in MODELS if name.startswith("timm ")]
 
 
 def sparse(name, **options):
@@ -39,7 +39,7 @@ def close(mine, theirs):
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PICTURES])
+@pytest.mark.parametrize("name", [*FAMILIES, *IMAGES])
 def test_batch_equals_single_samples(name):
     model, batch = sparse(name)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_batch_equals_single_samples(name):
             close(tensors(model(**{k: v[i : i + 1] for k, v in batch.items()}))[0][0], together[i])
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PICTURES])
+@pytest.mark.parametrize("name", [*FAMILIES, *IMAGES])
 def test_outputs_and_gradients_equal_the_dense_model(name):
     model, batch = sparse(name)
     dense = ds.densify(copy.deepcopy(model))
@@ -120,14 +120,14 @@ def test_resize_token_embeddings():
     model.resize_token_embeddings(50)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", *PICTURES])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", *IMAGES])
 def test_script_raises_and_names_the_layer(name):
     model, _ = sparse(name)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.script does not compile sparse"):
         torch.jit.script(model)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_feature_extraction_and_new_classifier(name):
     model, batch = sparse(name)
     with torch.no_grad():

@@ -364,7 +364,7 @@ def test_kernel_for_small_batches():
     assert line.kernel(1, 512) == line.kernel(1, 512, backward=True) == "dense"
     assert line.kernel(64, 512) == line.kernel(64, 512, backward=True) == "sparse"
     # Strips of an image fill the vectors of the kernels.
-    picture = SparseConv2d(64, 64, 3, padding=1, density=0.1)
-    assert picture.kernel(1, 56) == picture.kernel(1, 56, backward=True) == "sparse"
+    image = SparseConv2d(64, 64, 3, padding=1, density=0.1)
+    assert image.kernel(1, 56) == image.kernel(1, 56, backward=True) == "sparse"
     full = SparseConv2d(64, 64, 3, padding=1, density=1.0)
     assert full.kernel(32, 56) == full.kernel(32, 56, backward=True) == "dense"

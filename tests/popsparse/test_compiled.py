@@ -11,8 +11,8 @@ from torch import nn
 import dynsparse as ds
 import popsparse
 from dynsparse.apps import lm
+from dynsparse.apps.image_classification import transformer
 from dynsparse.apps.lm.model import LanguageModel
-from dynsparse.apps.pictures import transformer
 from popsparse.compiled.decompositions import TABLE
 
 aten = torch.ops.aten

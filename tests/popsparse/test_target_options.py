@@ -129,7 +129,7 @@ def test_sparsify_with_target():
     assert there[0].target == there[2].target == TARGET
     assert there[0].executor is not there[2].executor
     assert there[0].executor.options.planned.price_propagation
-    pictures = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 8))
+    images = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 8))
     with pytest.raises(ValueError, match="the convolution '0' cannot run on a target"):
-        ds.sparsify(pictures, **quiet, target=TARGET)
-    assert isinstance(pictures[2], nn.Linear)
+        ds.sparsify(images, **quiet, target=TARGET)
+    assert isinstance(images[2], nn.Linear)

@@ -11,8 +11,8 @@ from popsparse.machine import Target
 TARGET = Target.bow(tiles=12)
 
 
-def pictures(count, generator):
-    """Make noisy 28 x 28 pictures of ten classes."""
+def images(count, generator):
+    """Make noisy 28 x 28 images of ten classes."""
     kinds = torch.randn(10, 784, generator=generator)
     labels = torch.arange(count) % 10
     return kinds[labels] + 0.5 * torch.randn(count, 784, generator=generator), labels
@@ -20,7 +20,7 @@ def pictures(count, generator):
 
 def train(target, dtype=torch.float32, *, block=4, micro=1, steps=24, **options):
     generator = torch.Generator().manual_seed(0)
-    x, labels = pictures(32 * steps, generator)
+    x, labels = images(32 * steps, generator)
     where = {} if target is None else {"target": target, **options}
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -63,7 +63,7 @@ def test_training_of_mnist_size_equals_the_cpu(on_cpu):
                 )
     profiles = popsparse.machine_profiles(model[0])
     assert set(profiles) == {"forward", "grad_input", "grad_weight", "scores", "rewire"} - {
-        "grad_input"  # nobody asks for the gradient of the pictures
+        "grad_input"  # nobody asks for the gradient of the images
     }
     sent = [s.to_host_bytes for s in profiles["scores"].steps if "scores to host" in s.name]
     assert sum(sent) == 80 * 196 * 4

@@ -1,4 +1,4 @@
-"""Tables, page and picture of the benchmark report, from made-up figures."""
+"""Tables, page and plot of the benchmark report, from made-up figures."""
 
 import copy
 import re
@@ -183,7 +183,7 @@ def test_page_without_matching_comments_raises(results, tmp_path, text, message)
     assert page.read_text() == text
 
 
-def test_picture_is_drawn(results, tmp_path):
+def test_plot_is_drawn(results, tmp_path):
     pytest.importorskip("matplotlib")
     assert draw_speedups(results, tmp_path / "a.png").stat().st_size > 10_000
     later = copy.deepcopy(results["benchmarks"]["steps"])

@@ -1,4 +1,4 @@
-"""Pictures of a record: numbers, files, no side effects."""
+"""Plots of a record: numbers, files, no side effects."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ def test_connections_per_input_are_the_column_sums_of_the_masks(tmp_path, block)
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (6, 18)], ids=["image", "strip"])
-def test_pictures_and_animation(tmp_path, shape):
+def test_plots_and_animation(tmp_path, shape):
     record(tmp_path / "r", shape=shape)
     files = visualise(tmp_path / "r", tmp_path / "out", animate=True)
     assert [f.name for f in files] == ["connectivity.png", "curves.png", "connectivity.gif"]
     assert {f.name for f in (tmp_path / "out").iterdir()} == {f.name for f in files}
     for file in files[:2]:
-        with Image.open(file) as picture:
-            assert min(picture.size) > 400
-            assert np.asarray(picture.convert("L")).std() > 10
+        with Image.open(file) as plot:
+            assert min(plot.size) > 400
+            assert np.asarray(plot.convert("L")).std() > 10
     with Image.open(files[2]) as animation:
         assert animation.n_frames == 4
         assert animation.info["loop"] == 0
 
 
-def test_pictures_inside_the_record_folder(tmp_path):
+def test_plots_inside_the_record_folder(tmp_path):
     record(tmp_path)
     files = visualise(tmp_path)
     assert [f.relative_to(tmp_path).as_posix() for f in files] == [
-        "pictures/connectivity.png",
-        "pictures/curves.png",
+        "plots/connectivity.png",
+        "plots/curves.png",
     ]
     assert len(Records.load(tmp_path)) == 4
     record(tmp_path)  # a new training may record into the same folder

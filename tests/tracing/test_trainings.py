@@ -14,7 +14,7 @@ from chrome import counts, inside, names, read, share, spans
 from rich.console import Console
 
 from dynsparse.apps import lm
-from dynsparse.apps.pictures import Training, cifar, mnist, transformer
+from dynsparse.apps.image_classification import Training, cifar, mnist, transformer
 
 SMALL = {
     "mnist": (mnist, {"epochs": 2, "dataset": "digits"}),

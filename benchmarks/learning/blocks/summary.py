@@ -1,6 +1,6 @@
-"""The tables and the picture of docs/blocks-and-order.md, from the lines that run.py wrote.
+"""The tables and the plot of docs/blocks-and-order.md, from the lines that run.py wrote.
 
-python benchmarks/learning/blocks/summary.py RESULTS.jsonl --picture PICTURE.png
+python benchmarks/learning/blocks/summary.py RESULTS.jsonl --plot PLOT.png
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Network(NamedTuple):
     """A network on MNIST, and the ways that change its blocks."""
 
     name: str
-    pictures: int
+    images: int
     epochs: int
     ways: dict[str, str]
 
@@ -60,12 +60,12 @@ def of_text(rows: list[Row]) -> list[Row]:
 
 def errors(rows: list[Row], network: Network, block: int, variant: str) -> dict[int, float]:
     """Seed -> the final test error in %."""
-    names = ("network", "pictures", "epochs", "block", "variant")
+    names = ("network", "images", "epochs", "block", "variant")
     wanted = (*network[:3], block, variant)
-    pictures = (r for r in rows if "network" in r)
+    images = (r for r in rows if "network" in r)
     return {
         r["seed"]: 100 * (1 - r["accuracy"])
-        for r in pictures
+        for r in images
         if tuple(r[name] for name in names) == wanted
     }
 
@@ -149,7 +149,7 @@ def cases_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def pictures_table(rows: list[Row]) -> str:
+def images_table(rows: list[Row]) -> str:
     """As `cases_table`, for the networks on MNIST: errors in %."""
     lines = [f"| network | blocks | flags | {_HEAD}", "|---" * 10 + "|"]
     for network in NETWORKS:
@@ -200,13 +200,13 @@ def draw(rows: list[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.results.read_text().splitlines()]
-    tables = cases_table(rows), pictures_table(rows), *map(partial(ways_table, rows), WAYS)
+    tables = cases_table(rows), images_table(rows), *map(partial(ways_table, rows), WAYS)
     print(*tables, sep="\n\n")
-    if arguments.picture is not None:
-        draw(rows, arguments.picture)
+    if arguments.plot is not None:
+        draw(rows, arguments.plot)
 
 
 if __name__ == "__main__":

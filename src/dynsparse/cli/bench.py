@@ -34,7 +34,7 @@ _measured = partial(option, panel="What is measured")
 _model = partial(option, panel="A model of your own")
 _output = partial(option, panel="Output")
 
-_OF_BENCHMARKS = "spec", "benchmark", "cell", "from_", "list_", "merge", "picture", "markdown"
+_OF_BENCHMARKS = "spec", "benchmark", "cell", "from_", "list_", "merge", "plot", "markdown"
 _OF_MODELS = "density", "block_size", "batch", "sequence"
 
 
@@ -91,7 +91,7 @@ class _Request:
     merge: bool = _output(
         False, "Keep what the --json file holds of benchmarks and cells that are not run.", SWITCH
     )
-    picture: Path | None = _output(None, "Draw speed-up over density here.", OUTPUT_FILE)
+    plot: Path | None = _output(None, "Draw speed-up over density here.", OUTPUT_FILE)
     markdown: Path | None = _output(None, "Write the figures as tables here.", OUTPUT_FILE)
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class _Request:
         if self.block_size and self.density is None:
             raise ValueError("--block-size is that of the weights that --density keeps: give both")
         for reason, names in (
-            ("list_", ("benchmark", "cell", "threads", "from_", "json", "picture", "markdown")),
+            ("list_", ("benchmark", "cell", "threads", "from_", "json", "plot", "markdown")),
             ("from_", ("spec", "benchmark", "cell", "threads")),
         ):
             given = [f"--{flag(name)}" for name in names if getattr(self, name) is not None]
@@ -129,7 +129,7 @@ def bench(values: dict[str, Any]) -> None:
     if request.model is not None:
         _time_model(request, request.model)
         return
-    if request.picture is not None:
+    if request.plot is not None:
         from dynsparse.report.figure import need_matplotlib
 
         need_matplotlib()
@@ -151,7 +151,7 @@ def bench(values: dict[str, Any]) -> None:
         folder = file.resolve().parent
         results = _measure(spec, chosen, folder, request.threads, request.json, request.merge)
     with _figures_of(*([request.from_] if request.from_ else [])):
-        _write(results, request.picture, request.markdown)
+        _write(results, request.plot, request.markdown)
 
 
 def _time_model(request: _Request, model: Path) -> None:
@@ -247,15 +247,15 @@ def _tell(line: str) -> None:
     print(line, flush=True)
 
 
-def _write(results: Results, picture: Path | None, markdown: Path | None) -> None:
+def _write(results: Results, plot: Path | None, markdown: Path | None) -> None:
     if markdown is not None:
         from dynsparse.report.bench import full_report
 
         atomic_write_text(markdown, full_report(results))
-    if picture is not None:
+    if plot is not None:
         from dynsparse.report.bench import draw_speedups
 
-        draw_speedups(results, picture)
+        draw_speedups(results, plot)
 
 
 def _show_list(spec: Spec) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from dynsparse.apps import lm as lm_app
-from dynsparse.apps.pictures import cifar as cifar_app
-from dynsparse.apps.pictures import mnist as mnist_app
-from dynsparse.apps.pictures import transformer as transformer_app
+from dynsparse.apps.image_classification import cifar as cifar_app
+from dynsparse.apps.image_classification import mnist as mnist_app
+from dynsparse.apps.image_classification import transformer as transformer_app
 from dynsparse.options import with_flags
 
 
@@ -22,7 +22,7 @@ def mnist(values: dict[str, Any]) -> None:
 
 @with_flags(transformer_app.Options)
 def mnist_transformer(values: dict[str, Any]) -> None:
-    """Train a transformer with truly sparse projections on the rows of small pictures."""
+    """Train a transformer with truly sparse projections on the rows of small images."""
     transformer_app.run(transformer_app.Options(**values), given=set(values))
 
 
@@ -62,7 +62,7 @@ def visualise(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for the pictures; by default `pictures` in the record's folder."),
+        typer.Option(help="Folder for the plots; by default `plots` in the record's folder."),
     ] = None,
     animate: Annotated[
         bool, typer.Option("--animate", help="Also write the connectivity over time as a GIF.")

@@ -33,7 +33,7 @@ class Program(NamedTuple):
 _NO_DEVICE = "the machine is simulated, there is no device to attach to: leave it out"
 _NO_COMPILER = "nothing is compiled ahead; `dynsparse matmul --plan-only` plans a product"
 _NO_CACHE = "data is read into memory once, in any case: leave it out"
-_NO_TOKENS = "there are no tokens, the rows of a picture are its sequence: leave it out"
+_NO_TOKENS = "there are no tokens, the rows of an image are its sequence: leave it out"
 _ONE_VOCABULARY = "the vocabulary follows from --tokens and --vocabulary-size: leave it out"
 _NO_DECODER = "the model has no decoder: leave it out"
 _PIPELINE = (

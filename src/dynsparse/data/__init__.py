@@ -1,6 +1,6 @@
 """Data sets: scikit-learn's digits, MNIST, Fashion-MNIST and CIFAR-10 as tensors in memory.
 
-`load(name)` gives a `Pictures` pair; nothing here touches the network unless a set has to be
+`load(name)` gives a `LabelledImages` pair; nothing here touches the network unless a set has to be
 downloaded.
 """
 
@@ -10,13 +10,13 @@ import logging
 from pathlib import Path
 
 from dynsparse._core.checks import typed
-from dynsparse.data.pictures import (
+from dynsparse.data.images import (
     CIFAR_PIXELS,
     CLASSES,
     PIXELS,
     SOURCES,
     DataSet,
-    Pictures,
+    LabelledImages,
     load_cifar10,
     load_digits,
     load_mnist,
@@ -31,7 +31,7 @@ __all__ = [
     "NAMES",
     "PIXELS",
     "DataSet",
-    "Pictures",
+    "LabelledImages",
     "load",
     "read_idx",
 ]
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 GREY = ("digits", *SOURCES)
-"""The data sets of grey pictures of 28x28."""
+"""The data sets of grey images of 28x28."""
 
 NAMES = (*GREY, "cifar-10")
 """The data sets that `load` knows."""
@@ -50,7 +50,7 @@ COUNTS = {
     **dict.fromkeys(SOURCES, (60_000, 10_000)),
     "cifar-10": (50_000, 10_000),
 }
-"""How many training and test pictures each of them has."""
+"""How many training and test images each of them has."""
 
 
 @typed
@@ -77,5 +77,5 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
         data_set = load_cifar10(data_dir)
     else:
         data_set = load_mnist(name, data_dir)
-    _log.info("%s: %d and %d pictures", name, len(data_set.train), len(data_set.test))
+    _log.info("%s: %d and %d images", name, len(data_set.train), len(data_set.test))
     return data_set

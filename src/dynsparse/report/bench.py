@@ -201,7 +201,7 @@ def draw_speedups(results: dict[str, Any], path: Path) -> Path:
     panels = _panels(results)
     if not panels:
         raise ValueError(
-            "--picture: expected training steps (measure: step) at two densities or more, got none"
+            "--plot: expected training steps (measure: step) at two densities or more, got none"
         )
     blocks = sorted(
         {block for series_of in panels.values() for s in series_of.values() for block in s}

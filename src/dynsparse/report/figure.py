@@ -39,7 +39,7 @@ def need_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ImportError(
-            "pictures need the package matplotlib: pip install 'dynsparse[apps]'"
+            "plots need the package matplotlib: pip install 'dynsparse[apps]'"
         ) from None
 
 

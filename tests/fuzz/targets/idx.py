@@ -10,16 +10,16 @@ import numpy as np
 from dynsparse.data import read_idx
 from targets.common import folder, refused_as
 
-_PICTURES = struct.pack(">HBB3I", 0, 8, 3, 2, 3, 4) + bytes(range(24))
+_IMAGES = struct.pack(">HBB3I", 0, 8, 3, 2, 3, 4) + bytes(range(24))
 _LABELS = struct.pack(">HBBI", 0, 8, 1, 5) + bytes(range(5))
 _WAYS = 4
 
 SEEDS = [
-    b"\0" + _PICTURES,
+    b"\0" + _IMAGES,
     b"\1" + _LABELS,
-    b"\2" + _PICTURES,
+    b"\2" + _IMAGES,
     b"\3" + _LABELS,
-    b"\0" + gzip.compress(_PICTURES, mtime=0),
+    b"\0" + gzip.compress(_IMAGES, mtime=0),
     b"\1" + gzip.compress(_LABELS, mtime=0),
 ]
 

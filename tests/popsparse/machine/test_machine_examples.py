@@ -71,7 +71,7 @@ def test_matrix_products_of_the_tutorials(capsys):
 
 def test_logistic_regression_on_tiles():
     space = runpy.run_path(str(EXAMPLES / "tile_machine_logistic.py"))
-    found = space["pictures_of"](None)
+    found = space["images_of"](None)
     accuracy, profile, engine = space["train"](found, epochs=1)
     assert accuracy > 0.85
     # The same steps in NumPy.

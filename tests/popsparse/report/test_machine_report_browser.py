@@ -102,10 +102,10 @@ def page() -> str:
     ids=["light", "dark"],
 )
 def test_page_is_drawn_without_console_messages(tmp_path, page, flags, expected):
-    picture = tmp_path / "page.png"
-    _, console = browse(tmp_path, page, f"--screenshot={picture}", *flags)
+    screenshot = tmp_path / "page.png"
+    _, console = browse(tmp_path, page, f"--screenshot={screenshot}", *flags)
     assert console == []
-    with Image.open(picture) as image:
+    with Image.open(screenshot) as image:
         colours = image.convert("RGB").getcolors(1 << 24)
     # The script drew compute and exchange.
     assert set(expected.values()) <= {colour for _, colour in colours}

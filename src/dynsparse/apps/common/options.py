@@ -210,7 +210,7 @@ class TrainingOptions:
         needs=(SPARSE, TRAINS),
     )
 
-    batch_size: int = _training(16, "Pictures per optimizer step.", integer(1))
+    batch_size: int = _training(16, "Images per optimizer step.", integer(1))
     optimizer: str = _training(
         "Adam", "Adam, or SGD without or with momentum.",
         choice("GradientDescent", "Momentum", "Adam"), needs=(TRAINS,),

@@ -1,1 +1,1 @@
-"""What a training recorded: its connectivity and its curves, as pictures."""
+"""What a training recorded: its connectivity and its curves, as plots."""

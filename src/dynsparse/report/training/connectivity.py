@@ -44,7 +44,7 @@ def visualise(
 
     Args:
         records_path: the folder of the record (docs/records.md).
-        output_dir: where the pictures go, made if needed; by default `pictures` in the record.
+        output_dir: where the plots go, made if needed; by default `plots` in the record.
         cmap: the colour map of the connectivity, by matplotlib's name.
         animate: also write the connectivity of the first layer over all updates as a GIF. Of more
             than 120 updates it shows 120, evenly chosen.
@@ -64,7 +64,7 @@ def visualise(
     records = Records.load(records_path)
     layer = next(iter(records.layers))
     frames = [(step, _undo_permutation(counts, records)) for step, counts in inputs(records, layer)]
-    folder = Path(output_dir) if output_dir is not None else records.path / "pictures"
+    folder = Path(output_dir) if output_dir is not None else records.path / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     files = [
         _draw_before_and_after(records, layer, frames, colours, folder / "connectivity.png"),
@@ -109,7 +109,7 @@ def _undo_permutation(counts: np.ndarray, records: Records) -> np.ndarray:
     return image
 
 
-def _as_picture(counts: np.ndarray) -> np.ndarray:
+def _as_image(counts: np.ndarray) -> np.ndarray:
     side = math.isqrt(len(counts))
     return counts.reshape(side, side) if side * side == len(counts) else counts[None]
 
@@ -133,11 +133,11 @@ class _Panel:
     """The connections of every input at one step: an image, or a strip where there is no square."""
 
     def __init__(self, axes: Axes, counts: np.ndarray, colours: Colormap, top: int) -> None:
-        picture = _as_picture(counts)
-        self._is_image = len(picture) > 1
+        image = _as_image(counts)
+        self._is_image = len(image) > 1
         self._axes = axes
         self._image = axes.imshow(
-            picture,
+            image,
             cmap=colours,
             vmin=0,
             vmax=top,
@@ -154,7 +154,7 @@ class _Panel:
         self._note = axes.set_title("", loc="right", color=MUTED, fontsize=10)
 
     def show(self, counts: np.ndarray, title: str) -> None:
-        self._image.set_data(_as_picture(counts))
+        self._image.set_data(_as_image(counts))
         self._axes.set_title(title, fontweight="bold")
         unit = "pixels" if self._is_image else "inputs"
         self._note.set_text(f"{int((counts == 0).sum()):,} of {len(counts):,} {unit} unconnected")
@@ -176,7 +176,7 @@ def _draw_before_and_after(
 ) -> Path:
     shown = [frames[0], frames[-1]]
     top = max(1, *(int(counts.max()) for _, counts in shown))
-    is_image = len(_as_picture(frames[0][1])) > 1
+    is_image = len(_as_image(frames[0][1])) > 1
     with figure(*((11.6, 5.7) if is_image else (12.0, 4.4))) as page:
         grid = page.subplots(*((1, 2) if is_image else (2, 1)), sharex=True)
         panels = [
@@ -196,7 +196,7 @@ def _animate(
 ) -> Path:
     top = max(1, *(int(counts.max()) for _, counts in frames), 1)
     chosen = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), _MOST_FRAMES)).round())
-    pictures = []
+    pages = []
     with figure(6.6, 6.1) as page:
         panel = _Panel(page.subplots(), frames[0][1], colours, top)
         panel.add_scale()
@@ -209,12 +209,12 @@ def _animate(
             step, counts = frames[index]
             panel.show(counts, f"Step {step:,}")
             page.canvas.draw()
-            pictures.append(np.array(page.canvas.buffer_rgba())[..., :3])  # type: ignore[attr-defined]
-    _write_gif(pictures, colours, path)
+            pages.append(np.array(page.canvas.buffer_rgba())[..., :3])  # type: ignore[attr-defined]
+    _write_gif(pages, colours, path)
     return path
 
 
-def _write_gif(pictures: list[np.ndarray], colours: Colormap, path: Path) -> None:
+def _write_gif(pages: list[np.ndarray], colours: Colormap, path: Path) -> None:
     """One palette for all frames, so that a colour means the same number from start to end."""
     from PIL import Image
 
@@ -222,8 +222,8 @@ def _write_gif(pictures: list[np.ndarray], colours: Colormap, path: Path) -> Non
     greys = np.linspace(0, 255, 48).round().astype(np.uint8)[:, None].repeat(3, 1)
     palette = np.concatenate([scale, greys])
     frames = []
-    for picture in pictures:
-        frames.append(Image.fromarray(_nearest(picture, palette)))
+    for page in pages:
+        frames.append(Image.fromarray(_nearest(page, palette)))
         frames[-1].putpalette(palette.tobytes())
     milliseconds = [_FRAME_MS] * len(frames)
     milliseconds[0] = milliseconds[-1] = _HELD_MS
@@ -231,12 +231,12 @@ def _write_gif(pictures: list[np.ndarray], colours: Colormap, path: Path) -> Non
     atomic_write(path, lambda file: frames[0].save(file, "GIF", save_all=True, **more))
 
 
-def _nearest(picture: np.ndarray, palette: np.ndarray) -> np.ndarray:
+def _nearest(page: np.ndarray, palette: np.ndarray) -> np.ndarray:
     """For each pixel (uint8 [h, w, 3]) the index of the closest of up to 256 colours: uint8 [h, w].
 
     Pillow's own search is coarser: it turns white into a light grey.
     """
-    codes = picture.astype(np.int64) @ (65536, 256, 1)
+    codes = page.astype(np.int64) @ (65536, 256, 1)
     unique, where = np.unique(codes, return_inverse=True)
     colours = np.stack([unique >> 16, (unique >> 8) & 255, unique & 255], 1)
     distance = ((colours[:, None] - palette[None].astype(np.int64)) ** 2).sum(2)

@@ -19,7 +19,7 @@ _DASHED = (0, (2, 1))
 
 
 def draw_curves(records: Records, path: Path) -> Path:
-    """Churn, exploration and dead units of every layer over the steps, as one picture.
+    """Churn, exploration and dead units of every layer over the steps, as one plot.
 
     Churn is the share of the connections that an update replaced; exploration the share of all
     positions that were ever active; dead inputs and outputs are those without any connection.

@@ -39,7 +39,7 @@ class Recorder:
         path: the folder of the record; it is created. An existing record is continued after
             `truncate`, or replaced by `start`.
         metadata: anything JSON can hold, kept with the record: data set, seed, flags. Arrays and
-            tensors become lists. Pictures use `pixel_permutation`: input i of the first layer reads
+            tensors become lists. Images use `pixel_permutation`: input i of the first layer reads
             pixel `pixel_permutation[i]`.
 
     Files are written atomically, so a training may be killed at any moment. Updates of layers on

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.apps import pictures
+from dynsparse.apps import image_classification
 from dynsparse.apps.common.options import MachineOptions, panel
-from dynsparse.apps.pictures.training import PictureOptions
+from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data import CLASSES
-from dynsparse.data.pictures import SIDE
+from dynsparse.data.images import SIDE
 from dynsparse.nn import SparseLinear
 from dynsparse.options import Need, between, choice, many, number, override
 from dynsparse.training.algorithms import BY_NAME
@@ -31,12 +31,12 @@ _FIRST = Need(
 
 
 @dataclass(kw_only=True)
-class Options(MachineOptions, PictureOptions):
+class Options(MachineOptions, ImageOptions):
     """One training; the flags of `dynsparse mnist`."""
 
     permute_input: str = panel("Data", "network")(
         "none",
-        "Order of the pixels; with block, a block of weights covers a tile of the picture.",
+        "Order of the pixels; with block, a block of weights covers a tile of the image.",
         choice("none", "block", "random"),
     )
     densities: Sequence[float] = _network(
@@ -53,7 +53,7 @@ class Options(MachineOptions, PictureOptions):
         also=("hidden_size",),
     )
     block_size: int = override(
-        PictureOptions,
+        ImageOptions,
         "block_size",
         help="Edge of the blocks of the first layer.",
         needs=(_FIRST,),
@@ -113,7 +113,7 @@ def layer_shapes(options: Options) -> list[LayerShape]:
     Only the first has blocks.
     """
     block = options.block_size if options.is_sparse(0) else 1
-    widths = [picture_side(block) ** 2, *options.hidden_sizes, CLASSES]
+    widths = [image_side(block) ** 2, *options.hidden_sizes, CLASSES]
     return [
         LayerShape(
             name=f"fc{i + 1}",
@@ -127,10 +127,10 @@ def layer_shapes(options: Options) -> list[LayerShape]:
     ]
 
 
-def picture_side(block_size: int) -> int:
-    """Edge of the pictures the network reads: 28, or 32 where blocks do not divide 28 x 28.
+def image_side(block_size: int) -> int:
+    """Edge of the images the network reads: 28, or 32 where blocks do not divide 28 x 28.
 
-    The border of two empty pixels all around keeps the picture square and in the middle.
+    The border of two empty pixels all around keeps the image square and in the middle.
     """
     return SIDE if SIDE * SIDE % block_size == 0 else 32
 
@@ -138,7 +138,7 @@ def picture_side(block_size: int) -> int:
 class Network(nn.Module):
     """Linear layers fc1, fc2, ..., each hidden one followed by relu and dropout.
 
-    forward: pictures [batch, in] -> logits [batch, 10].
+    forward: images [batch, in] -> logits [batch, 10].
     """
 
     def __init__(self, layers: list[tuple[str, nn.Module]], droprate: float) -> None:
@@ -178,13 +178,13 @@ def _layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
 
 
 def pixel_permutation(kind: str, block_size: int, generator: torch.Generator) -> Tensor:
-    """Which pixel each input of the network reads: int64 [side^2], the side of `picture_side`.
+    """Which pixel each input of the network reads: int64 [side^2], the side of `image_side`.
 
-    "none" keeps the picture's order, "random" shuffles it. With "block" the inputs of one block
-    are a compact tile of the picture (2x2 pixels for blocks of 4, 2x4 for 8, 4x4 for 16, 4x8 for
+    "none" keeps the image's order, "random" shuffles it. With "block" the inputs of one block
+    are a compact tile of the image (2x2 pixels for blocks of 4, 2x4 for 8, 4x4 for 16, 4x8 for
     32, 8x8 for 64, 8x16 for 128) in place of a strip of a row.
     """
-    side = picture_side(block_size)
+    side = image_side(block_size)
     if kind == "random":
         return torch.randperm(side * side, generator=generator)
     pixels = torch.arange(side * side)
@@ -197,7 +197,7 @@ def pixel_permutation(kind: str, block_size: int, generator: torch.Generator) ->
 
 
 def arrange_pixels(images: Tensor, permutation: Tensor) -> Tensor:
-    """Pictures [n, 784] as the network reads them: with a border if it needs one, permuted."""
+    """Images [n, 784] as the network reads them: with a border if it needs one, permuted."""
     side = math.isqrt(len(permutation))
     border = (side - SIDE) // 2
     if border:
@@ -207,8 +207,8 @@ def arrange_pixels(images: Tensor, permutation: Tensor) -> Tensor:
     return images[:, permutation]
 
 
-class MnistTraining(pictures.Training):
-    """Fully connected layers on pictures whose pixels may be permuted."""
+class MnistTraining(image_classification.Training):
+    """Fully connected layers on images whose pixels may be permuted."""
 
     app = "mnist"
     options: Options
@@ -236,5 +236,6 @@ class MnistTraining(pictures.Training):
         return super().metadata() | extra
 
 
-run = partial(pictures.run, MnistTraining)
-"""Train and test as options say: `run(options, console, given=...)`, see `pictures.run`."""
+run = partial(image_classification.run, MnistTraining)
+"""Train and test as options say: `run(options, console, given=...)`; see
+`image_classification.run`."""

@@ -1,6 +1,6 @@
 """Large blocks in the networks on MNIST: one training per variant and seed, a line of JSON each.
 
-    python benchmarks/learning/blocks/pictures.py --data-dir DIR --network mlp --block 16 \
+    python benchmarks/learning/blocks/images.py --data-dir DIR --network mlp --block 16 \
         --variants plain "tiles, rounded down" --output results.jsonl
 
 --block 1 with the variant plain is elements. The trainings are shorter than the defaults of
@@ -20,11 +20,15 @@ import torch
 from cuts import by_correlation, dealt_out
 from torch import Tensor
 
-from dynsparse.apps.pictures import Training, mnist, transformer
-from dynsparse.apps.pictures.mnist import MnistTraining, arrange_pixels, pixel_permutation
-from dynsparse.apps.pictures.run import density
-from dynsparse.apps.pictures.transformer import TransformerTraining
-from dynsparse.data import DataSet, Pictures, load
+from dynsparse.apps.image_classification import Training, mnist, transformer
+from dynsparse.apps.image_classification.mnist import (
+    MnistTraining,
+    arrange_pixels,
+    pixel_permutation,
+)
+from dynsparse.apps.image_classification.run import density
+from dynsparse.apps.image_classification.transformer import TransformerTraining
+from dynsparse.data import DataSet, LabelledImages, load
 
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -61,7 +65,7 @@ def make(arguments: argparse.Namespace, data: DataSet, seed: int, name: str) -> 
     options = mnist.Options(densities=(0.1, 1.0), **common)
     if options.permute_input != "random":
         return MnistTraining(options, data, seed)
-    with patch("dynsparse.apps.pictures.mnist.pixel_permutation", permutation):
+    with patch("dynsparse.apps.image_classification.mnist.pixel_permutation", permutation):
         return MnistTraining(options, data, seed)
 
 
@@ -72,15 +76,15 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--variants", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--pictures", type=int, default=60_000, help="training images")
+    parser.add_argument("--images", type=int, default=60_000, help="training images")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--updates", type=int, default=10, help="pattern updates per epoch")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     whole = load("mnist", arguments.data_dir)
-    count = arguments.pictures
-    train = Pictures(whole.train.images[:count], whole.train.labels[:count])
+    count = arguments.images
+    train = LabelledImages(whole.train.images[:count], whole.train.labels[:count])
     data = DataSet("mnist", train, whole.test)
     for seed in arguments.seeds:
         for name in arguments.variants:
@@ -95,7 +99,7 @@ def main() -> None:
                 "variant": name,
                 "block": arguments.block,
                 "seed": seed,
-                "pictures": len(train),
+                "images": len(train),
                 "epochs": arguments.epochs,
                 "accuracy": round(scores.accuracy, 5),
                 "density": round(density(training.model), 4),

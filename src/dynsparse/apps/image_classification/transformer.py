@@ -1,4 +1,4 @@
-"""Train a transformer with sparse projections on the rows of pictures: `run(Options(...))`.
+"""Train a transformer with sparse projections on the rows of images: `run(Options(...))`.
 
 Names and sizes of the options are those of `sparse_transformer_rigl_mnist.py` of Graphcore's
 dynamic sparsity application; docs/mnist-transformer.md lists the differences.
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dynsparse.apps import pictures
+from dynsparse.apps import image_classification
 from dynsparse.apps.common.options import MachineOptions, interleave_heads, match_blocks, panel
 from dynsparse.apps.common.training import replace_sparse
-from dynsparse.apps.pictures.training import PictureOptions
-from dynsparse.data.pictures import CLASSES, SIDE
+from dynsparse.apps.image_classification.training import ImageOptions
+from dynsparse.data.images import CLASSES, SIDE
 from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
 from dynsparse.options import SWITCH, between, number, override
 from dynsparse.training.algorithms import BY_NAME
@@ -29,13 +29,13 @@ _SIZE = between(1, 100_000)
 
 
 @dataclass(kw_only=True)
-class Options(MachineOptions, PictureOptions):
+class Options(MachineOptions, ImageOptions):
     """One training; the flags of `dynsparse mnist-transformer`."""
 
-    rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
+    rates: ClassVar[dict[str, float]] = ImageOptions.rates | {"Adam": 0.004}
 
     epochs: int | None = override(
-        PictureOptions, "epochs", default=None, by_default="12 of digits, 1 of the others"
+        ImageOptions, "epochs", default=None, by_default="12 of digits, 1 of the others"
     )
     sparsity: float = _network(
         0.9, "Share of zeros in every matrix; 0 is dense.", number(0, 1, below=True),
@@ -95,7 +95,7 @@ class Options(MachineOptions, PictureOptions):
 class Network(nn.Module):
     """Rows with their positions -> `input` -> pre-norm transformer layers -> sum -> `output`.
 
-    forward: pictures [batch, 784] -> logits [batch, 10]. Every matrix is sparse, all at one
+    forward: images [batch, 784] -> logits [batch, 10]. Every matrix is sparse, all at one
     density: `input` [hidden, 28], six per layer, `output` [10, hidden], which has no bias.
     """
 
@@ -131,8 +131,8 @@ class Network(nn.Module):
         self.positions: Tensor
         self.register_buffer("positions", position_encoding(SIDE, options.in_features))
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        rows = pictures.unflatten(-1, (SIDE, SIDE))
+    def forward(self, images: Tensor) -> Tensor:
+        rows = images.unflatten(-1, (SIDE, SIDE))
         x = pad(rows, (0, self.positions.shape[1] - SIDE)) + self.positions
         x = self.input(self.dropout(x))
         for layer in self.layers:
@@ -170,8 +170,8 @@ def position_encoding(tokens: int, features: int) -> Tensor:
     return (centred / centred.std(1, correction=0, keepdim=True)).float()
 
 
-class TransformerTraining(pictures.Training):
-    """A transformer on the rows of pictures."""
+class TransformerTraining(image_classification.Training):
+    """A transformer on the rows of images."""
 
     app = "mnist-transformer"
     options: Options
@@ -188,5 +188,6 @@ class TransformerTraining(pictures.Training):
         )
 
 
-run = partial(pictures.run, TransformerTraining)
-"""Train and test as options say: `run(options, console, given=...)`, see `pictures.run`."""
+run = partial(image_classification.run, TransformerTraining)
+"""Train and test as options say: `run(options, console, given=...)`; see
+`image_classification.run`."""

@@ -30,7 +30,7 @@ from dynsparse.apps.common.run import (
     stop_on_interrupt,
 )
 from dynsparse.apps.common.training import NOTICE, Scores, Sums, random_ids, random_shares
-from dynsparse.apps.pictures.training import PictureOptions, Training
+from dynsparse.apps.image_classification.training import ImageOptions, Training
 from dynsparse.nn import SparseLinear
 from dynsparse.tracing import span
 
@@ -133,7 +133,7 @@ def training_figures(
 ) -> dict[str, Any]:
     """What `--json` writes. Accuracies and densities are shares in [0, 1], times are seconds.
 
-    `accuracy` and `loss` are of the test pictures, None with `--test-mode training`.
+    `accuracy` and `loss` are of the test images, None with `--test-mode training`.
     """
     network = training.model
     layers = _layers(network)
@@ -207,7 +207,7 @@ _COLUMNS = {"epoch": 7, "loss": 9, "accuracy": 10, "density": 10, "replaced": 11
 
 def run(
     kind: type[Training],
-    options: PictureOptions,
+    options: ImageOptions,
     console: Console | None = None,
     *,
     given: Collection[str] = (),
@@ -223,23 +223,23 @@ def run(
 
 def _run(
     kind: type[Training],
-    options: PictureOptions,
+    options: ImageOptions,
     seed: int,
     checkpoint: Checkpoint | None,
     console: Console,
 ) -> dict[str, Any]:
     with span("data"):
-        pictures = _pictures(options)
+        data_set = _data_set(options)
         if options.hold_out:
-            pictures = pictures.hold_out(options.hold_out)
+            data_set = data_set.hold_out(options.hold_out)
     with span("build"):
-        training = kind(options, pictures, seed)
+        training = kind(options, data_set, seed)
     if checkpoint is not None:
         restore(training, checkpoint)
     trains = options.trains
     writes = Outputs(training, partial(_loggers, training)) if trains else nullcontext()
     with writes as outputs:
-        for line in _headlines(training, pictures):
+        for line in _headlines(training, data_set):
             console.print(line, highlight=False)
         last = None
         if outputs is not None:
@@ -257,12 +257,12 @@ def _run(
     return figures
 
 
-def _pictures(options: PictureOptions) -> data.DataSet:
+def _data_set(options: ImageOptions) -> data.DataSet:
     if not options.synthetic_data:
         return data.load(options.dataset, options.data_dir)
     device = torch.device(options.device)
     parts = [
-        data.Pictures(
+        data.LabelledImages(
             random_shares((count, data.PIXELS), device)
             if options.dataset in data.GREY
             else random_ids(256, (count, data.CIFAR_PIXELS), device).to(torch.uint8),
@@ -281,13 +281,13 @@ def _loggers(training: Training) -> list[Logger]:
     return loggers + open_loggers(options, Names(train="train/", test="test/"))
 
 
-def _headlines(training: Training, pictures: data.DataSet) -> list[str]:
+def _headlines(training: Training, data_set: data.DataSet) -> list[str]:
     options = training.options
     notice = [NOTICE.format(device=options.device)] if options.synthetic_data else []
     return [
         *notice,
-        f"{options.method} on {options.dataset}: {len(pictures.train):,} pictures to train, "
-        f"{len(pictures.test):,} {'held out ' if options.hold_out else ''}to test",
+        f"{options.method} on {options.dataset}: {len(data_set.train):,} images to train, "
+        f"{len(data_set.test):,} {'held out ' if options.hold_out else ''}to test",
         f"{training.headline()}, density {100 * density(training.model):.2f} %, "
         f"{options.optimizer}, batch {options.batch_size}, seed {training.seed}",
     ]

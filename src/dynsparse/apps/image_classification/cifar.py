@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dynsparse.allocation import METHODS as ALLOCATIONS
-from dynsparse.apps import pictures
+from dynsparse.apps import image_classification
 from dynsparse.apps.common.options import SPARSE, TRAINS, methods_with, panel
-from dynsparse.apps.pictures.training import PictureOptions
+from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data import CLASSES, DataSet
-from dynsparse.data.pictures import SIDE
+from dynsparse.data.images import SIDE
 from dynsparse.nn import sparsify
 from dynsparse.options import between, choice, number, override
 from dynsparse.training.algorithms import BY_NAME
@@ -34,7 +34,7 @@ _training = panel("Training", "training")
 
 
 @dataclass(kw_only=True)
-class Options(PictureOptions):
+class Options(ImageOptions):
     """One training; the flags of `dynsparse cifar`."""
 
     # 0.1 with momentum at a batch of 128.
@@ -50,14 +50,14 @@ class Options(PictureOptions):
     }
 
     dataset: str = override(
-        PictureOptions,
+        ImageOptions,
         "dataset",
         default="cifar-10",
         help="What to train on; digits needs no download: they are brought to the same form.",
         kind=choice("digits", "cifar-10"),
     )
     data_dir: Path | None = override(
-        PictureOptions,
+        ImageOptions,
         "data_dir",
         help="Folder with cifar-10-binary.tar.gz or the files in it; without it that is downloaded "
         "once.",
@@ -73,13 +73,13 @@ class Options(PictureOptions):
         methods=tuple(BY_NAME), needs=(SPARSE,),
     )  # fmt: skip
     block_size: int = override(
-        PictureOptions,
+        ImageOptions,
         "block_size",
         help="Edge of the blocks, over channels; with blocks the last layer stays dense.",
         kind=choice(1, 4, 8, 16),
     )
     update_interval: int | None = override(
-        PictureOptions,
+        ImageOptions,
         "update_interval",
         help="Steps between pattern updates.",
         by_default="100, or a tenth of the steps with updates where that is less",
@@ -89,20 +89,20 @@ class Options(PictureOptions):
         number(0, 1, above="a number in (0, 1]"), methods=methods_with("update_interval"),
         needs=(SPARSE, TRAINS),
     )  # fmt: skip
-    steps_per_epoch: int = override(PictureOptions, "steps_per_epoch", help="Reports per epoch.")
-    batch_size: int = override(PictureOptions, "batch_size", default=128)
-    optimizer: str = override(PictureOptions, "optimizer", default="Momentum")
+    steps_per_epoch: int = override(ImageOptions, "steps_per_epoch", help="Reports per epoch.")
+    batch_size: int = override(ImageOptions, "batch_size", default=128)
+    optimizer: str = override(ImageOptions, "optimizer", default="Momentum")
     epochs: int | None = override(
-        PictureOptions, "epochs", default=None, by_default="250 of CIFAR-10, 20 of the digits"
+        ImageOptions, "epochs", default=None, by_default="250 of CIFAR-10, 20 of the digits"
     )
     learning_rate: float | None = override(
-        PictureOptions,
+        ImageOptions,
         "learning_rate",
         help="First learning rate; the default is for a batch of 128 and scales with the batch.",
         by_default="0.1, with Adam 0.001",
     )
     decay: str = override(
-        PictureOptions,
+        ImageOptions,
         "decay",
         default="drops",
         help="Of the learning rate; drops are the paper's: a fifth, three times in the training.",
@@ -110,13 +110,13 @@ class Options(PictureOptions):
     )
     augment: str | None = _training(
         None,
-        "Which pictures the training sees: moved by up to 4 pixels, and mirrored at random "
+        "Which images the training sees: moved by up to 4 pixels, and mirrored at random "
         "(move-mirror), moved only, or as they are.",
         choice("move-mirror", "move", "none"),
         by_default="move-mirror of CIFAR-10, none of the digits",
     )
-    checkpoint_freq: int = override(PictureOptions, "checkpoint_freq", default=10)
-    threads: int = override(PictureOptions, "threads", help="CPU threads.")
+    checkpoint_freq: int = override(ImageOptions, "checkpoint_freq", default=10)
+    threads: int = override(ImageOptions, "threads", help="CPU threads.")
 
     def check_network(self) -> None:
         if (self.depth - 4) % 6:
@@ -149,8 +149,8 @@ class Options(PictureOptions):
 class Network(nn.Module):
     """A convolution, three groups of residual blocks, the mean over each channel, a linear layer.
 
-    forward: pictures uint8 [batch, 3, 32, 32] -> logits [batch, 10]. Each channel is brought to
-    mean 0 and standard deviation 1 of the training pictures, `mean` and `deviation` [3].
+    forward: images uint8 [batch, 3, 32, 32] -> logits [batch, 10]. Each channel is brought to
+    mean 0 and standard deviation 1 of the training images, `mean` and `deviation` [3].
 
     Source: Zagoruyko and Komodakis 2016, "Wide Residual Networks", sections 2 and 2.3, without
     dropout: depth 6 n + 4, blocks of two 3x3 convolutions, each after a batch norm and relu.
@@ -175,8 +175,8 @@ class Network(nn.Module):
         self.norm = nn.BatchNorm2d(channels)
         self.output = nn.Linear(channels, CLASSES)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        x = (pictures.to(self.mean.dtype) - self.mean) / self.deviation
+    def forward(self, images: Tensor) -> Tensor:
+        x = (images.to(self.mean.dtype) - self.mean) / self.deviation
         x = self.norm(self.blocks(self.first(x))).relu()
         return self.output(x.mean((2, 3)))
 
@@ -238,11 +238,11 @@ def _draw(network: nn.Module, generator: torch.Generator) -> None:
 
 
 _SIDE = 32
-_REACH = 4  # pixels that a picture is moved by at most
+_REACH = 4  # pixels that an image is moved by at most
 
 
-class CifarTraining(pictures.Training):
-    """A wide residual network on coloured pictures of 32x32."""
+class CifarTraining(image_classification.Training):
+    """A wide residual network on coloured images of 32x32."""
 
     app = "cifar"
     options: Options
@@ -286,7 +286,7 @@ class CifarTraining(pictures.Training):
 
 
 def shift(images: Tensor, by: Tensor, mirror: Tensor) -> Tensor:
-    """Pictures [n, channels, side, side], each seen from `by` rows and columns further on, and
+    """Images [n, channels, side, side], each seen from `by` rows and columns further on, and
     then mirrored left to right where `mirror` is true.
 
     What lies beyond an edge is what lies before it, mirrored; the edge itself is there once.
@@ -315,5 +315,6 @@ def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), deviation.float().clamp_min(1.0)
 
 
-run = partial(pictures.run, CifarTraining)
-"""Train and test as options say: `run(options, console, given=...)`, see `pictures.run`."""
+run = partial(image_classification.run, CifarTraining)
+"""Train and test as options say: `run(options, console, given=...)`; see
+`image_classification.run`."""

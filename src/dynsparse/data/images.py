@@ -1,4 +1,4 @@
-"""Data sets of small pictures: the digits, MNIST, Fashion-MNIST and CIFAR-10."""
+"""Data sets of small images: the digits, MNIST, Fashion-MNIST and CIFAR-10."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dynsparse.data.download import DAMAGE, fetch, read_unpacked
 
 SIDE = 28
 PIXELS = SIDE * SIDE
-"""How many pixels a picture of each of the sets has."""
+"""How many pixels an image of each of the sets has."""
 CLASSES = 10
 """How many classes each of the sets has."""
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures and labels int64 [n] in [0, 10).
+class LabelledImages:
+    """Images and labels int64 [n] in [0, 10).
 
-    Grey pictures are float32 [n, 784], rows of pixels in [0, 1]; those of CIFAR-10 are uint8
+    Grey images are float32 [n, 784], rows of pixels in [0, 1]; those of CIFAR-10 are uint8
     [n, 3072], which is a quarter of the memory.
     """
 
@@ -42,33 +42,33 @@ class Pictures:
 
 
 class DataSet(NamedTuple):
-    """The training and the test pictures of the data set `name`."""
+    """The training and the test images of the data set `name`."""
 
     name: str
-    train: Pictures
-    test: Pictures
+    train: LabelledImages
+    test: LabelledImages
 
     def hold_out(self, count: int) -> DataSet:
-        """The last `count` training pictures in place of the test pictures.
+        """The last `count` training images in place of the test images.
 
         For choosing settings without a look at the test set.
 
         Raises:
-            ValueError: not 0 < count < the number of training pictures.
+            ValueError: not 0 < count < the number of training images.
         """
         total = len(self.train)
         count = check_integer("count", count)
         if not 0 < count < total:
             raise ValueError(
-                f"expected to hold out between 1 and {total - 1} of the {total} training pictures, "
+                f"expected to hold out between 1 and {total - 1} of the {total} training images, "
                 f"got {count}"
             )
         images, labels = self.train.images, self.train.labels
         keep = total - count
         return DataSet(
             self.name,
-            Pictures(images[:keep], labels[:keep]),
-            Pictures(images[keep:], labels[keep:]),
+            LabelledImages(images[:keep], labels[:keep]),
+            LabelledImages(images[keep:], labels[keep:]),
         )
 
 
@@ -81,7 +81,7 @@ def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
 
     Args:
         path: the file.
-        dimensions: how many dimensions the array must have; 3 for pictures, 1 for labels.
+        dimensions: how many dimensions the array must have; 3 for images, 1 for labels.
 
     Raises:
         ValueError: not such a file: wrong magic number, another number of dimensions, fewer or
@@ -118,7 +118,7 @@ _SPLIT_SEED = 0
 
 
 def load_digits() -> DataSet:
-    """The digits as 1,437 training and 360 test pictures of 28x28.
+    """The digits as 1,437 training and 360 test images of 28x28.
 
     Like MNIST's, a digit fills the 20x20 pixels in the middle: the 8x8 pixels are interpolated
     (bilinear) and surrounded by a border of four empty pixels. The split is random but fixed, the
@@ -142,7 +142,9 @@ def load_digits() -> DataSet:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
     test, train = order[:_TEST_COUNT], order[_TEST_COUNT:]
     return DataSet(
-        "digits", Pictures(images[train], labels[train]), Pictures(images[test], labels[test])
+        "digits",
+        LabelledImages(images[train], labels[train]),
+        LabelledImages(images[test], labels[test]),
     )
 
 
@@ -200,8 +202,8 @@ def load_mnist(name: str, data_dir: str | Path | None = None) -> DataSet:
         }
     else:
         paths = {file: _find(file, Path(data_dir), name) for file in SOURCES[name].checksums}
-    train = _pictures(paths[_TRAIN_IMAGES], paths[_TRAIN_LABELS])
-    test = _pictures(paths[_TEST_IMAGES], paths[_TEST_LABELS])
+    train = _images(paths[_TRAIN_IMAGES], paths[_TRAIN_LABELS])
+    test = _images(paths[_TEST_IMAGES], paths[_TEST_LABELS])
     return DataSet(name, train, test)
 
 
@@ -219,17 +221,17 @@ def _find(file: str, data_dir: Path, name: str) -> Path:
     )
 
 
-def _pictures(images_path: Path, labels_path: Path) -> Pictures:
+def _images(images_path: Path, labels_path: Path) -> LabelledImages:
     images = read_idx(images_path, 3)
     labels = read_idx(labels_path, 1)
     if images.shape[1:] != (SIDE, SIDE):
         raise ValueError(
-            f"{images_path}: expected pictures of {SIDE}x{SIDE} pixels, "
+            f"{images_path}: expected images of {SIDE}x{SIDE} pixels, "
             f"got {images.shape[1]}x{images.shape[2]}"
         )
     if len(images) != len(labels) or len(images) == 0:
         raise ValueError(
-            f"expected as many labels as pictures and at least one, got {len(images)} pictures in "
+            f"expected as many labels as images and at least one, got {len(images)} images in "
             f"{images_path} and {len(labels)} labels in {labels_path}"
         )
     if labels.max() >= CLASSES:
@@ -238,7 +240,7 @@ def _pictures(images_path: Path, labels_path: Path) -> Pictures:
             f"{labels_path}: expected labels below {CLASSES}, got {labels[at]} at position {at}"
         )
     # torch.tensor copies: the arrays are read-only views of the file's bytes.
-    return Pictures(
+    return LabelledImages(
         torch.tensor(images).reshape(-1, PIXELS).to(torch.float32) / 255,
         torch.tensor(labels).to(torch.int64),
     )
@@ -256,13 +258,13 @@ _FOLDER = "cifar-10-batches-bin"
 _TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _TEST = ("test_batch.bin",)
 _RECORD = 1 + CIFAR_PIXELS
-_MOST = 10_000  # pictures of a file
+_MOST = 10_000  # images of a file
 # One more byte than valid is read, which detects a file that is too long without reading all.
 _LIMIT = _MOST * _RECORD + 1
 
 
 def load_cifar10(data_dir: str | Path | None = None) -> DataSet:
-    """CIFAR-10: pictures uint8 [n, 3072], red, green and blue by rows; labels int64 [n].
+    """CIFAR-10: images uint8 [n, 3072], red, green and blue by rows; labels int64 [n].
 
     Args:
         data_dir: the folder with cifar-10-binary.tar.gz, or with the six .bin files that are in it
@@ -339,9 +341,9 @@ def _records(content: bytes, path: Path) -> np.ndarray:
 
 
 def _data_set(files: dict[str, bytes], place: Path) -> DataSet:
-    def pictures(names: tuple[str, ...]) -> Pictures:
+    def images(names: tuple[str, ...]) -> LabelledImages:
         records = np.concatenate([_records(files[name], place / name) for name in names])
         labels = torch.from_numpy(records[:, 0].astype(np.int64))
-        return Pictures(torch.from_numpy(records[:, 1:].copy()), labels)
+        return LabelledImages(torch.from_numpy(records[:, 1:].copy()), labels)
 
-    return DataSet("cifar-10", pictures(_TRAIN), pictures(_TEST))
+    return DataSet("cifar-10", images(_TRAIN), images(_TEST))

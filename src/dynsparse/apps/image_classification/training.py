@@ -1,4 +1,4 @@
-"""The training on pictures: options, optimizer, epochs and the test."""
+"""The training on images: options, optimizer, epochs and the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dynsparse.apps.common.training import (
     widen,
 )
 from dynsparse.data import GREY as DATASETS
-from dynsparse.data import DataSet, Pictures
+from dynsparse.data import DataSet, LabelledImages
 from dynsparse.options import FILE, choice, integer, number, options_of, override
 from dynsparse.tracing import span, spanned
 
@@ -36,8 +36,8 @@ _training = panel("Training", "training")
 
 
 @dataclass(kw_only=True)
-class PictureOptions(TrainingOptions):
-    """One training on pictures."""
+class ImageOptions(TrainingOptions):
+    """One training on images."""
 
     # First learning rates at a batch of 16; `learning_rate` is what holds if it is given.
     rates: ClassVar[dict[str, float]] = {"GradientDescent": 0.02, "Momentum": 0.02, "Adam": 0.002}
@@ -54,7 +54,7 @@ class PictureOptions(TrainingOptions):
         defines="run",
     )
     hold_out: int = _data(
-        0, "Test on this many held-out training pictures, to choose settings honestly.", integer(0)
+        0, "Test on this many held-out training images, to choose settings honestly.", integer(0)
     )
     steps_per_epoch: int = panel("Sparsity", "training")(
         5, "Pattern updates and reports per epoch.", integer(1), needs=(TRAINS,)
@@ -118,7 +118,7 @@ class PictureOptions(TrainingOptions):
 
     @property
     def length(self) -> int:
-        """Epochs of the training: as given, or 12 of the small digits, 1 of other pictures."""
+        """Epochs of the training: as given, or 12 of the small digits, 1 of other images."""
         if self.epochs is not None:
             return self.epochs
         return 12 if self.dataset == "digits" else 1
@@ -143,7 +143,7 @@ _FIFTHS = (1.0, 0.5, 0.25, 0.05, 0.005)
 _DROP, _DROP_EVERY = 0.2, 30_000 / 97_656
 
 
-def build_optimizer(options: PictureOptions, network: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(options: ImageOptions, network: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of `options` over all parameters.
 
     Raises:
@@ -158,7 +158,7 @@ def build_optimizer(options: PictureOptions, network: nn.Module) -> torch.optim.
     return make_optimizer(options, defaults, groups, first_learning_rate(options), torch.optim.Adam)
 
 
-def first_learning_rate(options: PictureOptions) -> float:
+def first_learning_rate(options: ImageOptions) -> float:
     """The rate the training starts with: as given, or the default scaled to the batch size.
 
     In proportion to the batch for the SGD family (Goyal et al. 2017, arXiv:1706.02677), to its
@@ -170,7 +170,7 @@ def first_learning_rate(options: PictureOptions) -> float:
     return options.rates[options.optimizer] * (options.batch_size / _BATCH) ** power
 
 
-def learning_rate(options: PictureOptions, step: int, total_steps: int) -> float:
+def learning_rate(options: ImageOptions, step: int, total_steps: int) -> float:
     """The rate of step `step` in [0, total_steps): stateless, so a resumed training agrees."""
     first = first_learning_rate(options)
     passed = step / total_steps
@@ -184,7 +184,7 @@ def learning_rate(options: PictureOptions, step: int, total_steps: int) -> float
 
 
 class Training(common.Training):
-    """One training run on pictures.
+    """One training run on images.
 
     An application adds its name, its network and its headline.
 
@@ -198,12 +198,12 @@ class Training(common.Training):
     counters = ("epoch", "step", "seconds", "update_seconds", "replaced", "skipped")
     partial_names = ("order", "batches", "window", "whole")
     rate_flag = "learning-rate"
-    options: PictureOptions
+    options: ImageOptions
 
-    def __init__(self, options: PictureOptions, data: DataSet, seed: int) -> None:
+    def __init__(self, options: ImageOptions, data: DataSet, seed: int) -> None:
         self.options = options
         self._data = data
-        self._arranged: dict[str, Pictures] = {}
+        self._arranged: dict[str, LabelledImages] = {}
         self.batches = -(-len(data.train) // options.batch_size)
         if options.steps_per_epoch > self.batches:
             raise ValueError(
@@ -232,18 +232,18 @@ class Training(common.Training):
 
     @abstractmethod
     def build_network(self) -> nn.Module:
-        """The network, drawn from `generator`: pictures as `arrange` makes them -> [batch, 10]."""
+        """The network, drawn from `generator`: images as `arrange` makes them -> [batch, 10]."""
 
     @abstractmethod
     def headline(self) -> str:
         """The network in a few words."""
 
     def arrange(self, images: Tensor) -> Tensor:
-        """Pictures as the data set has them, as the network reads them."""
+        """Images as the data set has them, as the network reads them."""
         return images
 
     def vary(self, images: Tensor, batch: Tensor) -> Tensor:
-        """This rank's share of the pictures of `batch` [n] as they are trained on this time.
+        """This rank's share of the images of `batch` [n] as they are trained on this time.
 
         What is drawn is drawn for the whole batch: all ranks draw alike.
         """
@@ -268,15 +268,15 @@ class Training(common.Training):
         options = self.options
         return {"dataset": options.dataset, "epochs": options.length, "steps": self.total_steps}
 
-    def _pictures(self, part: str) -> Pictures:
-        """The training or test pictures as the network reads them, arranged on first use."""
+    def _images(self, part: str) -> LabelledImages:
+        """The training or test images as the network reads them, arranged on first use."""
         if part not in self._arranged:
-            pictures: Pictures = getattr(self._data, part)
-            images = self.arrange(pictures.images)
+            read: LabelledImages = getattr(self._data, part)
+            images = self.arrange(read.images)
             if self.options.data_type == "float64":
                 images = images.to(torch.float64)
-            labels = pictures.labels.to(self.device)
-            self._arranged[part] = Pictures(images.to(self.device), labels)
+            labels = read.labels.to(self.device)
+            self._arranged[part] = LabelledImages(images.to(self.device), labels)
         return self._arranged[part]
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ class Training(common.Training):
             Stopped: after `stop_asked` was set.
         """
         with span("data"):
-            data = self._pictures("train")
+            data = self._images("train")
             self.model.train()
             order, completed, window, epoch_sums = self._begun()
             batches = order.to(self.device).split(self.options.batch_size)
@@ -340,7 +340,7 @@ class Training(common.Training):
                 window = Sums()
 
     def _begun(self) -> tuple[Tensor, int, Sums, Sums]:
-        """The order of an epoch's pictures, its batches done, and the sums of its last and all."""
+        """The order of an epoch's images, its batches done, and the sums of its last and all."""
         if self.stop_asked:
             raise Stopped
         partial, self.partial = self.partial, {}
@@ -353,9 +353,9 @@ class Training(common.Training):
     @spanned("evaluation")
     @torch.no_grad()
     def test(self) -> Scores:
-        """The scores on all test pictures, without dropout, on the host."""
+        """The scores on all test images, without dropout, on the host."""
         self.collect_weights()
-        data = self._pictures("test")
+        data = self._images("test")
         self.model.eval()
         sums = Sums()
         parts = (each.split(_TEST_BATCH) for each in (data.images, data.labels))
