@@ -3,11 +3,10 @@
     python benchmarks/learning/tables.py
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
-(cifar_lines.py), lenet.jsonl (benchmarks/lenet.py), blocks-and-order.jsonl (blocks/run.py and
-blocks/images.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl (pruned.py),
-vocabulary.jsonl (vocabulary.py) and vocabulary-times.jsonl (../sparse_vocabulary.py); a test
-compares them with the pages. A table stands between `<!-- learning: NAME -->` and
-`<!-- /learning -->`.
+(cifar_lines.py), lenet.jsonl and lenet-methods.jsonl (../lenet.py), blocks-and-order.jsonl
+(blocks/run.py and blocks/images.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl (pruned.py), vocabulary.jsonl (vocabulary.py) and
+vocabulary-times.jsonl (../sparse_vocabulary.py); a test compares them with the pages. A table
+stands between `<!-- learning: NAME -->` and `<!-- /learning -->`.
 """
 
 from __future__ import annotations
@@ -165,15 +164,10 @@ def cifar_table(rows: list[Row]) -> str:
     return markdown([*head, "of the training images, moved and mirrored"], body)
 
 
-def lenet_table(rows: list[Row], held_out: int) -> str:
-    """A line per setting, smallest error first; all in percent.
-
-    For trainings tested on `held_out` held-out training images; 0: on the test set.
-    """
+def lenet_table(rows: list[Row]) -> str:
+    """A line per setting, smallest error first; all in percent, on held-out training images."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        if row["held out"] != held_out:
-            continue
         besides = [(name, row.get(name, usual)) for name, usual in BESIDES.items()]
         other = ", ".join(f"{name} {value:g}" for name, value in besides if value != BESIDES[name])
         groups.setdefault((*(row[name] for name in SETTINGS), other), []).append(row)
@@ -194,10 +188,25 @@ def lenet_table(rows: list[Row], held_out: int) -> str:
     return markdown([*SETTINGS, "besides", "seeds", *figures], body)
 
 
+def lenet_methods_table(rows: list[Row]) -> str:
+    """A line per method and distortion of the images; errors in percent."""
+    body = []
+    for distortion, images in ((1.0, "distorted"), (0.0, "as they are")):
+        for method, name in (METHODS | {"dense": "dense"}).items():
+            found = [r for r in rows if (r["method"], r["distort"]) == (method, distortion)]
+            figures = [
+                spread([100 * row["sparse"][key] for row in found])
+                for key in ("final", "best", "training")
+            ]
+            body.append([images, name, str(len(found)), *figures])
+    figures = ["at the end", "at the best epoch", "of the training images"]
+    return markdown(["images", "network", "seeds", *figures], body)
+
+
 def all_tables() -> dict[str, str]:
     """All tables by name."""
     of_blocks = read("blocks-and-order.jsonl")
-    why, small, lenet = read("why-rigl.jsonl"), read("small.jsonl"), read("lenet.jsonl")
+    why, small = read("why-rigl.jsonl"), read("small.jsonl")
     long = [r for r in why if r["steps"] == 2000 and not r["variant"].startswith("masked")]
     usual = [row for row in long if usual_network(row)]
     made = {
@@ -208,8 +217,8 @@ def all_tables() -> dict[str, str]:
         "quarters": quarters(usual),
         "convolutions": convolutions_table(small),
         "cifar": cifar_table(read("cifar-short.jsonl")),
-        "lenet": lenet_table(lenet, held_out=10000),
-        "lenet test": lenet_table(lenet, held_out=0),
+        "lenet": lenet_table(read("lenet.jsonl")),
+        "lenet methods": lenet_methods_table(read("lenet-methods.jsonl")),
         "pruned": pruned_table(read("pruned.jsonl")),
         "pruned 10M": pruned_table(read("pruned-10M.jsonl")),
         "pruned times": pruned_times_table(read("pruned-times.jsonl")),

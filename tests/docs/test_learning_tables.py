@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -214,3 +215,22 @@ def test_figures_of_a_sparse_vocabulary():
     for row in tables.read("vocabulary-times.jsonl"):
         assert row["dense / sparse"][0] < 2
         assert 0.4 < 1 - row["sparse vocabulary"][0] / row["sparse"][0] < 0.6
+
+
+def test_what_results_say_of_lenet():
+    errors = {}
+    for row in tables.read("lenet-methods.jsonl"):
+        errors.setdefault((row["method"], row["distort"]), []).append(100 * row["sparse"]["final"])
+    means = {at: statistics.mean(found) for at, found in errors.items()}
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert f"So {means['rigl', 1.0]:.2f} % beside the published 1.48 %" in text
+    assert means["rigl", 0.0] > 1.48
+    for method in ("static", "set", "rigl", "dense"):
+        assert 0.5 < means[method, 0.0] - means[method, 1.0] < 0.75
+    for distortion in (0.0, 1.0):
+        gap = means["static", distortion] - means["dense", distortion]
+        closed = (means["static", distortion] - means["rigl", distortion]) / gap
+        assert f"{100 * closed:.0f} % {'of the gap' if distortion else 'without'}" in text
+        assert means["set", distortion] > means["rigl", distortion]
+    assert min(errors["set", 1.0]) > max(errors["rigl", 1.0])
+    assert min(errors["set", 0.0]) < max(errors["rigl", 0.0])

@@ -166,21 +166,6 @@ def test_the_plot_of_the_readme():
         assert abs(own - twin) < 2e-3
 
 
-def test_lenet_with_other_methods():
-    errors = {
-        name: [100 * row["final"] for row in rows]
-        for name, rows in figures("lenet-methods.json").items()
-    }
-    means = {name: statistics.mean(found) for name, found in errors.items()}
-    seeds = {name: ", ".join(f"{error:.2f}" for error in found) for name, found in errors.items()}
-    text = words_of("results.md")
-    bent, plain, dense = "static, distorted", "static, as they are", "dense, distorted"
-    assert f"static pattern ends at {means[bent]:.2f} % ({seeds[bent]}, three seeds)" in text
-    assert f"the dense network at {means[dense]:.2f} % (one seed)" in text
-    assert f"ends at {means[plain]:.2f} % with these settings ({seeds[plain]})" in text
-    assert 0.7 < (means[bent] - 0.98) / (means[bent] - means[dense]) < 0.8
-
-
 def test_data_types_of_mnist():
     measured = figures("mnist-types-zen3.json")["data types"]
     rows = cells_of("mnist.md", "| `--data-type` | test accuracy ")
