@@ -4,7 +4,8 @@
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
 (cifar_lines.py), lenet.jsonl and lenet-methods.jsonl (../lenet.py), blocks-and-order.jsonl
-(blocks/run.py and blocks/images.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl (pruned.py), vocabulary.jsonl (vocabulary.py) and
+(blocks/run.py and blocks/images.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl
+(pruned.py), vocabulary.jsonl (vocabulary.py) and
 vocabulary-times.jsonl (../sparse_vocabulary.py); a test compares them with the pages. A table
 stands between `<!-- learning: NAME -->` and `<!-- /learning -->`.
 """
