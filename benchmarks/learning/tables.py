@@ -4,8 +4,8 @@
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
 (cifar_lines.py), lenet.jsonl and lenet-methods.jsonl (../lenet.py), blocks-and-order.jsonl
-(blocks/run.py and blocks/images.py), pruned.jsonl, pruned-10M.jsonl and pruned-times.jsonl
-(pruned.py), vocabulary.jsonl (vocabulary.py) and
+(blocks/run.py and blocks/images.py), character-model.jsonl (../character_model.py), pruned.jsonl,
+pruned-10M.jsonl and pruned-times.jsonl (pruned.py), vocabulary.jsonl (vocabulary.py) and
 vocabulary-times.jsonl (../sparse_vocabulary.py); a test compares them with the pages. A table
 stands between `<!-- learning: NAME -->` and `<!-- /learning -->`.
 """
@@ -204,6 +204,27 @@ def lenet_methods_table(rows: list[Row]) -> str:
     return markdown(["images", "network", "seeds", *figures], body)
 
 
+CHARACTER_MODELS = {
+    "dense": "dense",
+    "gmp": "gradual magnitude pruning",
+    "rigl": "RigL",
+    "small": "dense, narrower",
+    "set": "SET",
+    "static": "static",
+}
+
+
+def character_table(rows: list[Row]) -> str:
+    """A line per method; losses in bits per byte."""
+    body = []
+    for method, name in CHARACTER_MODELS.items():
+        found = [row for row in rows if row["method"] == method]
+        losses = [spread([row[key] for row in found], 3) for key in ("valid", "training")]
+        body.append([name, f"{found[0]['weights']:,}", str(len(found)), *losses])
+    head = ["network", "parameters", "seeds", "validation loss", "training loss"]
+    return markdown(head, body)
+
+
 def all_tables() -> dict[str, str]:
     """All tables by name."""
     of_blocks = read("blocks-and-order.jsonl")
@@ -218,6 +239,7 @@ def all_tables() -> dict[str, str]:
         "quarters": quarters(usual),
         "convolutions": convolutions_table(small),
         "cifar": cifar_table(read("cifar-short.jsonl")),
+        "character model": character_table(read("character-model.jsonl")),
         "lenet": lenet_table(read("lenet.jsonl")),
         "lenet methods": lenet_methods_table(read("lenet-methods.jsonl")),
         "pruned": pruned_table(read("pruned.jsonl")),

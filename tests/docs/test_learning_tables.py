@@ -234,3 +234,16 @@ def test_what_results_say_of_lenet():
         assert means["set", distortion] > means["rigl", distortion]
     assert min(errors["set", 1.0]) > max(errors["rigl", 1.0])
     assert min(errors["set", 0.0]) < max(errors["rigl", 0.0])
+
+
+def test_what_results_say_of_the_character_model():
+    rows = tables.read("character-model.jsonl")
+    by_seed = {}
+    for row in rows:
+        assert row["curve"] == sorted(row["curve"], reverse=True)
+        by_seed.setdefault(row["seed"], {})[row["method"]] = row
+    for of in by_seed.values():
+        order = [m for m in ("gmp", "rigl", "small", "set", "static") if m in of]
+        losses = [of[method]["valid"] for method in order]
+        assert losses == sorted(losses)
+        assert of["rigl"]["curve"][3] < of["static"]["valid"]  # after half of the steps
