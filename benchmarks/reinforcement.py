@@ -224,7 +224,8 @@ def measure_times(args: argparse.Namespace) -> dict[str, Any]:
         "task": args.task, "width": args.width, "batch": BATCH, "rounds": args.rounds,
         "threads": torch.get_num_threads(), "interval": args.interval,
         "over dense-wide": {
-            name: [base / q for q in reversed(statistics.quantiles(taken, n=4))]
+            # "exclusive", the default, would extrapolate from few rounds, below zero.
+            name: [base / q for q in reversed(statistics.quantiles(taken, method="inclusive"))]
             for name, taken in warm.items()
         },
     }  # fmt: skip
