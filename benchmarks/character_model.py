@@ -6,10 +6,9 @@ with a rate of 7e-4 and an L2 coefficient of 5e-4, batches of 32, gradients clip
 RigL and SET replace 10 % of the weights every 100 steps, by a cosine until the end; pruning from a
 quarter to three quarters of the training. They train 200,000 steps of 512 characters.
 
-    python benchmarks/character_model.py --data train.txt.xz --valid valid.txt.xz --seeds 0 1 2 \
-        --methods dense small static set rigl gmp --steps 2000 --length 128
+    python benchmarks/character_model.py --data train.txt.xz --valid valid.txt.xz --seeds 0 1
 
-Prints a line of JSON per training: the loss on the validation text in bits per byte.
+Prints a line of JSON per training, with losses in bits per byte.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from dynsparse.data.text import read_text
 
 BATCH, CLIP, RATE, DECAY = 32, 10.0, 7e-4, 5e-4
 DENSITY, SHARE = 0.25, 0.1
+CHECKS = 8
+"""How many times a training is validated, the last time at its end."""
 METHODS = ("dense", "small", "static", "set", "rigl", "gmp")
 SMALL = 0.515
 """The width of a dense network with as many parameters as the sparse one, relative to its."""
@@ -104,39 +105,40 @@ def sequences(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Bits per byte."""
+    """The cross entropy, in nats per byte."""
     tokens, following = batch
-    return cross_entropy(model(tokens).flatten(0, 1), following.flatten()) / math.log(2)
+    return cross_entropy(model(tokens).flatten(0, 1), following.flatten())
 
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Tensor, length: int) -> float:
-    """The mean loss over up to 512 sequences, evenly spaced in the text."""
+    """The mean loss over 512 sequences, evenly spaced in the text, in bits per byte."""
     starts = torch.linspace(0, len(text) - length - 1, 512).long()
     losses = [loss_of(model, sequences(text, part, length)) for part in starts.split(BATCH)]
-    return float(torch.stack(losses).mean())
+    return float(torch.stack(losses).mean()) / math.log(2)
 
 
 def train(method: str, seed: int, text: Tensor, valid: Tensor, args: Any) -> dict[str, Any]:
     model, trainer = make(method, seed, args.steps, args.interval)
     chance = torch.Generator().manual_seed(seed)
+    checks = [args.steps * i // CHECKS for i in range(1, CHECKS + 1)]
     training, curve, begin = [], [], time.perf_counter()
-    for step in range(args.steps):
+    for step in range(1, args.steps + 1):
         starts = torch.randint(len(text) - args.length - 1, (BATCH,), generator=chance)
         loss = loss_of(model, sequences(text, starts, args.length))
         model.zero_grad()
-        (loss * math.log(2)).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         trainer.step()
-        training.append(loss.item())
-        if (step + 1) % (args.steps // 8) == 0:
+        training.append(loss.item() / math.log(2))
+        if step in checks:
             curve.append(validate(model, valid, args.length))
-    last = training[-args.steps // 8 :]
+    last = training[-args.steps // CHECKS :]
     return {
         "method": method, "seed": seed, "steps": args.steps, "length": args.length,
         "interval": args.interval,
         "valid": curve[-1], "training": sum(last) / len(last), "curve": curve,
-        "weights": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "seconds": time.perf_counter() - begin,
     }  # fmt: skip
 
@@ -151,8 +153,8 @@ def main() -> None:
     parser.add_argument("--valid", type=Path, required=True, help="text to validate on")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--length", type=int, default=128, help="bytes of a sequence")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--length", type=int, default=64, help="bytes of a sequence")
     parser.add_argument("--interval", type=int, default=100, help="steps between updates")
     parser.add_argument("--json", type=Path, help="append a line per training to this file")
     args = parser.parse_args()

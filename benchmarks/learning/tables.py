@@ -220,7 +220,7 @@ def character_table(rows: list[Row]) -> str:
     for method, name in CHARACTER_MODELS.items():
         found = [row for row in rows if row["method"] == method]
         losses = [spread([row[key] for row in found], 3) for key in ("valid", "training")]
-        body.append([name, f"{found[0]['weights']:,}", str(len(found)), *losses])
+        body.append([name, f"{found[0]['parameters']:,}", str(len(found)), *losses])
     head = ["network", "parameters", "seeds", "validation loss", "training loss"]
     return markdown(head, body)
 

@@ -32,7 +32,7 @@ def test_methods(method):
     dense = 1_183_360  # parameters of the dense network
     sparse = dense - 0.75 * (1536 * (128 + 512) + 256 * 512 + 128 * 256)
     expected = dense if method == "dense" else sparse
-    assert row["weights"] == pytest.approx(expected, rel=0.01 if method == "small" else 0)
+    assert row["parameters"] == pytest.approx(expected, rel=0.01 if method == "small" else 0)
 
 
 @pytest.mark.parametrize(("method", "moves"), [("static", False), ("set", True), ("rigl", True)])

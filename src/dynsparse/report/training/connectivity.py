@@ -196,7 +196,7 @@ def _animate(
 ) -> Path:
     top = max(1, *(int(counts.max()) for _, counts in frames), 1)
     chosen = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), _MOST_FRAMES)).round())
-    pages = []
+    images = []
     with figure(6.6, 6.1) as page:
         panel = _Panel(page.subplots(), frames[0][1], colours, top)
         panel.add_scale()
@@ -209,12 +209,12 @@ def _animate(
             step, counts = frames[index]
             panel.show(counts, f"Step {step:,}")
             page.canvas.draw()
-            pages.append(np.array(page.canvas.buffer_rgba())[..., :3])  # type: ignore[attr-defined]
-    _write_gif(pages, colours, path)
+            images.append(np.array(page.canvas.buffer_rgba())[..., :3])  # type: ignore[attr-defined]
+    _write_gif(images, colours, path)
     return path
 
 
-def _write_gif(pages: list[np.ndarray], colours: Colormap, path: Path) -> None:
+def _write_gif(images: list[np.ndarray], colours: Colormap, path: Path) -> None:
     """One palette for all frames, so that a colour means the same number from start to end."""
     from PIL import Image
 
@@ -222,8 +222,8 @@ def _write_gif(pages: list[np.ndarray], colours: Colormap, path: Path) -> None:
     greys = np.linspace(0, 255, 48).round().astype(np.uint8)[:, None].repeat(3, 1)
     palette = np.concatenate([scale, greys])
     frames = []
-    for page in pages:
-        frames.append(Image.fromarray(_nearest(page, palette)))
+    for image in images:
+        frames.append(Image.fromarray(_nearest(image, palette)))
         frames[-1].putpalette(palette.tobytes())
     milliseconds = [_FRAME_MS] * len(frames)
     milliseconds[0] = milliseconds[-1] = _HELD_MS
@@ -231,12 +231,12 @@ def _write_gif(pages: list[np.ndarray], colours: Colormap, path: Path) -> None:
     atomic_write(path, lambda file: frames[0].save(file, "GIF", save_all=True, **more))
 
 
-def _nearest(page: np.ndarray, palette: np.ndarray) -> np.ndarray:
+def _nearest(image: np.ndarray, palette: np.ndarray) -> np.ndarray:
     """For each pixel (uint8 [h, w, 3]) the index of the closest of up to 256 colours: uint8 [h, w].
 
     Pillow's own search is coarser: it turns white into a light grey.
     """
-    codes = page.astype(np.int64) @ (65536, 256, 1)
+    codes = image.astype(np.int64) @ (65536, 256, 1)
     unique, where = np.unique(codes, return_inverse=True)
     colours = np.stack([unique >> 16, (unique >> 8) & 255, unique & 255], 1)
     distance = ((colours[:, None] - palette[None].astype(np.int64)) ** 2).sum(2)
