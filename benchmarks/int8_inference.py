@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import Tensor
 
+from dynsparse.bench.timing import spread
 from dynsparse.nn import QuantizedSparseLinear, SparseLinear
 
 SHAPES = {"768 -> 768": (768, 768), "768 -> 3072": (768, 3072), "3072 -> 768": (3072, 768)}
@@ -92,7 +92,8 @@ def compare(runs: dict[str, list[Run]], x: Tensor, rounds: int) -> dict[str, Seq
             for name, ratio in ratios.items():
                 ratio.append(times["onnxruntime"] / times[name])
     del ratios["onnxruntime"]
-    return {name: statistics.quantiles(ratio, n=4) for name, ratio in ratios.items()}
+    spreads = {name: spread(ratio) for name, ratio in ratios.items()}
+    return {name: (s.low, s.median, s.high) for name, s in spreads.items()}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 import warnings
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
+from dynsparse.bench.timing import spread
 from dynsparse.integrations.onnx import export
 from dynsparse.integrations.onnxruntime import register
 
@@ -87,7 +87,8 @@ def compare(runs: dict[str, Any], x: np.ndarray, rounds: int) -> dict[str, list[
         if number >= 2:
             for name, found in ratios.items():
                 found.append(times["dense"] / times[name])
-    return {name: statistics.quantiles(found, n=4) for name, found in ratios.items()}
+    spreads = {name: spread(found) for name, found in ratios.items()}
+    return {name: [s.low, s.median, s.high] for name, s in spreads.items()}
 
 
 def main() -> None:

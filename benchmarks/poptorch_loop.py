@@ -9,13 +9,12 @@ compiling, in turn in one process. Prints the median ratio of call to loop.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 
 import torch
 from torch import nn
 
 import dynsparse as ds
+from dynsparse.bench.timing import Effort, measure
 from popsparse import poptorch
 
 STEPS, BATCH = 50, 64
@@ -57,22 +56,14 @@ def main() -> None:
             by_hand(x[i : i + BATCH], labels[i : i + BATCH])[1].backward()
             trainer.step()
 
-    ratios = []
-    for round_ in range(arguments.rounds + 1):
-        times = []
-        for work in (loop, lambda: call(x, labels)):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        if round_:
-            ratios.append(times[1] / times[0])
+    works = {"loop": loop, "call": lambda: call(x, labels)}
+    ratio = measure(works, "loop", Effort(seconds=0, rounds=arguments.rounds)).ratios["call"]
     equal = all(
         torch.equal(a, b)
         for a, b in zip(by_hand.state_dict().values(), wrapped.state_dict().values(), strict=True)
     )
-    low, *_, high = statistics.quantiles(ratios, n=4)
     print(f"{STEPS} steps in one call over the loop written out, {arguments.threads} threads:")
-    print(f"median {statistics.median(ratios):.3f}, middle half {low:.3f} to {high:.3f}")
+    print(f"median {ratio.median:.3f}, middle half {ratio.low:.3f} to {ratio.high:.3f}")
     print(f"weights and patterns equal: {equal}")
 
 

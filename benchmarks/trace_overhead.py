@@ -26,6 +26,7 @@ import torch
 import dynsparse as ds
 from dynsparse.apps.image_classification import mnist
 from dynsparse.apps.image_classification.mnist import MnistTraining
+from dynsparse.bench.timing import spread
 from dynsparse.data import DataSet, LabelledImages
 from dynsparse.tracing import span
 from dynsparse.tracing.models import hook_models
@@ -97,12 +98,13 @@ def main() -> None:
             times = {one: seconds(training, one) for one in order}
             ratios.append(times[recorder] / times[None])
             steps.append(times[None] / WINDOW)
-        low, _, high = statistics.quantiles(ratios, n=4)
+        ratio = spread(ratios)
         step = statistics.median(steps)
         spans = len(recorder.lanes[0].marks) / WINDOW / arguments.pairs
         print(
-            f"batch {batch}: a step {1e6 * step:.0f} us; on {statistics.median(ratios):.3f} "
-            f"[{low:.3f}, {high:.3f}]; off {1 + spans * unseen / step:.4f} ({spans:.1f} spans)"
+            f"batch {batch}: a step {1e6 * step:.0f} us; "
+            f"on {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]; "
+            f"off {1 + spans * unseen / step:.4f} ({spans:.1f} spans)"
         )
     print(f"writing: {1e6 * writing():.1f} us per span")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dynsparse.bench.timing import spread
 from dynsparse.nn import SparseLinear, SparseTransformerLayer
 
 Step = Callable[[], object]
@@ -109,9 +110,9 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, object]:
     result: dict[str, object] = {"ms": round(1000 * statistics.median(seconds["sparse"]), 1)}
     for name, times in seconds.items():
         if name != "sparse":
-            ratios = [t / own for t, own in zip(times, seconds["sparse"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            result[name] = {"ratio": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
+            ratio = spread([t / own for t, own in zip(times, seconds["sparse"], strict=True)])
+            quartiles = [round(ratio.low, 2), round(ratio.high, 2)]
+            result[name] = {"ratio": round(ratio.median, 2), "quartiles": quartiles}
     return result
 
 
