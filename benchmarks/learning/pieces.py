@@ -13,8 +13,6 @@ from dynsparse import SparsePattern, training
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ALONE, GrowRequest, Ranks
 
-__all__ = ["CorrelationGrowth", "LateCosine", "NoisyGrowth", "Protected", "SomeLayers", "Watch"]
-
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-__all__ = ["mutate"]
-
 _NUMBERS = [
     0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 20, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1,
 ]  # fmt: skip

@@ -12,17 +12,6 @@ from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import linear
 
-__all__ = [
-    "Ordered",
-    "best_cut",
-    "block_sums",
-    "by_correlation",
-    "by_size",
-    "dealt_out",
-    "recut",
-    "spread",
-]
-
 
 class _Gather(torch.autograd.Function):
     """Reorders features; backward is a gather, too."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import linear
 
-__all__ = ["Placed"]
-
 
 class Placed:
     """Computes a layer whose pattern refers to places: several places, or none, may read an input,

@@ -8,8 +8,6 @@ from torch import Tensor
 from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
 
-__all__ = ["balanced", "match"]
-
 # Each reads what the other writes; queries and keys are multiplied with each other.
 CHAINS = (("v_proj", "out_proj"), ("linear1", "linear2"))
 MEETING = ("q_proj", "k_proj")

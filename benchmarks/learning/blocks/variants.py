@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Variant", "variant"]
-
 
 @dataclass(frozen=True)
 class Variant:

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["folder", "refused_as"]
-
 _MEMORY = Path("/dev/shm")
 _LONGEST = 2000
 _folders: dict[int, Path] = {}

@@ -33,8 +33,6 @@ from triton.runtime.jit import JITFunction
 from dynsparse.ops.grow import cuda as _growth
 from dynsparse.ops.linear.cuda import launch as _products
 
-__all__ = ["kernels"]
-
 LAUNCHES = (_products, _growth)
 """Imported before `kernels` looks for what there is to exchange."""
 
