@@ -38,23 +38,23 @@ class Check:
         name: the pass; "library" if the kernels could not be loaded.
         error: the largest difference, relative to the size of what is compared.
         tolerance: the largest error that rounding explains.
-        said: the message of an error that was raised.
+        message: the message of an error that was raised.
     """
 
     where: str
     name: str
     error: float
     tolerance: float
-    said: str = ""
+    message: str = ""
 
     @property
     def matches(self) -> bool:
-        return not self.said and self.error <= self.tolerance
+        return not self.message and self.error <= self.tolerance
 
     def words(self) -> str:
         """The difference in one line."""
-        if self.said:
-            return f"{self.where}, {self.name}: {self.said}"
+        if self.message:
+            return f"{self.where}, {self.name}: {self.message}"
         return (
             f"{self.where}, {self.name}: differs by {self.error:.3g}, where rounding explains "
             f"{self.tolerance:.3g}"

@@ -94,9 +94,9 @@ def test_raising_kernel_is_found(capsys, monkeypatch):
     assert command(["check", "--seed", "5", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["match"]
-    said = {check["said"] for check in found["checks"] if not check["match"]}
-    assert said == {"RuntimeError: no such instruction"}
-    assert all(check["error"] is None for check in found["checks"] if check["said"])
+    messages = {check["message"] for check in found["checks"] if not check["match"]}
+    assert messages == {"RuntimeError: no such instruction"}
+    assert all(check["error"] is None for check in found["checks"] if check["message"])
 
 
 def test_broken_library_is_found(capsys, monkeypatch):

@@ -290,9 +290,9 @@ def _hints(function: Callable[..., Any]) -> tuple[list[tuple[str, Any]], dict[st
     """Names and types of the positional parameters, and the type of each parameter by name. Read at
     the first call: by then every module is imported, and a program calls few of the public
     functions."""
-    found = typing.get_type_hints(function)
+    types = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
-    hints = {name: found.get(name, Any) for name in parameters}
+    hints = {name: types.get(name, Any) for name in parameters}
     positional = [
         (name, hint)
         for name, hint in hints.items()

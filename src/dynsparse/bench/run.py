@@ -33,7 +33,7 @@ def run_benchmark(
     *,
     threads: int | None = None,
     tell: Tell = print,
-    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    keep: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> dict[str, Any]:
     """Measure one benchmark; plain types, as `results` describes them.
 

@@ -228,14 +228,14 @@ def _measure(
         whole = set_threads(spec.benchmarks[benchmark.name].cells, threads)
 
         def keep(
-            found: dict[str, Any],
+            measured: dict[str, Any],
             name: str = benchmark.name,
             before: dict[str, Any] = before,
             whole: list[Cell] = whole,
         ) -> None:
             # Written after each cell: an interrupted run keeps what it has measured.
             with _figures_of(*source):
-                results["benchmarks"][name] = merge_cells(before, found, whole)
+                results["benchmarks"][name] = merge_cells(before, measured, whole)
             if json is not None:
                 save_results(results, json)
 

@@ -79,7 +79,7 @@ def _row(name: str, cells: list[Text]) -> Text:
 
 
 def _cell(one: Check) -> Text:
-    words = "error" if one.said else f"{one.error:.0e}"
+    words = "error" if one.message else f"{one.error:.0e}"
     return Text(
         f"{words} {'✓' if one.matches else '✗'}".rjust(_WIDTH), "green" if one.matches else "red"
     )

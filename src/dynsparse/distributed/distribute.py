@@ -185,10 +185,10 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
-        found = gather_layer(module) if isinstance(module, SparseLinear) else {}
+        tensors = gather_layer(module) if isinstance(module, SparseLinear) else {}
         for key, (shard, dim) in getattr(module, "dim_shards", {}).items():
-            found[key] = shard.all_gather(gathered(getattr(module, key).detach()), dim)
-        state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
+            tensors[key] = shard.all_gather(gathered(getattr(module, key).detach()), dim)
+        state.update({f"{name}.{key}" if name else key: t for key, t in tensors.items()})
     return {key: gathered(tensor) for key, tensor in state.items()}
 
 

@@ -57,8 +57,7 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
     """
     head = _HEAD if batch is None else (*_HEAD, *_HEAD_OF_BATCH)
     slow: list[str] = []
-    found = find_candidates(model)
-    candidates = {name: c for name, c in found.items() if c.kind != "embedding"}
+    candidates = {n: c for n, c in find_candidates(model).items() if c.kind != "embedding"}
     by_weight = {candidate.key: candidate for candidate in reversed(candidates.values())}
     dense = {candidate.name: candidate for candidate in by_weight.values()}
     lines: list[tuple[str, ...]] = []

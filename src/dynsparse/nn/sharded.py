@@ -90,25 +90,25 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
 
 
 def sharded_like(
-    own: Tensor,
+    like: Tensor,
     dtype: torch.dtype,
     rows: Callable[[int, int], Tensor],
     count: int | None = None,
 ) -> Tensor:
-    """A DTensor of `dtype` that is sharded as `own`, with `count` rows (as many by default).
+    """A DTensor of `dtype` that is sharded as `like`, with `count` rows (as many by default).
 
     `rows` returns the rows [first, last) on the CPU.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
 
-    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
-    if rows_dimension(own) is None:
-        full = rows(0, len(own) if own.dim() else 1).to(own.device, dtype)
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    if rows_dimension(like) is None:
+        full = rows(0, len(like) if like.dim() else 1).to(like.device, dtype)
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
-    local = rows(*local_range(own, count)).to(local_part(own).device, dtype)
-    shape = own.shape if count is None else torch.Size([count, *own.shape[1:]])
+    local = rows(*local_range(like, count)).to(local_part(like).device, dtype)
+    shape = like.shape if count is None else torch.Size([count, *like.shape[1:]])
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=own.stride()
+        local, mesh, placements, run_check=False, shape=shape, stride=like.stride()
     )
 
 

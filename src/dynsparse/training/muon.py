@@ -109,9 +109,9 @@ def _find_matrices(model: nn.Module, adamw: list[str]) -> list[nn.Parameter]:
         for candidate in layers
         if any(matches_name(pattern, candidate.name) for pattern in adamw)
     }
-    found: dict[int, Any] = {
+    matrices: dict[int, Any] = {
         id(candidate.parameter): candidate.parameter
         for candidate in layers
         if id(candidate.parameter) not in tables | named
     }
-    return list(found.values())
+    return list(matrices.values())

@@ -198,13 +198,13 @@ def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str
         if node in places:
             continue
         near = [places[source] for source in node.all_input_nodes if source in places]
-        found = sorted({place.stage for place in near if place.phase != SHARED})
+        near_stages = sorted({place.stage for place in near if place.phase != SHARED})
         if scopes.get(node, {}).get("phase") == "accumulate":
-            places[node] = Place(BACKWARD, found[0])
-        elif len(found) > 1:
+            places[node] = Place(BACKWARD, near_stages[0])
+        elif len(near_stages) > 1:
             raise NotImplementedError(f"{node.target} mixes parameters of several stages")
         else:
-            places[node] = Place(UPDATE, found[0]) if found else Place(SHARED, 0)
+            places[node] = Place(UPDATE, near_stages[0]) if near_stages else Place(SHARED, 0)
     return places, stages
 
 
@@ -387,20 +387,20 @@ class Pipeline:
         for total in sums:
             by_type[total.dtype].append(total.flatten())
         for dtype, totals in by_type.items():
-            own = concat(totals)
-            theirs = self.graph.add_variable(dtype, own.shape, "sums of another replica")
-            self.graph.set_tile_mapping(theirs, self.graph.tiles_of(own))
+            local = concat(totals)
+            theirs = self.graph.add_variable(dtype, local.shape, "sums of another replica")
+            self.graph.set_tile_mapping(theirs, self.graph.tiles_of(local))
             for bit in range(self.graph.replicas.bit_length() - 1):
                 to = {replica: replica ^ 1 << bit for replica in range(self.graph.replicas)}
-                steps.add(CrossReplicaCopy(own, theirs, to, name="exchange gradients"))
+                steps.add(CrossReplicaCopy(local, theirs, to, name="exchange gradients"))
                 map_elements(
                     self.graph,
                     "add gradients",
-                    [own, theirs],
-                    [own],
+                    [local, theirs],
+                    [local],
                     lambda a, b: [a + b],
                     steps,
-                    like=own,
+                    like=local,
                     vector_operations=1,
                     functions=0,
                 )
@@ -448,7 +448,7 @@ class Pipeline:
     def profile(self, run: Profile) -> list[StageProfile]:
         """The cost of each stage."""
         each = run.target.processor_tiles
-        found = []
+        profiles = []
         for stage, (processor, name) in enumerate(self.stages):
             taken: dict[str, float] = {}
             for phase in (FORWARD, BACKWARD, UPDATE):
@@ -456,7 +456,7 @@ class Pipeline:
                 runs = sum(node.runs for node in nodes)
                 taken[phase] = sum(node.cycles for node in nodes) / max(runs, 1)
             tiles = run.memory.per_tile[processor * each : (processor + 1) * each]
-            found.append(
+            profiles.append(
                 StageProfile(
                     processor,
                     name,
@@ -469,7 +469,7 @@ class Pipeline:
                     float(run.idle[processor]),
                 )
             )
-        return found
+        return profiles
 
 
 def _set_to_zero(graph: Graph, tensor: Tensor, program: Steps) -> None:

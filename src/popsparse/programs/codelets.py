@@ -180,23 +180,23 @@ class BucketReader:
         return np.array(numbers, np.int64)
 
     def find(
-        self, words: np.ndarray, is_wanted: Callable[[np.ndarray, np.ndarray], np.ndarray]
+        self, words: np.ndarray, is_match: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> tuple[np.ndarray, SubGroupMatches]:
         """The sub-groups that match each vertex, and its cycles for skipping the others.
 
         Args:
             words: uint16 [vertices, buckets each sees, words].
-            is_wanted: whether vertices and the rectangles of sub-groups match, both [pairs].
+            is_match: whether vertices and the rectangles of sub-groups match, both [pairs].
         """
         count, slots = words.shape[:2]
         numbers = self._number(words.reshape(count * slots, -1))
         begin, end = self._bounds[numbers], self._bounds[numbers + 1]
         groups = expand(begin, end - begin)
         vertex, slot = np.divmod(np.repeat(np.arange(count * slots), end - begin), slots)
-        wanted = is_wanted(vertex, self._decoded.rectangle[groups])
-        cycles = MISS_CYCLES * np.bincount(vertex[~wanted], minlength=count).astype(float)
-        decoded = self._decoded.take(groups[wanted])
-        return cycles, SubGroupMatches(vertex[wanted], slot[wanted], decoded)
+        matching = is_match(vertex, self._decoded.rectangle[groups])
+        cycles = MISS_CYCLES * np.bincount(vertex[~matching], minlength=count).astype(float)
+        decoded = self._decoded.take(groups[matching])
+        return cycles, SubGroupMatches(vertex[matching], slot[matching], decoded)
 
     def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
         """The matches of vertices with their own rectangle: cycles [vertices], and the blocks.

@@ -312,15 +312,15 @@ def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list
         profile: profile of the run.
         summary: figures of the product, as for `report_html`; remedies omit what it already has.
     """
-    found = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
+    findings = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
     if summary:
-        found = [
+        findings = [
             replace(finding, remedy=_to_reach_the_peak(summary))
             if finding.rule == "below peak"
             else finding
-            for finding in found
+            for finding in findings
         ]
-    return sorted(found, key=_weight, reverse=True)
+    return sorted(findings, key=_weight, reverse=True)
 
 
 def _weight(finding: Finding) -> float:

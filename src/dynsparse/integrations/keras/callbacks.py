@@ -99,26 +99,26 @@ class SparseCallback(keras.callbacks.Callback):
         self._layers = layers
         self._optimizer = KerasOptimizer(model.optimizer)
         try:
-            self._start(self._found() if self._resume else None)
+            self._start(self._loaded_state() if self._resume else None)
         except BaseException:
             self._optimizer.release()
             raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        state = self._found()
+        state = self._loaded_state()
         if state is not None:  # another callback has loaded a file
             self._start(state)
 
-    def _found(self) -> dict[str, Any] | None:
+    def _loaded_state(self) -> dict[str, Any] | None:
         """The state in the file that was loaded last, or None."""
-        return next((p.found for p in self._saved_states if p.found is not None), None)
+        return next((p.loaded for p in self._saved_states if p.loaded is not None), None)
 
     @property
     def _saved_states(self) -> list[SavedState]:
         return [layer.saved_state for layer in self._layers.values()]
 
     def _start(self, state: dict[str, Any] | None) -> None:
-        """Create the trainer and restore the state `found`, if any."""
+        """Create the trainer and restore `state`, if any."""
         layers, optimizer = self._layers, self._optimizer
         self._follower.stop()
         if state is not None:
@@ -146,7 +146,7 @@ class SparseCallback(keras.callbacks.Callback):
         update_shapes()
         for layer in layers.values():
             layer.follow(optimizer)
-            layer.saved_state.found = layer.saved_state.state = None
+            layer.saved_state.loaded = layer.saved_state.state = None
         self._saved_states[0].state = self._state
 
     def _state(self) -> dict[str, Any]:

@@ -27,16 +27,16 @@ class SavedState:
 
     Attributes:
         state: returns the state to save; None without a training.
-        found: the state of the file that was loaded last, until a training restores it.
+        loaded: the state of the file that was loaded last, until a training restores it.
     """
 
     def __init__(self) -> None:
         self.state: Callable[[], dict[str, Any]] | None = None
-        self.found: dict[str, Any] | None = None
+        self.loaded: dict[str, Any] | None = None
 
     def save(self, store: Any) -> None:
         """Add the state to the stored entries of the layer."""
-        state = self.found if self.state is None else self.state()
+        state = self.loaded if self.state is None else self.state()
         if state is not None:
             buffer = io.BytesIO()
             torch.save(state, buffer)
@@ -51,7 +51,7 @@ class SavedState:
         state = _decode(np.array(store[_STATE_KEY])) if _STATE_KEY in set(store.keys()) else None
 
         def take() -> None:
-            self.found = state
+            self.loaded = state
 
         return take
 
@@ -95,8 +95,8 @@ class PatternVariable(keras.Variable):
         return torch.stack([self._sparse.rows, self._sparse.cols])
 
     def _direct_assign(self, value: Tensor) -> None:
-        own = self._sparse.pattern
-        pattern = SparsePattern._in_order(*value.cpu(), shape=own.shape, block_size=own.block_size)
+        shape, block_size = self._sparse.pattern.shape, self._sparse.pattern.block_size
+        pattern = SparsePattern._in_order(*value.cpu(), shape=shape, block_size=block_size)
         self.put(pattern, self._sparse.values.detach().clone())
 
     def put(self, pattern: SparsePattern, values: Tensor) -> None:
@@ -309,11 +309,11 @@ class SparseLayer(keras.layers.Layer):
         )
         values = _tensor(store["values"], self.values)
         pattern._check_values(values)
-        own: Any = self.bias
-        bias = None if own is None else _tensor(store["bias"], own)
+        variable: Any = self.bias
+        bias = None if variable is None else _tensor(store["bias"], variable)
         set_saved_state = self.saved_state.read(store)
-        if own is not None:
-            own.assign(bias)
+        if variable is not None:
+            variable.assign(bias)
         self.__dict__["_pattern"].put(pattern, values)
         self.update_shapes()
         set_saved_state()

@@ -458,19 +458,19 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_ranges(
-    optimizer: torch.optim.Optimizer, own: dict[str, Any], saved: dict[str, Any]
+    optimizer: torch.optim.Optimizer, current: dict[str, Any], saved: dict[str, Any]
 ) -> None:
     """Torch's own optimizers know the ranges of their arguments, when they are made."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return
     taken = inspect.signature(kind).parameters
-    for group in (own, saved):
+    for group in (current, saved):
         arguments = {name: value for name, value in _options(group).items() if name in taken}
         try:
             kind([torch.zeros(1, requires_grad=True)], **arguments)
         except Exception as error:  # of any kind: torch has several
-            if group is own:
+            if group is current:
                 return  # made in a way that is not known here
             raise ValueError(f"its group: {error}") from None
 
@@ -516,26 +516,26 @@ def _check_scheduler(state: Any, scheduler: Any) -> None:
     _check_same_kind("the scheduler", scheduler.state_dict(), state)
 
 
-def _check_same_kind(what: str, own: Any, saved: Any) -> None:
-    """Raise ValueError if `saved` could not stand where `own` does."""
+def _check_same_kind(what: str, current: Any, saved: Any) -> None:
+    """Raise ValueError if `saved` could not stand where `current` does."""
     number = (int, float, Tensor)
-    if own is None or isinstance(own, bool):
+    if current is None or isinstance(current, bool):
         # Switches of torch's optimizers are None where they are left to it.
         if not (saved is None or isinstance(saved, bool)):
-            raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
-    elif isinstance(own, number):
+            raise ValueError(f"{what}: expected {shortened(current)}, got {shortened(saved)}")
+    elif isinstance(current, number):
         alone = saved.numel() == 1 if isinstance(saved, Tensor) else isinstance(saved, number)
         if not alone or isinstance(saved, bool) or not math.isfinite(float(saved)):
             raise ValueError(f"{what}: expected a number, got {shortened(saved)}")
-    elif isinstance(own, dict):
-        if not isinstance(saved, dict) or not own.keys() <= saved.keys():
-            raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
-        for key in own:
-            _check_same_kind(f"{what}, {key}", own[key], saved[key])
-    elif isinstance(own, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or len(own) != len(saved):
-            raise ValueError(f"{what}: expected {len(own)} values, got {shortened(saved)}")
-        for one, other in zip(own, saved, strict=True):
+    elif isinstance(current, dict):
+        if not isinstance(saved, dict) or not current.keys() <= saved.keys():
+            raise ValueError(f"{what}: expected {shortened(current)}, got {shortened(saved)}")
+        for key in current:
+            _check_same_kind(f"{what}, {key}", current[key], saved[key])
+    elif isinstance(current, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or len(current) != len(saved):
+            raise ValueError(f"{what}: expected {len(current)} values, got {shortened(saved)}")
+        for one, other in zip(current, saved, strict=True):
             _check_same_kind(what, one, other)
-    elif not isinstance(saved, type(own)):
-        raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
+    elif not isinstance(saved, type(current)):
+        raise ValueError(f"{what}: expected {shortened(current)}, got {shortened(saved)}")
