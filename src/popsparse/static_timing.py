@@ -241,7 +241,7 @@ def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
         long += ceil_div(share, row) * (row * size > 4 * facts.SHORT_WORDS)
     away = ~sums.at_home
     sends += np.bincount(sums.tile[away], minlength=tiles)
-    receives += _moved(plan)
+    receives += _count_fragments(plan)
     pointers = receives if which == "high" else 3.0
     code = getattr(facts.RECEIVE, which) * receives + getattr(facts.SEND, which) * sends
     code = code + getattr(facts.LONG_SEND, which) * long
@@ -249,7 +249,7 @@ def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
     return np.asarray(code + 3 * getattr(facts.EXCHANGE_ENTRY, which))
 
 
-def _moved(plan: StaticPlan) -> np.ndarray:
+def _count_fragments(plan: StaticPlan) -> np.ndarray:
     """Fragments in which each tile of the result receives sums made on other tiles: [tiles]."""
     outputs, sums = plan.outputs, plan.sums
     begins = np.concatenate([sums.begin[~sums.at_home], outputs.begin[sums.spread]])

@@ -48,7 +48,7 @@ def empty_results(spec: str) -> Results:
 
 def save_results(results: Results, file: Path) -> None:
     """Write the JSON file, atomically; numbers are rounded to four digits."""
-    atomic_write_text(file, json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n")
+    atomic_write_text(file, json.dumps(_round_floats(results), indent=1, allow_nan=False) + "\n")
 
 
 def load_results(file: Path) -> Results:
@@ -106,11 +106,11 @@ def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[name] for name in ("layer", "batch", "density", "block", "threads", "dtype"))
 
 
-def _rounded(value: Any) -> Any:
+def _round_floats(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _round_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [_round_floats(item) for item in value]
     return value

@@ -184,21 +184,21 @@ def input_sums(
             if all(f"{layer.name}.".startswith(f"{block}.") for layer in group)
         }
         if inside:
-            with evaluating(model), _observed(inside, products) as sums:
+            with evaluating(model), _observe(inside, products) as sums:
                 blocks.run_all(k, hidden)
-            yield _checked(sums, inside)
+            yield _check_sums(sums, inside)
         if k + 1 < len(blocks.names):
             with evaluating(model):
                 hidden = blocks.run_all(k, hidden)
     if left:
-        with evaluating(model), _observed(left, products) as sums:
+        with evaluating(model), _observe(left, products) as sums:
             for batch in batches:
                 call(model, batch)
-        yield _checked(sums, left)
+        yield _check_sums(sums, left)
 
 
 @contextmanager
-def _observed(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
+def _observe(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
     sums: dict[str, Tensor] = {}
 
     def observe(name: str, x: Tensor) -> None:
@@ -218,7 +218,7 @@ def _observed(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
         yield sums
 
 
-def _checked(sums: dict[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+def _check_sums(sums: dict[str, Tensor], groups: Groups) -> dict[str, Tensor]:
     for name in groups:
         if name not in sums:
             raise ValueError(

@@ -138,7 +138,7 @@ def _describe_dense(
     for reason, names in by_reason.items():
         more = f" (and {len(names) - 1:,} more like it)" if len(names) > 1 else ""
         lines.append(f"{names[0]!r}{more} stays dense: it {reason}")
-    kinds = _unconverted(model, candidates)
+    kinds = _count_unconverted(model, candidates)
     for kind, (modules, parameters) in kinds.items():
         lines.append(f"{modules:,} {kind}: {_amount(parameters)} parameters stay dense")
     dense = sum(parameters for _, parameters in kinds.values())
@@ -152,7 +152,7 @@ def _describe_dense(
     return lines
 
 
-def _unconverted(
+def _count_unconverted(
     model: nn.Module, candidates: Mapping[str, Candidate]
 ) -> dict[str, tuple[int, int]]:
     """Kind of module -> (count, parameters of their weights), for modules that have no candidate.

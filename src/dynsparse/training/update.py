@@ -348,11 +348,11 @@ def _call_initial_value(
         for plan, rewiring in zip(plans, rewirings, strict=True):
             with layer_errors(plan.name):
                 fill = request.initial_value(plan.layer, rewiring)
-                fills.append(fill if ranks.alone else _expanded(fill, rewiring, plan.layer))
+                fills.append(fill if ranks.alone else _expand(fill, rewiring, plan.layer))
     return [ranks.broadcast(fill) if isinstance(fill, Tensor) else fill for fill in fills]
 
 
-def _expanded(fill: object, rewiring: Rewiring, layer: SparseLinear) -> Tensor:
+def _expand(fill: object, rewiring: Rewiring, layer: SparseLinear) -> Tensor:
     """A tensor with one entry per grown weight, which can be broadcast."""
     values = layer.values
     checked = check_fill(fill, rewiring, values)

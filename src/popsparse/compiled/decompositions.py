@@ -156,7 +156,7 @@ def _images(rows: Tensor, count: int, height: int, width: int) -> Tensor:
     return rows.view(count, height, width, rows.shape[1]).permute(0, 3, 1, 2)
 
 
-def _dilated(x: Tensor, stride: Sequence[int]) -> Tensor:
+def _dilate(x: Tensor, stride: Sequence[int]) -> Tensor:
     """[..., H, W] with stride - 1 zeros between its elements."""
     if max(stride) == 1:
         return x
@@ -168,9 +168,7 @@ def _dilated(x: Tensor, stride: Sequence[int]) -> Tensor:
     return apart[..., : (height - 1) * down + 1, : (width - 1) * right + 1]
 
 
-def _folded(
-    windows: Tensor, size: Sequence[int], stride: Any, padding: Any, dilation: Any
-) -> Tensor:
+def _fold(windows: Tensor, size: Sequence[int], stride: Any, padding: Any, dilation: Any) -> Tensor:
     """The inverse of `_windows`, [N, C, *size]: overlapping elements are added."""
     *outer, rows, columns, height, width = windows.shape
     whole = [2 * p + n for p, n in zip(padding, size, strict=True)]
@@ -182,7 +180,7 @@ def _folded(
         parts = []
         for i in range(height):
             for j in range(width):
-                part = _dilated(windows[..., i, j], stride)
+                part = _dilate(windows[..., i, j], stride)
                 top, left = i * dilation[0], j * dilation[1]
                 below = whole[0] - top - part.shape[-2]
                 beside = whole[1] - left - part.shape[-1]
@@ -220,7 +218,7 @@ def _convolution_backward(
     dx = dw = db = None
     channels, kernel = weight.shape[1], weight.shape[2:]
     if needed[0]:
-        apart = _dilated(dy, stride)
+        apart = _dilate(dy, stride)
         pads = []
         for axis in (1, 0):
             first = dilation[axis] * (kernel[axis] - 1) - padding[axis]
@@ -276,7 +274,7 @@ def _max_pool_backward(
     kernel, stride, padding, dilation = _pairs(kernel, stride, padding, dilation)
     positions = _positions(x, kernel, stride, padding, dilation)
     windows = torch.where(indices[..., None, None] == positions, dy[..., None, None], 0.0)
-    return _folded(windows, x.shape[-2:], stride, padding, dilation)
+    return _fold(windows, x.shape[-2:], stride, padding, dilation)
 
 
 @_replaces(aten.avg_pool2d.default)
@@ -301,7 +299,7 @@ def _average_pool_backward(
         return NotImplemented
     share = dy / (divisor_override or math.prod(kernel))
     windows = share[..., None, None].expand(*share.shape, *kernel)
-    return _folded(windows, x.shape[-2:], stride, padding, [1, 1])
+    return _fold(windows, x.shape[-2:], stride, padding, [1, 1])
 
 
 # Embeddings: selecting rows is a product with a one-hot matrix.

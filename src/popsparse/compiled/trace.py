@@ -56,13 +56,13 @@ class Step(NamedTuple):
     stages: list[tuple[int, str]]
 
 
-def _unhooked(optimizer: torch.optim.Optimizer) -> Any:
+def _step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
     """The `step` of its class, without the hooks that a trainer adds."""
     step: Any = type(optimizer).step
     return step.__wrapped__
 
 
-def _emptied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _copy_without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy without state and parameters."""
     new = copy.copy(optimizer)
     new.state, new.param_groups = defaultdict(dict), []
@@ -81,7 +81,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"] if p in names]
     tensors: dict[Key, Tensor] = {}
-    fresh = _emptied(optimizer)
+    fresh = _copy_without_state(optimizer)
     copies: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         if group.get("dampening") and any(not optimizer.state.get(p) for p in group["params"]):
@@ -91,7 +91,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         fresh.param_groups.append({**group, "params": params, "weight_decay": 0})
         for p in params:
             p.grad = torch.zeros_like(p)
-    _unhooked(optimizer)(fresh)
+    _step_without_hooks(optimizer)(fresh)
     counts = set()
     for parameter in trained:
         state = optimizer.state.get(parameter) or {
@@ -119,7 +119,7 @@ def _take_step(
     values: dict[Key, Tensor],
 ) -> dict[Key, Tensor]:
     """The optimizer's step on tensors: new parameters and state."""
-    stepped = _emptied(optimizer)
+    stepped = _copy_without_state(optimizer)
     params = {name: tensor.detach().clone() for name, tensor in parameters.items()}
     by_parameter = {parameter: name for name, parameter in originals.items()}
     for number, group in enumerate(optimizer.param_groups):
@@ -136,7 +136,7 @@ def _take_step(
         stepped.param_groups.append(
             {**group, **known, "lr": rate, "params": [params[name] for name in names]}
         )
-    _unhooked(optimizer)(stepped)
+    _step_without_hooks(optimizer)(stepped)
     after: dict[Key, Tensor] = {("parameter", name): params[name].detach() for name in gradients}
     for name in gradients:
         for key, value in stepped.state[params[name]].items():

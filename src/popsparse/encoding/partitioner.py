@@ -436,7 +436,7 @@ class Partitioner:
             try:
                 spilled = spill(assignment, layout, limit, self.options)
             except BucketOverflowError as error:
-                raise self._explained(error, limit) from None
+                raise self._explain(error, limit) from None
             groups = SubGroups.collect(
                 assignment, spilled.runs, spilled.bucket, spilled.arrival, layout
             )
@@ -454,7 +454,7 @@ class Partitioner:
             limit = np.where(excess > 0, used - (excess + 3) // 4, limit)
             limit = np.maximum(limit, 0)
 
-    def _explained(self, error: BucketOverflowError, limit: np.ndarray) -> BucketOverflowError:
+    def _explain(self, error: BucketOverflowError, limit: np.ndarray) -> BucketOverflowError:
         narrowed = int((limit < self.layout.capacity).sum())
         note = f" ({narrowed} buckets are full in grad_input's meta-info)" if narrowed else ""
         oversize = self.options.meta_info_bucket_oversize_proportion

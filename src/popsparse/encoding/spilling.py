@@ -195,10 +195,10 @@ def spill(
             balancer.rebalance(span, cut_rows, options.optimise_for_speed, force)
     if balancer.pending:
         raise _overflow(balancer, int(runs.length.sum()), force)
-    return _joined(stay, balancer.moves)
+    return _join(stay, balancer.moves)
 
 
-def _joined(kept: Runs, moves: list[_Move]) -> SpillResult:
+def _join(kept: Runs, moves: list[_Move]) -> SpillResult:
     """Join the rows that stayed and those that moved."""
     sizes = [len(move.row) for move in moves]
     runs = Runs(

@@ -291,7 +291,7 @@ class Tensor:
         return self.reshape([*self.shape[:axis], *self.shape[axis + 1 :]])
 
 
-def _joined(parts: list[Runs]) -> Runs:
+def _join(parts: list[Runs]) -> Runs:
     """The runs of all parts in order; adjacent runs are joined, as in `Tensor.runs`."""
     starts, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
     first = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths)[:-1])[: len(starts)])
@@ -317,7 +317,7 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     if len(tensors) == 1:
         return first
     if all(t.ndim == 1 and t._addresses is None for t in tensors):
-        runs = _joined([t.runs() for t in tensors])
+        runs = _join([t.runs() for t in tensors])
         if runs.are_long:
             return Tensor(first.graph, first.dtype, [int(runs.lengths.sum())], runs=runs)
     addresses = np.concatenate([t.addresses() for t in tensors], axis)

@@ -605,7 +605,7 @@ def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
     edges = plan.params.sparsity_params.block_dimensions
     blocks = sizes.x // edges[0], sizes.y // edges[1]
     try:
-        full = _planned(plan, update, sizes.x, sizes.y)
+        full = _plan_piece(plan, update, sizes.x, sizes.y)
         splits = [1, full.serial_out] if full.swapped else [full.serial_out, 1]
     except ValueError:
         splits = [1, 1]
@@ -624,7 +624,7 @@ def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
             splits[max(room, key=lambda dim: each[dim])] *= 2
 
 
-def _planned(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
+def _plan_piece(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
     """The plan of one group's piece of x by y channels."""
     params = replace(layer.params, output_channels_per_group=x, input_channels_per_group=y)
     partials = update.partials_type
@@ -643,7 +643,7 @@ def _pieces(plan: Plan, update: Update, each: list[int]) -> list[GradientPiece]:
     pieces = []
     for x0, y0 in product(range(0, sizes.x, each[0]), range(0, sizes.y, each[1])):
         x1, y1 = min(x0 + each[0], sizes.x), min(y0 + each[1], sizes.y)
-        piece = GradientPiece(x0, x1, y0, y1, _planned(plan, update, x1 - x0, y1 - y0))
+        piece = GradientPiece(x0, x1, y0, y1, _plan_piece(plan, update, x1 - x0, y1 - y0))
         _check_room(plan, update, piece)
         pieces.append(piece)
     return pieces

@@ -81,24 +81,24 @@ class _Outputs:
         iteration, inside = divmod(self._seen, self._per_iteration)
         self._seen += 1
         if self._mode is OutputMode.Sum and self._kept:
-            self._kept[0] = pytree.tree_map(torch.add, self._kept[0], _detached(output))
+            self._kept[0] = pytree.tree_map(torch.add, self._kept[0], _detach(output))
         elif self._mode is OutputMode.Final:
             # The last batch of every replica.
             share = self._per_iteration // self._replicas
             if iteration == self._iterations - 1 and inside % share == share - 1:
-                self._kept.append(_detached(output))
+                self._kept.append(_detach(output))
         elif self._mode is not OutputMode.EveryN or (iteration + 1) % self._every == 0:
-            self._kept.append(_detached(output))
+            self._kept.append(_detach(output))
 
     def joined(self) -> Any:
-        return self._kept[0] if len(self._kept) == 1 else _joined(self._kept)
+        return self._kept[0] if len(self._kept) == 1 else _join(self._kept)
 
 
-def _detached(output: Any) -> Any:
+def _detach(output: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
 
-def _joined(outputs: Sequence[Any]) -> Any:
+def _join(outputs: Sequence[Any]) -> Any:
     trees = [pytree.tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in trees), strict=True)
     return pytree.tree_unflatten([_column(column) for column in columns], trees[0][1])

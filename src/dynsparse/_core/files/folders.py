@@ -44,7 +44,7 @@ def only_writer(folder: Path) -> Iterator[bool]:
         OSError: the folder is missing or cannot be written.
     """
     path = folder / LOCK
-    handle = _locked(path)
+    handle = _open_locked(path)
     try:
         if handle is not None:
             _write_holder(handle)
@@ -57,7 +57,7 @@ def only_writer(folder: Path) -> Iterator[bool]:
             os.close(handle)
 
 
-def _locked(path: Path) -> int | None:
+def _open_locked(path: Path) -> int | None:
     """The open and locked file `path`; None where there are no locks."""
     while True:
         # Not through a symbolic link, which an untrusted folder may hold.

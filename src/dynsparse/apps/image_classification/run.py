@@ -304,7 +304,7 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
                 with span("report"):
                     line = None if sums is None else display.row(*_cells(training, sums))
                     display.show(training.step, display.row(*_cells(training, window)), line)
-                    outputs.log(training.step, _reported(training, window))
+                    outputs.log(training.step, _report_figures(training, window))
             ended = training.epoch == last_epoch
             if options.checkpoint_path is not None and (
                 ended or training.epoch % options.checkpoint_freq == 0
@@ -313,7 +313,7 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
     return None if sums is None else sums.scores()
 
 
-def _reported(training: Training, window: Sums) -> dict[str, Any]:
+def _report_figures(training: Training, window: Sums) -> dict[str, Any]:
     scores = window.scores()
     return {
         "loss": scores.loss,

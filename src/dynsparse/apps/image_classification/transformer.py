@@ -80,14 +80,14 @@ class Options(MachineOptions, ImageOptions):
     @property
     def in_features(self) -> int:
         """Pixels of a row, and zeros up to the next multiple of the block size."""
-        return self._padded(SIDE)
+        return self._round_up(SIDE)
 
     @property
     def out_features(self) -> int:
         """Classes, and unused outputs up to the next multiple of the block size."""
-        return self._padded(CLASSES)
+        return self._round_up(CLASSES)
 
-    def _padded(self, size: int) -> int:
+    def _round_up(self, size: int) -> int:
         block = self.block_size if self.has_sparse_layers else 1
         return -(-size // block) * block
 

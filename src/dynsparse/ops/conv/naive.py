@@ -37,7 +37,7 @@ def _window(padded: Tensor, down: int, across: int, size: tuple[int, ...], g: Ge
     return padded[:, :, rows, cols]
 
 
-def _padded(x: Tensor, g: Geometry) -> Tensor:
+def _pad(x: Tensor, g: Geometry) -> Tensor:
     top, left, bottom, right = g.padding
     return pad(x, (left, right, top, bottom))
 
@@ -46,7 +46,7 @@ def forward(
     x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None, g: Geometry
 ) -> Tensor:
     """x [batch, in, height, width], values [nnz] or [nnz, b, b] -> [batch, out, ...]."""
-    b, padded = block_size_of(values), _padded(x, g)
+    b, padded = block_size_of(values), _pad(x, g)
     size = g.output_size(*x.shape[2:])
     y = x.new_zeros(x.shape[0], (len(index.row_ptr) - 1) * b, *size)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
@@ -61,7 +61,7 @@ def grad_input(
     """dy [batch, out, ...] -> [batch, in, *size]."""
     b = block_size_of(values)
     channels = (len(index.col_ptr) - 1) * b // g.taps * g.groups
-    dx = _padded(dy.new_zeros(dy.shape[0], channels, *size), g)
+    dx = _pad(dy.new_zeros(dy.shape[0], channels, *size), g)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
         part = torch.einsum("oi,nohw->nihw", values[slot].view(b, b), dy[:, outputs])
         _window(dx, down, across, tuple(dy.shape[2:]), g)[:, inputs] += part
@@ -71,7 +71,7 @@ def grad_input(
 
 def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex, g: Geometry) -> Tensor:
     """The gradient of the weight at the pattern's positions only: the shape of `values`."""
-    b, padded = block_size_of(values), _padded(x, g)
+    b, padded = block_size_of(values), _pad(x, g)
     out = x.new_zeros(len(values), b, b)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
         patches = _window(padded, down, across, tuple(dy.shape[2:]), g)[:, inputs]

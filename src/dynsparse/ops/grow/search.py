@@ -100,7 +100,7 @@ class RowSearch:
         If at most `k` exceed `high`, those that clearly do come without scores.
         """
         if low > 0 and self._pattern.block_size == 1 and self._scorer.is_compiled:
-            candidates = self._screened(k, low, high)
+            candidates = self._screen(k, low, high)
             if candidates is not None:
                 return candidates
         scorer, width = self._scorer, self._pattern.grid[1]
@@ -112,7 +112,7 @@ class RowSearch:
         best.compact()
         return Candidates.of(best.scores[: best.count], best.flat[: best.count])
 
-    def _screened(self, k: int, low: float, high: float) -> Candidates | None:
+    def _screen(self, k: int, low: float, high: float) -> Candidates | None:
         """`best` by screening; None where that is not faster."""
         if not can_screen(self._pairs, low):
             return None

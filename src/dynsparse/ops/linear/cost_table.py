@@ -225,7 +225,7 @@ _EPYC_ZEN_5: Costs = {
 }
 
 
-def _multiplied(costs: Costs, sparse: float, dense: float) -> Costs:
+def _multiply(costs: Costs, sparse: float, dense: float) -> Costs:
     """Scale the time of a multiply-add of sparse and of dense kernels."""
     return {
         name: (
@@ -255,7 +255,7 @@ _AVX2 = Table(
     "Intel with AVX2",
     f"estimated: as {_AMX.name}, with vectors of half the width, and half the multiply-adds and "
     "loads a cycle",
-    _multiplied(_XEON, 2, 2),
+    _multiply(_XEON, 2, 2),
 )
 _ZEN_3 = Table(
     "AMD up to Zen 3",
@@ -272,7 +272,7 @@ _ARM = Table(
     f"estimated: as {_ZEN_4.name}, with as many multiply-adds a cycle (four of 128 bits), but "
     "three loads of 128 bits where that has one of 512: sparse kernels wait for a load with each "
     "multiply-add, dense products use theirs again",
-    _multiplied(_EPYC, 4 / 3, 1),
+    _multiply(_EPYC, 4 / 3, 1),
 )
 TABLES = (_AMX, _AVX512, _AVX2, _ZEN_3, _ZEN_4, _ZEN_5, _ARM)
 

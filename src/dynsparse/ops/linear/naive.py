@@ -39,7 +39,7 @@ def _chunks(count: int, elements_each: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, count, step))
 
 
-def _blocked(matrix: Tensor, b: int) -> Tensor:
+def _to_blocks(matrix: Tensor, b: int) -> Tensor:
     """[batch, features] -> [features / b, b, batch], contiguous."""
     return matrix.t().reshape(matrix.shape[1] // b, b, matrix.shape[0])
 
@@ -58,7 +58,7 @@ def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None)
     b = block_size_of(values)
     y = _scatter(
         values.reshape(-1, b, b),
-        _blocked(x, b),
+        _to_blocks(x, b),
         cols_of(index),
         rows_of(index),
         len(index.row_ptr) - 1,
@@ -71,7 +71,7 @@ def grad_input(dy: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
     b = block_size_of(values)
     return _scatter(
         values.reshape(-1, b, b).transpose(1, 2),
-        _blocked(dy, b),
+        _to_blocks(dy, b),
         rows_of(index),
         cols_of(index),
         len(index.col_ptr) - 1,
@@ -81,7 +81,7 @@ def grad_input(dy: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
 def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
     """dW = (dY^T X) at the pattern's positions only: the shape of `values`."""
     b = block_size_of(values)
-    dyt, xt = _blocked(dy, b), _blocked(x, b)
+    dyt, xt = _to_blocks(dy, b), _to_blocks(x, b)
     rows, cols = rows_of(index), cols_of(index)
     out = x.new_empty(len(values), b, b)
     for part in _chunks(len(values), b * max(b, x.shape[0])):

@@ -480,7 +480,7 @@ def _check_entries(
 ) -> None:
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
         raise ValueError(f"expected names and values, got {shortened(entries)}")
-    needed = _needed(optimizer)
+    needed = _required_entries(optimizer)
     if entries and (missing := needed - entries.keys()):
         raise ValueError(f"expected {sorted(missing)}, got {shortened(sorted(entries))}")
     for name, value in entries.items():
@@ -498,7 +498,7 @@ def _check_entries(
             raise ValueError(f"expected {name} to be a tensor, got {shortened(value)}")
 
 
-def _needed(optimizer: torch.optim.Optimizer) -> set[str]:
+def _required_entries(optimizer: torch.optim.Optimizer) -> set[str]:
     """What a parameter's state always has, for the optimizers that trainings use most."""
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return {"step", "exp_avg", "exp_avg_sq"}

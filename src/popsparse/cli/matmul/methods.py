@@ -106,11 +106,11 @@ def show_plan(request: Request, plans: Plan | dict[str, Any]) -> None:
     if not request.json:
         print("\n\n".join(plan_text(plan) for plan in each))
     elif request.plan_only:
-        figures = {"plan": plan_figures(each[0]), "estimated_cycles": _estimated(plans)}
+        figures = {"plan": plan_figures(each[0]), "estimated_cycles": _estimate(plans)}
         show(figures | {"report": _reports(plans)}, request)
 
 
-def _estimated(plans: Plan | dict[str, Any]) -> dict[str, float]:
+def _estimate(plans: Plan | dict[str, Any]) -> dict[str, float]:
     costs = plans if isinstance(plans, dict) else plans.costs
     return {name: cost.cycles for name, cost in costs.items()}
 
@@ -241,7 +241,7 @@ def run_by_pass(request: Request) -> None:
     if request.plan_only or request.report_plan:
         show_plan(request, plans)
     if request.plan_only:
-        estimated = {"estimated_cycles": _estimated(plans)}
+        estimated = {"estimated_cycles": _estimate(plans)}
         write(request, lambda: _page_by_pass(request, plans, estimated, {}))
         return
     results: list[tuple[dict[str, Any], dict[str, Run]]] = []

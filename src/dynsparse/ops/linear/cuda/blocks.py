@@ -60,10 +60,10 @@ def readable(x: Tensor) -> Tensor:
     unit = 16 // x.element_size()
     steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     contiguous = steps.count(1) == 1 and all(s == 1 or (s > 0 and s % unit == 0) for s in steps)
-    return _aligned(x if contiguous or not steps else x.contiguous())
+    return _align(x if contiguous or not steps else x.contiguous())
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _align(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
@@ -83,7 +83,7 @@ def forward(
         bias: [out], any floating point type and stride, or None.
         keep: the rounded values are appended to it, for `backward`.
     """
-    rounded = _aligned(values.to(x.dtype).contiguous())
+    rounded = _align(values.to(x.dtype).contiguous())
     if keep is not None and rounded.dtype is not values.dtype:
         keep.append(rounded)
     bias = None if bias is None else bias.contiguous()
@@ -114,7 +114,7 @@ def backward(
     dy = readable(dy)
     if need_input:
         if rounded is None or rounded.dtype is not dy.dtype:
-            rounded = _aligned(values.to(dy.dtype).contiguous())
+            rounded = _align(values.to(dy.dtype).contiguous())
         dx = _launch().grad_input(dy, rounded, p)
     if need_values:
         dw = _launch().grad_weight(dy, readable(x), p, values.dtype, sums=sums)

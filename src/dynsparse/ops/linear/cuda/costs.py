@@ -186,12 +186,12 @@ def seconds(
             taken = max(taken, batch / (config.split * config.samples) * _STEP)
             kernels += config.split > 1  # parts are added up
     else:
-        kernels, moved = _moved(layer, batch, what, dtype.itemsize)
+        kernels, moved = _count_kernels_and_bytes(layer, batch, what, dtype.itemsize)
         taken = product(layer, batch, numbers, rates) + moved / rates.memory
     return taken + kernels * _START[kind]
 
 
-def _moved(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
+def _count_kernels_and_bytes(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
     """Number of kernels of kind "dense", and bytes that they move besides the product."""
     elements = layer.out_features * layer.in_features
     held = layer.nnz * layer.block_size**2
