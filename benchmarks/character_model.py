@@ -6,7 +6,7 @@ with a rate of 7e-4 and an L2 coefficient of 5e-4, batches of 32, gradients clip
 RigL and SET replace 10 % of the weights every 100 steps, by a cosine until the end; pruning from a
 quarter to three quarters of the training. They train 200,000 steps of 512 characters.
 
-    python benchmarks/character_model.py --data train.txt.xz --valid valid.txt.xz --seeds 0 1
+    python benchmarks/character_model.py --data train.txt.xz --valid valid.txt.xz --seeds 0 1 2
 
 Prints a line of JSON per training, with losses in bits per byte.
 """
