@@ -37,6 +37,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dynsparse as ds
 from dynsparse.bench.contenders import mask_layers
+from dynsparse.bench.timing import spread
 
 CONTENDERS = (
     "dense-wide", "dense-narrow", "masked-0.1", "static-0.1", "static-0.05", "rigl-0.1",
@@ -218,14 +219,13 @@ def measure_times(args: argparse.Namespace) -> dict[str, Any]:
             begin = time.perf_counter()
             contender.update(batch)
             seconds[name].append(time.perf_counter() - begin)
-    warm = {name: taken[3:] for name, taken in seconds.items()}
-    base = statistics.median(warm["dense-wide"])
+    warm = {name: spread(taken[3:]) for name, taken in seconds.items()}
+    base = warm["dense-wide"].median
     return {
         "task": args.task, "width": args.width, "batch": BATCH, "rounds": args.rounds,
         "threads": torch.get_num_threads(), "interval": args.interval,
         "over dense-wide": {
-            # "exclusive", the default, would extrapolate from few rounds, below zero.
-            name: [base / q for q in reversed(statistics.quantiles(taken, method="inclusive"))]
+            name: [base / quartile for quartile in (taken.high, taken.median, taken.low)]
             for name, taken in warm.items()
         },
     }  # fmt: skip

@@ -139,7 +139,7 @@ def run_checks(
 
 def _check_isa(isa: str, generator: torch.Generator) -> Iterator[Check]:
     if isa != "none":
-        loaded = _check(isa, "library", 0.0, lambda: 0.0 * bool(native.load_isa(isa)))
+        loaded = _run_check(isa, "library", 0.0, lambda: 0.0 * bool(native.load_isa(isa)))
         if not loaded.matches:
             yield loaded
             return
@@ -152,7 +152,7 @@ def _check_passes(
 ) -> Iterator[Check]:
     for name in PASSES:
         compare = functools.partial(_error, name, device, generator)
-        yield _check(where, name, tolerance, compare)
+        yield _run_check(where, name, tolerance, compare)
 
 
 def _error(name: str, device: torch.device, generator: torch.Generator) -> float:
@@ -196,7 +196,7 @@ def _reference(name: str, pattern: SparsePattern, x: Tensor, dy: Tensor, values:
     return naive.grad_weight(dy, x, values, pattern.index)
 
 
-def _check(where: str, name: str, tolerance: float, compare: Callable[[], float]) -> Check:
+def _run_check(where: str, name: str, tolerance: float, compare: Callable[[], float]) -> Check:
     """The check of `compare`, which returns the error; an exception becomes the result."""
     try:
         error = float(compare())

@@ -16,8 +16,8 @@ from dynsparse.selfcheck import (
     PASSES,
     Check,
     Result,
-    _check,
     _check_passes,
+    _run_check,
     distance,
     run_checks,
 )
@@ -125,7 +125,7 @@ def test_errors_by_hand():
     assert distance(torch.tensor([1.0]), expected, size) == float("inf")
     assert np.isnan(distance(torch.tensor([1.0, torch.nan]), expected, size))
     # What is no number matches nothing.
-    nan = _check("v4", "a", 1.0, lambda: float("nan"))
+    nan = _run_check("v4", "a", 1.0, lambda: float("nan"))
     assert not nan.matches
     assert Check("v4", "a", 0.5, 0.5).matches
     assert not Check("v4", "a", 0.6, 0.5).matches

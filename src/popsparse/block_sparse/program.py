@@ -231,7 +231,7 @@ class _Product:
         if pairs:
             steps.add(Copy(pairs, name="gather blocks"))
         if not self.params.transposed:
-            right = self._rotate(right, tile, steps)
+            right = self._transpose_blocks(right, tile, steps)
         tiles, inverse = np.unique(pieces.tile[now], return_inverse=True)
         held = np.append(0, np.cumsum(np.bincount(inverse, counts).astype(np.int64)))
         outs = np.append(0, np.cumsum(np.bincount(inverse)))
@@ -271,7 +271,7 @@ class _Product:
             located[away] = local.addresses().reshape(-1, *shape)
         return located[of]
 
-    def _rotate(self, right: np.ndarray, tile: np.ndarray, steps: Sequence) -> np.ndarray:
+    def _transpose_blocks(self, right: np.ndarray, tile: np.ndarray, steps: Sequence) -> np.ndarray:
         """Transpose blocks [bk, bn] on their tile into the order of the matrix units."""
         _, bk, bn = self.params.block_size
         first = right.reshape(len(right), -1)[:, 0]

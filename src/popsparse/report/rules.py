@@ -312,15 +312,15 @@ def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list
         profile: profile of the run.
         summary: figures of the product, as for `report_html`; remedies omit what it already has.
     """
-    findings = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
+    triggered = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
     if summary:
-        findings = [
+        triggered = [
             replace(finding, remedy=_to_reach_the_peak(summary))
             if finding.rule == "below peak"
             else finding
-            for finding in findings
+            for finding in triggered
         ]
-    return sorted(findings, key=_weight, reverse=True)
+    return sorted(triggered, key=_weight, reverse=True)
 
 
 def _weight(finding: Finding) -> float:

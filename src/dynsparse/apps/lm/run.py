@@ -142,7 +142,7 @@ def _run(
         training = Training(options, corpus, seed)
     if checkpoint is not None:
         restore(training, checkpoint)
-    figures = {} if writes_alone else _measure(training, console)
+    figures = {} if writes_alone else _train_and_test(training, console)
     if tokenizer is not None and prompt is not None:
         figures["sample"] = _sample(training, tokenizer, prompt, console)
     return figures
@@ -169,7 +169,7 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
         check_memory(needed, available_memory() if on_cpu else torch.cuda.mem_get_info(device)[0])
 
 
-def _measure(training: Training, console: Console) -> dict[str, Any]:
+def _train_and_test(training: Training, console: Console) -> dict[str, Any]:
     options = training.options
     valid = None
     loggers = partial(open_loggers, options, _NAMES)
