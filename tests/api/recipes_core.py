@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import scipy.sparse
 import torch
 from recipes import Recipe, call, of
@@ -35,6 +37,19 @@ def use_kernel(kind):
 
 SHAPE = lambda: (8, 12)  # noqa: E731
 PATHS = (OSError,)
+
+
+class Experts(nn.Module):
+    """Stores matrices as the experts of transformers do."""
+
+    is_transposed, has_gate = False, True
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 6, 4))
+        self.down_proj = nn.Parameter(torch.randn(2, 4, 3))
+
 
 RECIPES = {
     "dynsparse.SparsePattern": call(
@@ -108,6 +123,10 @@ RECIPES = {
         densities=lambda: {"a": 0.5},
     ),
     "dynsparse.densify": call(ds.densify, model=model),
+    "dynsparse.nn.split_experts": call(ds.nn.split_experts, model=Experts),
+    "dynsparse.nn.merge_experts": call(
+        ds.nn.merge_experts, model=lambda: ds.nn.split_experts(Experts())
+    ),
     "dynsparse.freeze": call(ds.freeze, model=model),
     "dynsparse.sparsify": Recipe(
         ds.sparsify,

@@ -245,7 +245,7 @@ class Partial(nn.Module):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(2, 8), "no calibration batch passes through the layer 'rest': exclude it"),
+        (torch.ones(2, 8), "no calibration batch passes through the layer 'rest': add some"),
         (torch.full((2, 8), torch.nan), "the inputs of the layer 'body' are NaN or infinite"),
     ],
 )

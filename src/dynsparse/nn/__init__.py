@@ -6,6 +6,7 @@ from dynsparse.nn.conv import SparseConv1d, SparseConv2d, fuse_conv_bn_eval
 from dynsparse.nn.convert import densify, sparsify
 from dynsparse.nn.cross_entropy import linear_cross_entropy
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding, TiedHead
+from dynsparse.nn.experts import merge_experts, split_experts
 from dynsparse.nn.inference import freeze
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.models import describe, follow_patterns, param_groups
@@ -32,8 +33,10 @@ __all__ = [
     "linear_cross_entropy",
     "load_pretrained",
     "load_safetensors",
+    "merge_experts",
     "param_groups",
     "quantize",
     "save_safetensors",
     "sparsify",
+    "split_experts",
 ]

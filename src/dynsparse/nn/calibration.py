@@ -222,8 +222,8 @@ def _check_sums(sums: dict[str, Tensor], groups: Groups) -> dict[str, Tensor]:
     for name in groups:
         if name not in sums:
             raise ValueError(
-                f"no calibration batch passes through the layer {name!r}: exclude it, or use "
-                "start='magnitude'"
+                f"no calibration batch passes through the layer {name!r}: add some that do, "
+                "exclude it, or use start='magnitude'"
             )
         if not bool(sums[name].isfinite().all()):
             raise ValueError(f"the inputs of the layer {name!r} are NaN or infinite")

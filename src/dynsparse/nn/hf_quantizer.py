@@ -20,6 +20,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -28,6 +29,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from dynsparse.nn import experts
 from dynsparse.nn.attention import PROJECTIONS
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.quantized import QuantizedSparseLinear
@@ -39,10 +41,15 @@ _PARTS = ("cols", "gaps", "mask", "rows", "values")
 
 
 class SparseConfig(QuantizationConfigMixin):
-    """The `quantization_config` in config.json. Everything about the layers is in the weights."""
+    """The `quantization_config` in config.json. Everything about the layers is in the weights.
 
-    def __init__(self, quant_method: str = METHOD) -> None:
+    Args:
+        split_experts: whether the file has the tensors of `dynsparse.nn.split_experts`.
+    """
+
+    def __init__(self, quant_method: str = METHOD, split_experts: bool = False) -> None:
         self.quant_method: Any = quant_method
+        self.split_experts = split_experts
 
 
 class _Collect(ConversionOps):
@@ -96,6 +103,7 @@ class SparseQuantizer(HfQuantizer):
                 "quantization_config cannot make a model sparse: load the dense model, then call "
                 "dynsparse.sparsify(model, density, start='magnitude')"
             )
+        self.quantization_config: SparseConfig = quantization_config
         self.packs = packs
         self._tensors: dict[str, Tensor] = {}
 
@@ -121,6 +129,8 @@ class SparseQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
+        if self.quantization_config.split_experts:
+            experts.split_experts(model)
         # Their projections have other names than the weights of the dense attention.
         projections = tuple(
             f"{name}.{part}.values"
@@ -165,6 +175,12 @@ class SparseQuantizer(HfQuantizer):
         # save_pretrained overwrites its argument state_dict by what this returns.
         given = sys._getframe(1).f_locals.get("state_dict")
         state = dict(model.state_dict() if given is None else given)
+        self.quantization_config.split_experts = bool(experts.find_experts(model, split=True))
+        if self.quantization_config.split_experts and not _is_sparse(model):
+            raise ValueError(
+                "save_pretrained cannot write experts that are split in a model without sparse "
+                "layers: call dynsparse.nn.merge_experts first"
+            )
         model.config.quantization_config = self.quantization_config
         if self.packs:
             state = pack_layers(model, state)
@@ -179,15 +195,20 @@ class SparseQuantizer(HfQuantizer):
         return state, {}
 
 
+def _is_sparse(model: nn.Module) -> bool:
+    kinds = SparseLinear, QuantizedSparseLinear
+    return any(isinstance(layer, kinds) for layer in model.modules())
+
+
 def set_quantizers(model: nn.Module) -> None:
-    """Let `save_pretrained` save sparse layers, of the model or of those of transformers inside."""
+    """Let `save_pretrained` save sparse layers and experts that are split, of the model or of those
+    of transformers inside."""
     module: Any
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
         is_set = isinstance(getattr(module, "hf_quantizer", None), SparseQuantizer)
-        kinds = SparseLinear, QuantizedSparseLinear
-        if any(isinstance(layer, kinds) for layer in module.modules()):
+        if _is_sparse(module) or experts.find_experts(module, split=True):
             if getattr(module, "hf_quantizer", None) is None:
                 quantizer: Any = SparseQuantizer(SparseConfig())
                 module.hf_quantizer = quantizer
@@ -198,3 +219,4 @@ def set_quantizers(model: nn.Module) -> None:
 
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = SparseConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = SparseQuantizer
+ALL_EXPERTS_FUNCTIONS.register(experts.IMPLEMENTATION, experts.forward)

@@ -14,6 +14,7 @@ from dynsparse._core.html import html_table
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d
 from dynsparse.nn.exclusions import default_exclusions
+from dynsparse.nn.experts import find_experts
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.ops.linear import cost_table
@@ -139,8 +140,10 @@ def _describe_dense(
         more = f" (and {len(names) - 1:,} more like it)" if len(names) > 1 else ""
         lines.append(f"{names[0]!r}{more} stays dense: it {reason}")
     kinds = _count_unconverted(model, candidates)
+    experts = {type(module).__name__ for module in find_experts(model).values()}
     for kind, (modules, parameters) in kinds.items():
-        lines.append(f"{modules:,} {kind}: {_amount(parameters)} parameters stay dense")
+        advice = ": dynsparse.nn.split_experts makes them linear layers" if kind in experts else ""
+        lines.append(f"{modules:,} {kind}: {_amount(parameters)} parameters stay dense{advice}")
     dense = sum(parameters for _, parameters in kinds.values())
     excluded_sizes = {candidates[n].key: candidates[n].weight.numel() for n in excluded}
     dense += sum(excluded_sizes.values())

@@ -53,7 +53,7 @@ def register_on_import() -> None:
 
 
 def set_quantizers(model: nn.Module) -> None:
-    """Let `save_pretrained` save the sparse layers of a model of transformers."""
+    """Let `save_pretrained` save the sparse layers and split experts of a model of transformers."""
     quantizer = sys.modules.get(_QUANTIZER)
     if quantizer is not None:
         quantizer.set_quantizers(model)
