@@ -154,7 +154,7 @@ def _transformers() -> ModuleType:
     except ImportError:
         raise ImportError(
             "benchmarks of models need the package transformers: "
-            "pip install 'dynsparse[huggingface]'"
+            "pip install 'transformers[torch]'"
         ) from None
     transformers.logging.set_verbosity_error()
     return transformers

@@ -26,6 +26,7 @@ def by_hand(*source, dtype=torch.int32):
 
 def test_valid_rewiring():
     made = by_hand(1, -1, 2, 3)
+    assert repr(made) == "Rewiring(4 -> 4 blocks, 1 dropped, 1 grown)"
     assert made.apply(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [2, 0, 3, 4]
     layer = SparseLinear(3, 3, pattern=before())
     values = layer.values.detach().clone()

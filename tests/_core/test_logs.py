@@ -118,6 +118,18 @@ def test_invalid_settings_raise_one_line(monkeypatch, capsys, level, place, said
     assert err.count("\n") == 1
 
 
+def test_warnings_show_the_line_of_the_caller():
+    layer = ds.nn.SparseLinear(4, 4, density=0.5)
+    with pytest.warns(UserWarning, match="uses the dense weight") as caught:
+        torch.nn.functional.relu(layer.weight)
+    assert caught[0].filename == __file__
+    model = torch.nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="the pattern never changes") as caught:
+        ds.RigL(model, optimizer, total_steps=4, update_interval=10)
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.slow
 def test_library_is_logged_at_first_use():
     program = "import dynsparse as ds, torch; ds.nn.SparseLinear(8, 8, density=0.5)(torch.ones(8))"

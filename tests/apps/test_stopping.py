@@ -91,7 +91,7 @@ def test_resume_after_interrupt_is_exact(name, at, interrupt_at, capfd):
     assert figures is None
     assert capfd.readouterr().err.count("stopping after this step; Ctrl-C again") == 1
     line = shown.splitlines()[-1]
-    assert shown.splitlines()[-2] == f"stopped after step {at:,}; to go on:"
+    assert shown.splitlines()[-2] == f"stopped after step {at:,}; to continue:"
     words = shlex.split(line)
     assert words[:3] == ["dynsparse", name, "--restore"]
     saved = Path(words[3])

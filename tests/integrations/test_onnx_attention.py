@@ -9,8 +9,8 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.nn import attention_patterns
 
-pytest.importorskip("onnx", reason="needs onnx: pip install 'dynsparse[onnx]'")
-pytest.importorskip("onnxscript", reason="needs onnxscript: pip install 'dynsparse[onnx]'")
+pytest.importorskip("onnx", reason="needs onnx: pip install onnx onnxscript")
+pytest.importorskip("onnxscript", reason="needs onnxscript: pip install onnx onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 
 

@@ -90,6 +90,15 @@ def test_quantize_after_training_with_slots_in_any_order():
     assert type(model[0]) is SparseLinear
 
 
+def test_table_of_int8_layers():
+    model = nn.Sequential(SparseLinear(16, 8, density=0.25, block_size=4), nn.Linear(8, 2))
+    model[0].bias = None
+    table = ds.nn.describe(ds.quantize(model), batch=4).splitlines()
+    row = "0 8 x 16 4 0.2500 32 128 -> 32 int8 - -"
+    assert table[1].split() == row.split()
+    assert table[3] == "the model: 146 -> 50 parameters (34.2%)"
+
+
 def test_excluded_layers_are_not_quantized():
     model = ds.quantize(made(), exclude=["attention", "fir*"])
     kinds = {n: type(m) for n, m in model.named_modules()}
@@ -219,7 +228,9 @@ def test_bad_input():
     refused(TypeError, "model must be a torch.nn.Module", "model", same=False)
     refused(ValueError, "activations must be one of float32, int8", made(), "int4")
     refused(ValueError, "no sparse linear layers", Model())
-    refused(ValueError, "no sparse linear layers", ds.quantize(made()))
+    refused(ValueError, "are int8 already", ds.quantize(made()))
+    with pytest.raises(ValueError, match="densify does not convert int8 layers"):
+        ds.densify(ds.quantize(nn.Sequential(SparseLinear(8, 8))))
     refused(ValueError, "'nothing' matches no", made(), exclude=["nothing"])
     refused(TypeError, "name patterns", made(), exclude=[3])
     refused(ValueError, "from_float", SparseLinear(8, 8))

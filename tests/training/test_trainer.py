@@ -337,11 +337,13 @@ def test_mismatched_states_raise():
     trainer.steps = 4
     other = {
         "its algorithm is 'SET'": SET(model, optimizer, total_steps=10, update_interval=2),
-        "its schedule is": RigL(model, optimizer, total_steps=11, update_interval=2),
+        "its total_steps is 11, here it is 10": RigL(
+            model, optimizer, total_steps=11, update_interval=2
+        ),
         "its regrow_dropped is True": RigL(
             model, optimizer, total_steps=10, update_interval=2, regrow_dropped=True
         ),
-        "its growth is .*'max'": RigL(
+        "its pooling is 'max', here it is 'sum'": RigL(
             model, optimizer, total_steps=10, update_interval=2, pooling="max"
         ),
         "its layers is": RigL(model[0], optimizer, total_steps=10, update_interval=2),

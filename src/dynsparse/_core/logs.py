@@ -1,4 +1,4 @@
-"""Logs through Python's `logging`, under names that begin with "dynsparse.".
+"""Warnings, and logs through Python's `logging`, under names that begin with "dynsparse.".
 
 A program that has set up logging of its own sees them there. `DYNSPARSE_LOG_LEVEL` shows them
 without it: OFF, ERROR, WARNING, INFO or DEBUG (Poplar's ERR, WARN and TRACE are taken, too); then
@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
+from types import FrameType
 
 _LEVELS = {
     "OFF": logging.CRITICAL + 1,
@@ -44,6 +46,19 @@ class _Stream(logging.StreamHandler):
     @stream.setter
     def stream(self, value: object) -> None:
         return
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that shows the line of the user's code: the innermost one outside of this
+    library and torch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) in ("dynsparse", "popsparse", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def configure() -> None:

@@ -18,7 +18,6 @@ import ctypes
 import logging
 import os
 import platform
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -314,11 +313,10 @@ def _chosen() -> _Choice:
         reason = _why_absent()
     elif not reason:
         reason = f"they are for {', '.join(built)}, which this machine does not run"
-    warnings.warn(
+    logs.warn(
         f"dynsparse computes without its compiled kernels, several times slower: {reason}. "
         f"To fix it, {_REMEDY}; DYNSPARSE_ISA=none silences this",
         RuntimeWarning,
-        stacklevel=4,
     )
     return _Choice("none", None, reason)
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from dynsparse._core.checks import shortened
+from dynsparse._core.files.limits import check_regular
 from dynsparse.bench.host import describe_host
 from dynsparse.bench.timing import Effort, Timing, measure
 from dynsparse.integrations.onnx import sparsify_onnx
@@ -81,6 +82,7 @@ def time_model(
             of a dtype that is neither float32 nor an integer, or sizes that the model cannot take.
         OSError: a file cannot be read, or there is no library of the operator.
     """
+    check_regular(file)
     import_library("onnxruntime")
     with tempfile.TemporaryDirectory() as folder:
         files, layers = _write_variants(file, Path(folder), density, block_size)

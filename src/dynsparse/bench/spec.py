@@ -119,7 +119,7 @@ def read_yaml(file: Path) -> Any:
         import yaml
     except ImportError:
         raise ImportError(
-            "reading benchmarks needs the package pyyaml: pip install 'dynsparse[apps]'"
+            "reading benchmarks needs the package pyyaml: pip install pyyaml"
         ) from None
 
     class Loader(yaml.SafeLoader):

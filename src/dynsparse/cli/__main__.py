@@ -13,8 +13,7 @@ def main() -> None:
         if error.name is None or error.name.partition(".")[0] not in ("typer", "rich"):
             raise
         print(
-            f"dynsparse: the command line needs the package {error.name}, which is not installed: "
-            "pip install 'dynsparse[apps]'",
+            f"dynsparse: the command line needs the package {error.name}: pip install {error.name}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -100,8 +100,8 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
                     "damaged or the file has changed; try again, or put the file in a data folder"
                 ) from None
     raise OSError(
-        f"cannot download {file} ({reason}): check the connection, or put the files in a folder "
-        "and pass it as the data folder"
+        f"cannot download {file} ({reason}): check the connection, or pass a folder that "
+        "has the files"
     )
 
 

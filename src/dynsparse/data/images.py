@@ -132,7 +132,7 @@ def load_digits() -> DataSet:
         from sklearn.datasets import load_digits as load
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "the digits come with scikit-learn, which is missing: pip install 'dynsparse[apps]'"
+            "the digits come with the package scikit-learn: pip install scikit-learn"
         ) from None
     bunch = load()
     small = torch.from_numpy(bunch.images).to(torch.float32)[:, None] / 16

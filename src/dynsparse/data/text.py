@@ -218,7 +218,7 @@ class GPT2Tokenizer:
             from tokenizers import Tokenizer, models, pre_tokenizers
         except ImportError:
             raise ModuleNotFoundError(
-                "GPT-2's tokens need the package tokenizers: pip install 'dynsparse[bpe]', or use "
+                "GPT-2's tokens need the package tokenizers: pip install tokenizers, or use "
                 "--tokens byte or char"
             ) from None
         largest = 256 + len(merges) + 1

@@ -18,7 +18,7 @@ try:
 except ImportError:
     raise ImportError(
         "dynsparse.integrations.huggingface needs the package transformers: "
-        "pip install 'dynsparse[huggingface]'"
+        "pip install 'transformers[torch]'"
     ) from None
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:
     raise ImportError(
-        "dynsparse.integrations.lightning needs the package lightning: "
-        "pip install 'dynsparse[lightning]'"
+        "dynsparse.integrations.lightning needs the package lightning: pip install lightning"
     ) from None
 
 __all__ = ["SparseCallback"]

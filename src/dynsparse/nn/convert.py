@@ -34,6 +34,7 @@ from dynsparse.nn.prune import (
     nonzero_pattern,
     sparsegpt,
 )
+from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.nn.transformers_import import set_quantizers
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import ShardSpec
@@ -371,6 +372,8 @@ def densify(model: nn.Module) -> nn.Module:
         inside = any(name.startswith(f"{other}.") for other in names)
         if not inside and isinstance(module, (SparseLinear, SparseMultiheadAttention, TiedHead)):
             names[name] = module
+    if not names and any(isinstance(m, QuantizedSparseLinear) for m in model.modules()):
+        raise ValueError("densify does not convert int8 layers: densify the model before quantize")
     if not names:
         raise ValueError("the model has no sparse layers")
     if "" in names:

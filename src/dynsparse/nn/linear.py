@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -13,6 +12,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 from torch.nn import Parameter, functional
 
+from dynsparse._core import logs
 from dynsparse._core.checks import check_integer, typed
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import executor_for
@@ -94,7 +94,7 @@ class WeightView(Tensor):
         for layer in layers:
             if not layer._has_warned:
                 layer._has_warned = True
-                warnings.warn(_dense_weight_warning(layer), stacklevel=2)
+                logs.warn(_dense_weight_warning(layer))
         return func(*args, **kwargs)
 
     @classmethod
@@ -320,6 +320,10 @@ class SparseLinear(SparseModule):
         """
         return self.to_dense() if is_compiling() else WeightView(self)
 
+    @weight.setter
+    def weight(self, weight: Any) -> None:
+        raise self._assignment_error()
+
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """The shape of the dense weight."""
@@ -327,11 +331,14 @@ class SparseLinear(SparseModule):
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         if name == "weight":
-            raise AttributeError(
-                f"a {type(self).__name__} stores values instead of a weight, so a weight cannot be "
-                "assigned: build a new layer, or tie the layers before sparsify"
-            )
+            raise self._assignment_error()
         super().register_parameter(name, param)
+
+    def _assignment_error(self) -> AttributeError:
+        return AttributeError(
+            f"the weight of {_display_name(self)} cannot be assigned, since it stores values "
+            "instead: build a new layer, or tie the layers before sparsify"
+        )
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """`forward` with another bias [out] or None; None if an executor computes the layer."""
@@ -500,6 +507,10 @@ class SparseConv1D(SparseLinear):
     def weight(self) -> Tensor:
         """The weight [in, out], read-only; see `SparseLinear.weight`."""
         return self.to_dense().t() if is_compiling() else WeightView(self, transposed=True)
+
+    @weight.setter
+    def weight(self, weight: Any) -> None:
+        raise self._assignment_error()
 
     def dense(self) -> nn.Module:
         """A layer of the replaced class with this layer's weights and its bias Parameter."""

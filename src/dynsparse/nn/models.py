@@ -16,6 +16,7 @@ from dynsparse.nn.conv import SparseConv1d, SparseConv2d
 from dynsparse.nn.exclusions import default_exclusions
 from dynsparse.nn.experts import find_experts
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.ops.linear import cost_table
 from dynsparse.ops.linear.products import KINDS
@@ -59,14 +60,16 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
     head = _HEAD if batch is None else (*_HEAD, *_HEAD_OF_BATCH)
     slow: list[str] = []
     candidates = {n: c for n, c in find_candidates(model).items() if c.kind != "embedding"}
+    int8 = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedSparseLinear)}
     by_weight = {candidate.key: candidate for candidate in reversed(candidates.values())}
     dense = {candidate.name: candidate for candidate in by_weight.values()}
     lines: list[tuple[str, ...]] = []
-    saved = 0
+    saved, now = 0, sum(parameter.numel() for parameter in model.parameters())
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     sparse = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
     order = {name: i for i, name in enumerate(names)}
-    for name in sorted((*sparse, *dense), key=lambda n: order.get(n, order.get(_parent(n), 0))):
+    listed = (*sparse, *dense, *int8)
+    for name in sorted(listed, key=lambda n: order.get(n, order.get(_parent(n), 0))):
         if name in sparse:
             layer = sparse[name]
             kept, bias = layer.values.numel(), 0 if layer.bias is None else layer.bias.numel()
@@ -80,6 +83,15 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
                 if speedup is not None and speedup <= 1:
                     slow.append(name)
             lines.append(line)
+        elif name in int8:
+            module = int8[name]
+            pattern, biases = module.pattern, 0 if module.bias is None else len(module.bias)
+            kept, full = module.values.numel(), pattern.shape[0] * pattern.shape[1]
+            saved += full - kept
+            now += kept + biases
+            density = f"{pattern.density:.4f}"
+            line = _line(name, pattern.shape, f"{pattern.block_size}", density, kept, full, biases)
+            lines.append(line if batch is None else (*line, "int8", "-", "-"))
         else:
             candidate = dense[name]
             bias = 0 if candidate.bias is None else candidate.bias.numel()
@@ -87,7 +99,6 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
             line = _line(name, candidate.shape, "-", "dense", full, full, bias)
             lines.append(line if batch is None else (*line, "-", "-", "-"))
     lines = lines if len(lines) <= _MOST_ROWS else _join_alike(lines)
-    now = sum(parameter.numel() for parameter in model.parameters())
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
     below = [total, *_describe_dense(model, candidates, now + saved)]
     if slow:
@@ -95,7 +106,7 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
         below.append(f"{slow[0]!r}{more} gains no time over a dense layer at this density")
     if any(layer.values.dim() == 1 for layer in sparse.values()):
         below.append(
-            "unstructured values have one dimension, like biases: where weight decay goes by "
+            "unstructured values have one dimension, like biases: if weight decay depends on "
             "dimensions, use dynsparse.param_groups"
         )
     description = Description("\n".join([*_align_columns([head, *lines]), *below]))

@@ -278,6 +278,8 @@ def quantize(
             raise ValueError(f"exclude: the pattern {pattern!r} matches no sparse linear layer")
         for name in excluded:
             del named[name]
+    if not named and any(isinstance(m, QuantizedSparseLinear) for m in model.modules()):
+        raise ValueError("the sparse linear layers of the model are int8 already")
     if not named:
         raise ValueError(
             "the model has no sparse linear layers to quantize: call dynsparse.sparsify first, and "

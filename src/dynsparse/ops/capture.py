@@ -57,7 +57,7 @@ class Pairs(list[tuple[Tensor, Tensor]]):
             # zeros may be the result of a pass.
             if grad._version == self.writes:
                 del self[self.before :]
-            elif 0 <= self.writes < grad._version - 1 and not bool(grad.any()):
+            elif self.writes < grad._version - 1 and not bool(grad.any()):
                 self.clear()
             self.writes = grad._version
         self.before = len(self)

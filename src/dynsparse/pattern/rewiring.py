@@ -47,6 +47,12 @@ class Rewiring:
     # The slots that `make` gave to grown blocks, int64, ascending; `source` follows from them.
     _reused: ClassVar[Tensor | None] = None
 
+    def __repr__(self) -> str:
+        grown = self._grown_count
+        before, after = self.before.nnz, self.after.nnz
+        dropped = before - after + grown
+        return f"Rewiring({before} -> {after} blocks, {dropped} dropped, {grown} grown)"
+
     def __post_init__(self) -> None:
         _check_alike(self.before, self.after)
         source = check_tensor("source", self.source)

@@ -38,9 +38,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError(
-            "plots need the package matplotlib: pip install 'dynsparse[apps]'"
-        ) from None
+        raise ImportError("plots need the package matplotlib: pip install matplotlib") from None
 
 
 @contextmanager

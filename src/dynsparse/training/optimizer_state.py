@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -10,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from dynsparse._core import logs
 from dynsparse._core.checks import typed
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring
@@ -156,11 +156,10 @@ def _refuse_or_warn(
         )
     if optimizer not in _warned:
         _warned.add(optimizer)
-        warnings.warn(
+        logs.warn(
             f"{what}whose entries for grown weights are unknown: grown weights start with "
             "what the dropped ones left there",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynsparse._core import logs
 from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
@@ -286,11 +286,10 @@ class _Hooks:
             return steps.before_step(optimizer, args, kwargs)
         if not self.used:
             self.used = True
-            warnings.warn(
+            logs.warn(
                 "the sparse trainer of this optimizer is gone before its first step, so the "
                 "patterns stay as they are: keep it, as in trainer = ds.RigL(model, optimizer, "
                 "...)",
-                stacklevel=4,
             )
         return None
 

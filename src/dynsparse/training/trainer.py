@@ -645,9 +645,12 @@ def _check_description(state: Any, description: Mapping[str, Any]) -> None:
         except (RuntimeError, TypeError, ValueError):  # tensors in the place of plain types
             agrees = False
         if not agrees:
+            given = state[key]
+            if isinstance(given, dict) and isinstance(value, dict) and given.keys() == value.keys():
+                key = next(name for name in value if given[name] != value[name])
+                given, value = given[key], value[key]
             raise ValueError(
-                f"the state does not fit this trainer: its {key} is {state[key]!r}, "
-                f"here it is {value!r}"
+                f"the state does not fit this trainer: its {key} is {given!r}, here it is {value!r}"
             )
     for key in ("steps", "updates"):
         count = state[key]

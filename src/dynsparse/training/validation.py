@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dynsparse._core import logs
 from dynsparse._core.checks import is_number, shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.training.grow import GradientStep
@@ -93,19 +93,17 @@ def warn_of_settings(
     """Warn of legal but probably unintended settings: a schedule without any update, and values
     that lose their weight decay."""
     if schedule is not None and not is_due_within(schedule, 1, None):
-        warnings.warn(
+        logs.warn(
             f"the pattern never changes: {schedule!r} has no update: lower update_interval, raise "
             "total_steps or drop_fraction, or use Static",
-            stacklevel=4,
         )
     lost = _without_decay(optimizer, layers)
     if lost:
         more = f" and of {len(lost) - 1} layers more" if len(lost) > 1 else ""
-        warnings.warn(
+        logs.warn(
             f"the values of layer {lost[0]!r}{more} do not decay, while matrices do: they have one "
             "dimension, so a choice by dimensions takes them for biases: make the groups with "
             "dynsparse.param_groups(model, weight_decay=...)",
-            stacklevel=4,
         )
 
 
@@ -113,10 +111,9 @@ def warn_at_end(schedule: Schedule | None, step: int) -> None:
     """Warn, once, of the first step after the last one of the schedule."""
     total = getattr(schedule, "total_steps", None)
     if total is not None and step == total + 1:
-        warnings.warn(
+        logs.warn(
             f"this is step {step:,} of a schedule for total_steps={total:,}: the patterns no "
             "longer change; pass the number of steps of the whole training as total_steps",
-            stacklevel=2,
         )
 
 

@@ -32,8 +32,10 @@ def test_error_keeps_the_existing_file(tmp_path):
 
 
 def test_missing_folder_raises(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/b$"):
         atomic_write_text(tmp_path / "b" / "a", "x")
+    with pytest.raises(IsADirectoryError, match="is a folder: expected the path of a file"):
+        atomic_write_text(tmp_path, "x")
 
 
 def test_order_of_fsync_and_rename(tmp_path, monkeypatch):

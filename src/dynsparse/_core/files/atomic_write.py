@@ -21,9 +21,14 @@ def replaced(path: Path) -> Iterator[Path]:
     The file is flushed to the disk before it is renamed, and its folder after.
 
     Raises:
-        OSError: the folder is missing or cannot be written, or the disk is full.
+        OSError: `path` is a folder, the folder around it is missing or cannot be written, or the
+            disk is full.
     """
     path = Path(os.path.realpath(path))  # a link stays one, to the new file
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: expected the path of a file")
     # A random name: two writers never write into one file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from dynsparse._core import logs
 
 try:
     import fcntl
@@ -88,11 +89,10 @@ def _lock(handle: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
-        warnings.warn(
+        logs.warn(
             f"{path.parent} is on a file system without locks ({error.strerror}): make sure that "
             "no other training writes there",
             RuntimeWarning,
-            stacklevel=2,
         )
         return False
     return True

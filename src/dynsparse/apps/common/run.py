@@ -378,7 +378,7 @@ def _write(training: Training, console: Console) -> None:
         folder = Path(f"{training.app}-{secrets.token_hex(4)}")
         folder.mkdir(exist_ok=True)
     path = save(training, folder)
-    lines = f"stopped after step {training.step:,}; to go on:", resume_command(training, path)
+    lines = f"stopped after step {training.step:,}; to continue:", resume_command(training, path)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

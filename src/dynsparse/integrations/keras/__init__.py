@@ -18,7 +18,7 @@ except ImportError as error:
             f"imported ({error}): set KERAS_BACKEND=torch before keras is imported"
         ) from None
     raise ImportError(
-        "dynsparse.integrations.keras needs the package keras: pip install 'dynsparse[keras]'"
+        "dynsparse.integrations.keras needs the package keras: pip install keras"
     ) from None
 
 if keras.config.backend() != "torch":

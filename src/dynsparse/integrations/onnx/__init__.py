@@ -1,7 +1,6 @@
 """Sparse models in ONNX files of standard operators, and back.
 
-Needs the packages onnx and onnxscript to export, onnx2torch to import: `pip install
-'dynsparse[onnx]'`.
+Needs the packages onnx and onnxscript to export, onnx2torch to import.
 """
 
 from dynsparse.integrations.onnx.exporting import export

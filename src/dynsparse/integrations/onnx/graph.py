@@ -54,9 +54,7 @@ def import_library(name: str) -> Any:
         return import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise ImportError(
-            f"ONNX files need the package {package}: pip install 'dynsparse[onnx]'"
-        ) from None
+        raise ImportError(f"ONNX files need the package {package}: pip install {package}") from None
 
 
 @contextmanager

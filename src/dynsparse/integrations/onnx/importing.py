@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dynsparse._core import logs
 from dynsparse._core.checks import typed
 from dynsparse.integrations.onnx.graph import (
     densify_initializers,
@@ -145,10 +145,9 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
             raise _no_name(file, name) from error
     copied = [weight for weight, users in layers.items() if len(users) > 1]
     if copied:
-        warnings.warn(
+        logs.warn(
             f"{file}: nodes use {', '.join(copied)} in different orientations or with different "
             "biases: each has its own copy, which is trained separately",
-            stacklevel=3,
         )
     module.delete_all_unused_submodules()
     module.recompile()

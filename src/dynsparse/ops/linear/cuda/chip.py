@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from dynsparse._core import logs
 
 
 class Chip(NamedTuple):
@@ -75,11 +76,10 @@ def runs_triton(device: torch.device) -> bool:
     elif not _builds_launchers():
         missing = "Triton needs a C compiler and Python.h (install gcc and python3-dev)"
     if missing is not None:
-        warnings.warn(
+        logs.warn(
             "dynsparse computes layers of blocks by dense products, without its kernels for GPUs: "
             f"{missing}",
             RuntimeWarning,
-            stacklevel=2,
         )
     return missing is None
 
