@@ -1,5 +1,7 @@
 """The gradient used for growth: of the last step, or its momentum."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ import dynsparse as ds
 from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
-from dynsparse.training import DenseMomentum, LastStep, WindowMomentum
+from dynsparse.training import DenseMomentum, LastStep, RigL, WindowMomentum
 from dynsparse.training.history import gradient_at
 
 
@@ -134,3 +136,43 @@ def test_loaded_history_moves_to_the_layers_device():
         pairs = resumed.pairs("fc")
         assert {tensor.device.type for pair in pairs for tensor in pair} == {"meta"}
         assert dense(pairs).shape == (6, 4)
+
+
+@pytest.mark.parametrize("way", ["create_graph", "replaced"])
+def test_gradients_that_are_made_anew_count(way):
+    """`create_graph=True` adds up gradients in new tensors, and so may code between the passes."""
+
+    def grown(way):
+        torch.manual_seed(0)
+        layer = SparseLinear(32, 64, density=0.2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        trainer = RigL(layer, optimizer, total_steps=100, update_interval=1)
+        for i in range(4):
+            x = torch.randn(16, 32) * (10 if i == 1 else 1)
+            loss = (layer(x).tanh() ** 2 @ torch.arange(64.0)).sum()
+            loss.backward(create_graph=way == "create_graph")
+            if way == "replaced":
+                layer.values.grad = layer.values.grad * 1.0
+        (rewiring,) = trainer.step().values()
+        return rewiring.after
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+        assert grown(way) == grown("in place")
+
+
+def test_first_gradient_that_is_set_to_zero_is_discarded():
+    def grown(discard):
+        torch.manual_seed(0)
+        layer = SparseLinear(16, 16, density=0.2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        trainer = RigL(layer, optimizer, total_steps=100, update_interval=1)
+        x, wanted, other = torch.randn(8, 16), torch.randn(8, 16), 3 * torch.randn(8, 16)
+        if discard:
+            (layer(x) * other).sum().backward()
+            optimizer.zero_grad(set_to_none=False)
+        (layer(x) * wanted).sum().backward()
+        (rewiring,) = trainer.step().values()
+        return rewiring.after
+
+    assert grown(True) == grown(False)

@@ -152,13 +152,13 @@ def test_topkast_state_requires_its_model():
 def test_options_must_match():
     model, trainer = make("deepr", 0)
     other = ds.DeepR(model, trainer.optimizer, total_steps=40, l1=0.1, temperature=1e-5)
-    with pytest.raises(ValueError, match=r"its options is .*'l1': 0\.05"):
+    with pytest.raises(ValueError, match=r"its l1 is 0\.05, here it is 0\.1"):
         other.load_state_dict(trainer.state_dict())
     model, trainer = make("snfs", 0)
     other = ds.SNFS(model, trainer.optimizer, **TIMES, window=7)
-    with pytest.raises(ValueError, match=r"its history is .*'window': 6"):
+    with pytest.raises(ValueError, match="its window is 6, here it is 7"):
         other.load_state_dict(trainer.state_dict())
     model, trainer = make("gmp", 0)
     other = ds.GMP(model, trainer.optimizer, **TIMES, final_density=0.2)
-    with pytest.raises(ValueError, match=r"its budget is .*'final_density': 0\.1"):
+    with pytest.raises(ValueError, match=r"its final_density is 0\.1, here"):
         other.load_state_dict(trainer.state_dict())

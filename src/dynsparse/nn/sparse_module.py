@@ -162,7 +162,7 @@ class SparseModule(nn.Module):
     dim_shards: dict[str, tuple[DimShard, int]]
     # Whether `state_dict` omits rows and cols, while the layer is loaded from a file.
     _omits_pattern: bool = False
-    # Whether another pattern was loaded, which a trainer checks before its next step.
+    # Whether its pattern or values were replaced, which a trainer checks before its next step.
     _was_replaced: bool = False
     # Averages of this layer, which follow its pattern.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
@@ -489,12 +489,13 @@ class SparseModule(nn.Module):
     def rewire(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> None:
         """Apply one pattern update in place: survivors keep their values, grown slots get `fill`.
 
-        The Parameter object stays the same. Optimizer state is not touched; trainers do that.
+        The Parameter stays the same. A trainer's optimizer state follows at its next step.
 
         Raises:
             ValueError: the rewiring starts from another pattern, or changes the number of blocks of
                 a layer that is not `resizable`.
         """
+        self._was_replaced = True
         self.prepare(rewiring, fill)()
 
     @torch.no_grad()
@@ -646,6 +647,8 @@ class SparseModule(nn.Module):
                 f"{prefix}weight is that of a dense layer, but this layer is sparse: load it into "
                 "the model before dynsparse.sparsify, or into dynsparse.densify(model)"
             )
+        if prefix + "values" in state_dict:
+            self._was_replaced = True
         self._permit_swap()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -680,20 +683,17 @@ class SparseModule(nn.Module):
             pattern = self._pattern
         if self._omits_pattern:
             return
-        # Copies, so that in-place changes of a state dict do not write to the pattern.
-        for name in ("rows", "cols"):
+        for name in ("rows", "cols"):  # copies, which may be written to
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
 
 
-# Files of torch and timm that copy a model to average its weights.
-_AVERAGERS = ("torch/optim/swa_utils.py", "timm/utils/model_ema.py")
+# Files of torch, timm and Lightning that copy a model to average its weights.
+_AVERAGERS = ("optim/swa_utils.py", "utils/model_ema.py", "callbacks/stochastic_weight_avg.py")
 
 
 def _is_made_for_averaging() -> bool:
     """Whether the current copy is made by a class that averages weights."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.replace("\\", "/").endswith(_AVERAGERS):
-            return True
+    while frame is not None and not frame.f_code.co_filename.endswith(_AVERAGERS):
         frame = frame.f_back
-    return False
+    return frame is not None

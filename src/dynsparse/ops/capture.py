@@ -38,6 +38,7 @@ class Pairs(list[tuple[Tensor, Tensor]]):
     values: Tensor
     last_pass: int = -1
     writes: int = -1  # version of the gradient when the last pass began; -1 if there was none
+    storage: StorageWeakRef | None = None  # of that gradient
     before: int = 0  # number of pairs when the last pass began
 
     def begin(self, backward_pass: int) -> None:
@@ -51,15 +52,16 @@ class Pairs(list[tuple[Tensor, Tensor]]):
         grad = values.grad
         if grad is None:
             self.clear()
-            self.writes = -1
+            self.writes, self.storage = -1, None
         else:
-            # A pass writes once, or never if it is asked for other gradients only. A gradient of
-            # zeros may be the result of a pass.
-            if grad._version == self.writes:
+            # A pass writes once, or never if it is asked for other gradients only; or it makes a
+            # new gradient. One of zeros may be the result of a pass.
+            storage = StorageWeakRef(grad.untyped_storage())
+            if grad._version == self.writes and storage == self.storage:
                 del self[self.before :]
             elif self.writes < grad._version - 1 and not bool(grad.any()):
                 self.clear()
-            self.writes = grad._version
+            self.writes, self.storage = grad._version, storage
         self.before = len(self)
 
 

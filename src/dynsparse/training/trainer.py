@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -188,6 +188,7 @@ class SparseTrainer:
             {other: other.steps for other in _trainers}
         )
         self._captures: dict[str, capture.Pairs] = {}
+        self._loaded_own_state = False
         self._steps = OptimizerSteps(self._given, self)
         _trainers.add(self)
         self._take_over()
@@ -333,6 +334,7 @@ class SparseTrainer:
         self._forget_captures()
         apply_changes()
         self._known |= {name: rewiring.after for name, rewiring in rewirings.items()}
+        self._known_state, self._loaded_own_state = self.optimizer.state, False
         if due:
             self._change_own(planned)
         self._start_capture()
@@ -358,12 +360,9 @@ class SparseTrainer:
 
     def _start_capture(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
-        schedule = self.schedule
-        counts = (
-            schedule is not None
-            and self._needs_gradients
-            and is_due_within(schedule, self.steps + 1, self.history.window)
-        )
+        counts = self.schedule is not None and self._needs_gradients
+        if counts and self.schedule is not None:
+            counts = is_due_within(self.schedule, self.steps + 1, self.history.window)
         layers = self._trained() if counts else {}
         self._captures = {
             name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
@@ -388,8 +387,8 @@ class SparseTrainer:
             layer._was_replaced = False
 
     def _follow_loaded(self) -> None:
-        """Where a pattern was loaded into a layer without optimizer state: connections that are in
-        both patterns keep their state, all other state starts anew.
+        """Where a layer's pattern or values were replaced, but not the optimizer's state:
+        connections that are in both patterns keep their state, all other state starts anew.
 
         Raises:
             RuntimeError: the state is sharded, so that it cannot follow.
@@ -408,9 +407,9 @@ class SparseTrainer:
                         "optimizer state cannot follow: load the optimizer's state, too"
                     )
                 with layer_errors(name):
-                    rewiring = Rewiring.between(before, after)
-                    rewire_state(self.optimizer, values, rewiring)
-                    self._follow_loaded_pattern(name, rewiring)
+                    rewire_state(self.optimizer, values, Rewiring.between(before, after))
+            if not self._loaded_own_state:
+                self._follow_loaded_values(loaded)
         self._remember_patterns()
 
     # The pattern update.
@@ -456,15 +455,14 @@ class SparseTrainer:
         return ranks_by_gradient or isinstance(self.initial_value, GradientStep)
 
     def _has_gradient(self, name: str) -> bool:
-        empty = not self.layers[name].pattern.nnz
-        return not self._needs_gradients or empty or self.history.has(name)
+        is_empty = not self.layers[name].pattern.nnz
+        return not self._needs_gradients or is_empty or self.history.has(name)
 
     def _update_inputs(self) -> dict[str, Any]:
         """What decides the next update besides weights and gradients."""
-        growth = None if self.growth is None else self.growth.state_dict()
         return {
             "options": self._description(),
-            "state of the growth": growth,
+            "state of the growth": None if self.growth is None else self.growth.state_dict(),
             "state of the budget": self.budget.state_dict(),
         }
 
@@ -526,7 +524,9 @@ class SparseTrainer:
                 undo()
                 raise
             self.steps, self.updates = state["steps"], state["updates"]
-            self._remember_patterns()
+            self._loaded_own_state = True
+            if self.optimizer.state is self._known_state:  # otherwise the model may come later
+                self._remember_patterns()
             self._start_capture()
 
     def check_state(
@@ -558,18 +558,15 @@ class SparseTrainer:
 
     def _settings(self) -> dict[str, Any]:
         """The settings of components and layers, for comparison; plain types."""
-        schedule: dict[str, Any] | None = None
-        if self.schedule is not None:
-            schedule = {"kind": type(self.schedule).__name__}
-            if dataclasses.is_dataclass(self.schedule):
-                schedule |= dataclasses.asdict(self.schedule)
-        components = {"growth": self.growth, "budget": self.budget, "history": self.history}
+        schedule = None if self.schedule is None else {"kind": type(self.schedule).__name__}
+        if schedule is not None and dataclasses.is_dataclass(self.schedule):
+            schedule |= dataclasses.asdict(self.schedule)
+        growth, budget, history = self.growth, self.budget, self.history
         return {
             "schedule": schedule,
-            **{
-                key: None if part is None else {"kind": type(part).__name__} | part.options
-                for key, part in components.items()
-            },
+            "growth": None if growth is None else {"kind": type(growth).__name__} | growth.options,
+            "budget": {"kind": type(budget).__name__} | budget.options,
+            "history": {"kind": type(history).__name__} | history.options,
             "layers": {name: describe_layer(layer) for name, layer in self.layers.items()},
             "regrow_dropped": self.regrow_dropped,
         }
@@ -615,8 +612,8 @@ class SparseTrainer:
     def _change_own(self, planned: Any) -> None:
         """Apply what was planned; must not fail."""
 
-    def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
-        """Adapt the algorithm's state of a layer that another pattern was loaded into."""
+    def _follow_loaded_values(self, names: Collection[str]) -> None:
+        """Begin the algorithm's state anew in layers whose pattern or values were replaced."""
 
     def _own_options(self) -> dict[str, Any]:
         """The algorithm's settings that must agree on loading; plain types."""

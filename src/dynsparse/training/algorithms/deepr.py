@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,8 +169,9 @@ class DeepR(SparseTrainer):
         drawn = self._draw_signs(name, *slots, signs.shape[1:])
         return rewiring.apply(signs, to_device(drawn, signs.device))
 
-    def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
-        self.signs = {**self.signs, name: self._follow(name, rewiring)}
+    def _follow_loaded_values(self, names: Collection[str]) -> None:
+        self._slots.update(self.layers)
+        self.signs = {**self.signs, **{name: self._first_signs(name) for name in names}}
 
     def _change_own(self, planned: dict[str, Tensor]) -> None:
         self.signs = {**self.signs, **planned}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -193,6 +193,10 @@ class TopKAST(SparseTrainer):
                 layer.take(active)
                 active = layer
             self.layers[name].active = active
+
+    def _follow_loaded_values(self, names: Collection[str]) -> None:
+        chosen = self._plan_own({})
+        self._change_own({name: chosen[name] for name in names if name in chosen})
 
     def _undo_own(self, planning: bool) -> Callable[[], None]:
         before = {name: layer.executor for name, layer in self.layers.items()}

@@ -92,7 +92,7 @@ def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
         return {_MARK: ["counter" if isinstance(value, Counter) else "dict", pairs]}
     raise TypeError(
         "a checkpoint holds only tensors, numbers, strings and containers of them; found "
-        f"{type(value).__module__}.{type(value).__name__} at {path or 'its root'}: convert it first"
+        f"{type(value)} at {path or 'its root'}: convert it first"
     )
 
 
