@@ -112,6 +112,21 @@ def test_dense_round_trip(pattern):
     assert torch.equal(dense != 0, pattern.to_mask())
 
 
+def test_scipy_coordinates_out_of_range_raise():
+    matrix = scipy.sparse.coo_array(([1.0], ([1], [2])), shape=(2, 3))
+    for wrong in (-1, 4):
+        matrix.col[0] = wrong
+        with pytest.raises(ValueError, match=rf"cols must lie in \[0, 3\), got {wrong}"):
+            SparsePattern.from_scipy(matrix)
+
+
+def test_masks_of_any_strides_and_byte_order():
+    mask = np.eye(4)
+    expected = SparsePattern.from_mask(torch.from_numpy(mask).flip(0))
+    assert SparsePattern.from_mask(mask[::-1]) == expected
+    assert SparsePattern.from_mask(mask[::-1].astype(">f4")) == expected
+
+
 def test_explicit_zeros_of_a_scipy_matrix_are_present():
     matrix = scipy.sparse.csr_array((np.array([0.0, 2.0]), ([0, 1], [1, 0])), shape=(2, 2))
     assert SparsePattern.from_scipy(matrix).nnz == 2

@@ -144,6 +144,24 @@ def test_bad_inputs():
     for shape in ((2, 6), (2, 2, 8)):
         with pytest.raises(ValueError, match=r"must be \[batch, 8\], got"):
             layer(torch.ones(shape).to_sparse())
+    for column in (-1, 8, 2**32):
+        indices = torch.tensor([[0], [column]])
+        ones = torch.ones(1)
+        x_coo = torch.sparse_coo_tensor(
+            indices, ones, (1, 8), is_coalesced=True, check_invariants=False
+        )
+        x_csr = torch.sparse_csr_tensor(
+            torch.tensor([0, 1]), indices[1], ones, (1, 8), check_invariants=False
+        )
+        for wrong in (x_coo, x_csr):
+            with pytest.raises(IndexError, match=rf"columns .* must be in \[0, 8\), got {column}"):
+                layer(wrong)
+    pointers = torch.tensor([0, 2, 1])
+    wrong = torch.sparse_csr_tensor(
+        pointers, torch.tensor([0]), torch.ones(1), (2, 8), check_invariants=False
+    )
+    with pytest.raises(IndexError, match="row pointers of a sparse input must rise from 0"):
+        layer(wrong)
     y = layer(sparse(x))
     with torch.no_grad():
         layer.values.mul_(2)

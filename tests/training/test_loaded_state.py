@@ -115,3 +115,17 @@ def test_topkast_chooses_again_among_loaded_weights():
     model.load_state_dict(state)
     begin_step(*training)
     torch.testing.assert_close(model(X), output)
+
+
+def test_storing_without_the_active_set_warns(tmp_path):
+    training = model, _, trainer = make("TopKAST", update_interval=4)
+    train(training, 0, 12)
+    for store in (
+        lambda: ds.save_safetensors(model, tmp_path / "file"),
+        lambda: ds.densify(copy.deepcopy(model)),
+    ):
+        with pytest.warns(UserWarning, match=r"layer '0' computes with a part .* shrink\(\) first"):
+            store()
+    trainer.shrink()
+    output = model(X)
+    torch.testing.assert_close(ds.densify(copy.deepcopy(model))(X), output)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dynsparse._core import logs
 from dynsparse._core.checks import typed
 from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.autograd import explain
@@ -124,6 +125,17 @@ class ActiveSet:
 
     def after(self, pattern: SparsePattern) -> None:
         """None: a change of the pattern resets the active set."""
+
+
+def warn_of_active_sets(model: nn.Module) -> None:
+    """Warn, before weights are stored without the active set, that the outputs will differ."""
+    for name, module in model.named_modules():
+        if getattr(module, "active", None) is not None:
+            logs.warn(
+                f"layer {name!r} computes with a part of its weights, chosen by Top-KAST, and what "
+                "is stored uses all of them: call the trainer's shrink() first to keep the outputs"
+            )
+            return
 
 
 class _ActiveLinear(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import check_choice, check_flag, check_generator, typed
 from dynsparse.allocation import allocate
+from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.backends import executor_for
@@ -361,6 +362,7 @@ def densify(model: nn.Module) -> nn.Module:
             `head_dim` that `nn.MultiheadAttention` cannot have. The model is then unchanged.
     """
     _check_model(model)
+    warn_of_active_sets(model)
     made: dict[int, nn.Module] = {}
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):

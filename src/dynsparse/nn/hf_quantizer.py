@@ -30,6 +30,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynsparse.nn import experts
+from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.attention import PROJECTIONS
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.quantized import QuantizedSparseLinear
@@ -181,6 +182,7 @@ class SparseQuantizer(HfQuantizer):
                 "save_pretrained cannot write experts that are split in a model without sparse "
                 "layers: call dynsparse.nn.merge_experts first"
             )
+        warn_of_active_sets(model)
         model.config.quantization_config = self.quantization_config
         if self.packs:
             state = pack_layers(model, state)

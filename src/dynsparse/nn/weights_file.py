@@ -41,6 +41,7 @@ from dynsparse._core.checks import check_kind, shortened, typed
 from dynsparse._core.files.atomic_write import replaced
 from dynsparse._core.files.limits import check_regular, parse_json, read_limit
 from dynsparse._core.interrupts import uninterrupted
+from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.convert import (
     check_replaceable,
@@ -99,7 +100,9 @@ def save_safetensors(
     """
     from safetensors.torch import save_file  # here: `import dynsparse` loads only torch
 
-    tensors, aliases = _distinct(pack_layers(model, _state_of(model)))
+    state = _state_of(model)
+    warn_of_active_sets(model)
+    tensors, aliases = _distinct(pack_layers(model, state))
     check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
     for key, value in user.items():

@@ -302,7 +302,9 @@ class SparsePattern:
         block = 1 if block_size is None else block_size
         shape, block, grid = block_grid(tuple(matrix.shape), block)
         coo = matrix.tocoo()
-        flat = (coo.row.astype(np.int64) // block) * grid[1] + coo.col // block
+        rows = check_coordinates(coo.row, "rows", shape[0])
+        cols = check_coordinates(coo.col, "cols", shape[1])
+        flat = (rows // block) * grid[1] + cols // block
         # Repeated entries of a COO matrix mean one position, and so do the elements of a block.
         return cls.from_flat(torch.from_numpy(np.unique(flat)), shape=shape, block_size=block)
 
@@ -676,6 +678,8 @@ def _as_tensor(name: str, values: Any) -> Tensor:
             raise ValueError(f"{name} must hold data, got a tensor on the meta device")
         return values.detach().cpu()
     try:
+        if isinstance(values, np.ndarray):  # torch takes no negative strides, no other byte order
+            values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
         return torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} must be numbers, got {shortened(values)}") from None

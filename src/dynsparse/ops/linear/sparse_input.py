@@ -38,6 +38,7 @@ def sparse_input_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Re
     Raises:
         TypeError: another layout.
         ValueError: x of another shape.
+        IndexError: x with columns or row pointers out of range, which PyTorch does not check.
     """
     p = read.layer_index
     if x.layout not in _LAYOUTS:
@@ -111,11 +112,26 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
 def _by_samples(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pointers [batch + 1], features and values of the non-zeros, sample by sample."""
     if x.layout is torch.sparse_csr:
-        pointers, columns = x.crow_indices().int(), x.col_indices().int()
-        return pointers.contiguous(), columns.contiguous(), x.values().contiguous()
-    x = x.coalesce()
-    rows, columns = x.indices()
-    return _pointers(rows, x.shape[0]), columns.int().contiguous(), x.values().contiguous()
+        columns, pointers = x.col_indices(), x.crow_indices()
+        _check_range("columns", columns, x.shape[1])
+        if pointers[0] != 0 or pointers[-1] != len(columns) or bool((pointers.diff() < 0).any()):
+            raise IndexError("the row pointers of a sparse input must rise from 0 to its non-zeros")
+        pointers = pointers.int().contiguous()
+    else:
+        x = x.coalesce()
+        rows, columns = x.indices()
+        _check_range("rows", rows, x.shape[0])
+        _check_range("columns", columns, x.shape[1])
+        pointers = _pointers(rows, x.shape[0])
+    return pointers, columns.int().contiguous(), x.values().contiguous()
+
+
+def _check_range(what: str, indices: Tensor, count: int) -> None:
+    if len(indices):
+        least, most = map(int, indices.aminmax())
+        if least < 0 or most >= count:
+            wrong = least if least < 0 else most
+            raise IndexError(f"the {what} of a sparse input must be in [0, {count}), got {wrong}")
 
 
 def _by_features(entries: tuple[Tensor, Tensor, Tensor], features: int) -> tuple[Tensor, ...]:
