@@ -265,3 +265,16 @@ def test_bad_algorithms():
         with pytest.raises(ValueError, match=message):
             make()
     assert not model[0].resizable
+
+
+@pytest.mark.parametrize("algorithm", ["GMP", "MEST"])
+def test_layer_that_was_frozen_at_the_start_raises(algorithm):
+    model = nn.Sequential(SparseLinear(8, 8, density=0.5), SparseLinear(8, 8, density=0.5))
+    model[0].values.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"final_density": 0.2} if algorithm == "GMP" else {"soft_memory_bound": True}
+    trainer = getattr(ds, algorithm)(model, optimizer, total_steps=10, update_interval=1, **options)
+    model[0].values.requires_grad_(True)
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="layer '0' was frozen when the trainer was made"):
+        trainer.step()

@@ -8,7 +8,7 @@ prune, change the layers' capacity: their values, optimizer state and index chan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -196,6 +196,7 @@ class SoftBudget(Budget):
         self.blocks = {name: pattern.nnz for name, pattern in patterns.items()}
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
+        _check_begun(self.blocks, survey.patterns)
         counts = {}
         for name, pattern in survey.patterns.items():
             blocks = self.blocks[name]
@@ -297,6 +298,7 @@ class GradualBudget(Budget):
         schedule = survey.schedule
         if not isinstance(schedule, GradualSchedule):
             raise TypeError(f"expected a GradualSchedule, got {type(schedule).__name__}")
+        _check_begun(self.first, survey.patterns)
         left = schedule.remaining(survey.step)
         pruned = self._global(survey, left) if self.scope == "global" else self._local(survey, left)
         counts = {}
@@ -413,6 +415,15 @@ def _check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> N
             f"{what} compares the blocks of all layers, so they must have one block size, got "
             + ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
         )
+
+
+def _check_begun(begun: Collection[str], patterns: Mapping[str, SparsePattern]) -> None:
+    for name in patterns:
+        if name not in begun:
+            raise RuntimeError(
+                f"layer {name!r} was frozen when the trainer was made, which decided the final "
+                "number of blocks of the others: make a new trainer"
+            )
 
 
 def _check_blocks(state: Any, key: str, layers: Mapping[str, int]) -> None:
