@@ -48,10 +48,10 @@ def data(shuffle=True):
     return DataLoader(pairs, 4, shuffle=shuffle)
 
 
-def fit(module, callback, folder, epochs, **options):
+def fit(module, callback, folder, epochs, *callbacks, **options):
     trainer = lightning.Trainer(
         max_epochs=epochs,
-        callbacks=[callback],
+        callbacks=[callback, *callbacks],
         accelerator="cpu",
         devices=1,
         logger=False,
@@ -157,3 +157,19 @@ def test_updates_are_logged(tmp_path, telemetry):
         assert 0 < found["sparse/churn"] <= 0.3
         assert found["sparse/density"] == pytest.approx(0.3, abs=0.01)
         assert found.keys() >= {"sparse/jaccard", "sparse/dead_inputs", "sparse/zero_outputs"}
+
+
+def test_weight_averaging_follows_patterns(tmp_path):
+    averaging = lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+    compared = []
+
+    class Compare(lightning.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            average = averaging._average_model
+            compared.append(average.first.pattern == module.first.pattern)
+
+    module = Module()
+    first = module.first.pattern
+    fit(module, SparseCallback(ds.RigL, **OPTIONS), tmp_path, 4, averaging, Compare())
+    assert compared == [True] * 4
+    assert module.first.pattern != first
