@@ -397,12 +397,14 @@ def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) 
         more["metavar"] = "<name>"
     elif kind.is_list:
         more["metavar"] = "<text>"
-    flags = known.flags(name)
+    elif plain is bool:
+        more["metavar"] = " "  # a flag takes no value
+    default_text = known.describe_default(default)
     annotation = typer.Option(
-        *flags,
-        help=known.describe(methods),
+        *known.flags(name),
+        help=known.describe(methods) + (f" Default: {default_text}." if default_text else ""),
         rich_help_panel=known.panel or None,
-        show_default=known.describe_default(default) or False,
+        show_default=False,  # typer would put it into brackets
         **more,
     )
     value = list[plain] if kind.is_list else plain

@@ -37,8 +37,8 @@ def test_measures_stores_and_deletes(capsys):
     assert cost_table.load_measurement().excess == facts["excess"]
     status, out, _ = call(capsys, "tune", "--quick")
     assert status == 0
-    assert "over the best kind" in out
-    assert "in use" in out
+    assert "time lost to wrong choices" in out
+    assert "takes effect" in out
     status, out, _ = call(capsys, "tune", "--reset")
     assert (status, "removed what was measured" in out) == (0, True)
     assert cost_table.load_measurement() is None

@@ -62,10 +62,10 @@ def _render(processor: str, result: cost_table.Measurement) -> Table:
     excess = result.excess
     for name, value in {
         "processor": processor,
-        "error of a time": f"{result.error:.0%}",
-        "over the best kind": f"{excess['default']:.1%} by the table {default}, "
-        f"{excess['measured']:.1%} by what was measured",
-        "in use": "from the next process on" if result.enabled else f"no: {result.reason}",
+        "mean error of predicted times": f"{result.error:.0%}",
+        "time lost to wrong choices": f"{excess['measured']:.1%}, and {excess['default']:.1%} with "
+        f"the supplied table ({default})",
+        "takes effect": "in the next process" if result.enabled else f"no: {result.reason}",
     }.items():
         table.add_row(name, value)
     return table

@@ -160,7 +160,7 @@ class TrainingOptions:
 
     data_type: str = option(
         "float32",
-        "Of weights and products; bfloat16 and float16 are autocast over float32 weights, float16 "
+        "Data type of weights and products; bfloat16 and float16 are autocast over float32 weights, float16 "
         "with a scaled loss.",
         choice("float32", "float64", "bfloat16", "float16"), "Network", defines="network",
     )  # fmt: skip
@@ -229,7 +229,7 @@ class TrainingOptions:
         Kind(str, (("cpu, cuda or cuda:N", _is_device),)), defines="run",
     )  # fmt: skip
     seed: int | None = _training(
-        None, "Of all randomness; drawn and shown if left out.",
+        None, "Seed of all random choices; if omitted, one is drawn and printed.",
         integer(0, 2**63 - 1, "an integer below 2^63"), defines="apart",
     )  # fmt: skip
     threads: int = _training(

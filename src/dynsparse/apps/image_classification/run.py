@@ -192,10 +192,10 @@ def summary_table(figures: dict[str, Any]) -> Table:
             share,
         )
     total, dense_total = sum(sparse_memory.values()), sum(dense_memory.values())
-    row("memory: together", bytes_text(total), bytes_text(dense_total), total / dense_total)
+    row("memory: total", bytes_text(total), bytes_text(dense_total), total / dense_total)
     if figures["steps"]:
         row("training", f"{figures['seconds']:.1f} s")
-        row("one step", f"{1000 * figures['seconds_per_step']:.3f} ms")
+        row("one step, with updates", f"{1000 * figures['seconds_per_step']:.3f} ms")
         row("pattern updates", f"{figures['updates']:,}")
         row("connections replaced", f"{figures['replaced']:,}")
         row("time in pattern updates", f"{100 * figures['update_share']:.1f} %")

@@ -64,7 +64,7 @@ class ImageOptions(TrainingOptions):
         "update_interval",
         help="Batches between pattern updates, which then are no longer --steps-per-epoch.",
     )
-    epochs: int | None = _training(10, "Length of the training.", integer(1), needs=(TRAINS,))
+    epochs: int | None = _training(10, "Number of epochs.", integer(1), needs=(TRAINS,))
     learning_rate: float | None = _training(
         None,
         "First learning rate; the default is for a batch of 16 and scales with the batch.",
@@ -73,7 +73,7 @@ class ImageOptions(TrainingOptions):
         needs=(TRAINS,),
     )
     decay: str = _training(
-        "cosine", "Of the learning rate; steps are the original program's.",
+        "cosine", "How the learning rate falls; steps is the schedule of Graphcore's program.",
         choice("cosine", "steps", "constant"), needs=(TRAINS,),
     )  # fmt: skip
     test_mode: str = _training(

@@ -97,7 +97,7 @@ def closing_line(figures: dict[str, Any]) -> str:
     if figures["steps"]:
         text += (
             f", {figures['steps']:,} steps of {1000 * figures['seconds_per_step']:.1f} ms, "
-            f"{figures['updates']} pattern updates ({figures['replaced']:,} connections, "
+            f"pattern updates: {figures['updates']} ({figures['replaced']:,} connections, "
             f"{100 * figures['update_share']:.1f} % of the time)"
         )
     return text
@@ -161,7 +161,7 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
         needed = state_bytes(built, corpus.size)
         console.print(
             f"memory: about {bytes_text(needed)} of weights, gradients, optimizer state and "
-            "patterns; activations come to it",
+            "patterns, without activations",
             highlight=False,
         )
         device = torch.device(options.device)
