@@ -1,5 +1,8 @@
 """State of every optimizer follows a pattern update; compared with hand-computed cases."""
 
+import warnings
+from collections import deque
+
 import pytest
 import torch
 
@@ -96,3 +99,77 @@ def test_optimizer_without_state():
     rewiring = Rewiring.make(layer.pattern, torch.tensor([]), torch.tensor([]))
     rewire_state(optimizer, layer.values, rewiring)
     assert not optimizer.state.get(layer.values)
+
+
+KEEPS_SLOTS, MOVES = False, True
+
+
+def follow(state, *, row_major, block_size=1, named=()):
+    """Add entries to the state of a layer of three blocks, rewire it, and return it."""
+    layer, optimizer = trained("adam", block_size)
+    optimizer.state[layer.values].update(state)
+    optimizer.state.update(named)
+    drop, grow = torch.tensor([0]), torch.tensor([4])
+    rewiring = Rewiring.make(layer.pattern, drop, grow, row_major=row_major)
+    rewire_state(optimizer, layer.values, rewiring)
+    return optimizer.state[layer.values]
+
+
+class Moments:
+    """State that only its optimizer knows."""
+
+
+UNKNOWN = {
+    "deque": deque([torch.ones(3)]),
+    "object": Moments(),
+    "objects": {"of a layer": [Moments()]},
+    "factor": torch.eye(3),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_unknown_state_warns_or_raises(kind):
+    with pytest.warns(RuntimeWarning, match=r"Adam keeps the state 'own'.* are unknown"):
+        state = follow({"own": UNKNOWN[kind]}, row_major=KEEPS_SLOTS)
+    assert state["own"] is UNKNOWN[kind]
+    with pytest.raises(ValueError, match=r"Adam keeps the state 'own'.* does not follow the 3"):
+        follow({"own": UNKNOWN[kind]}, row_major=MOVES)
+
+
+@pytest.mark.parametrize("row_major", [KEEPS_SLOTS, MOVES])
+def test_state_of_the_whole_parameter_stays(row_major):
+    shared = [1, 0.5, True, None, "nesterov", torch.float32, torch.tensor(2.0), torch.ones(1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = follow(
+            {"own": shared, "queue": deque([None, 1])}, row_major=row_major, block_size=2
+        )
+    assert state["own"] is shared
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 1, 1), (3, 1, 2), (3, 2, 1)])
+def test_reduced_blocks_follow(shape):
+    state = follow({"own": torch.ones(shape)}, row_major=KEEPS_SLOTS, block_size=2)
+    assert (state["own"][0] == 0).all()
+    assert (state["own"][1:] == 1).all()
+
+
+@pytest.mark.parametrize("row_major", [KEEPS_SLOTS, MOVES])
+def test_state_by_parameter_under_a_name_follows(row_major):
+    layer, optimizer = trained("adam", 1)
+    kept = optimizer.state["trac"] = {"step": 3, "s": torch.zeros(2), layer.bias: torch.ones(2)}
+    kept[layer.values] = torch.tensor([1.0, 2, 3])
+    drop, grow = torch.tensor([0]), torch.tensor([4])
+    rewire_state(
+        optimizer, layer.values, Rewiring.make(layer.pattern, drop, grow, row_major=row_major)
+    )
+    assert kept[layer.values].tolist() == ([2, 0, 3] if row_major else [0, 2, 3])
+    assert kept[layer.bias].tolist() == [1, 1]
+
+
+def test_unknown_state_under_a_name_warns_or_raises():
+    named = {"averages": [torch.ones(2), torch.ones(3)], "step": 3}
+    with pytest.warns(RuntimeWarning, match="Adam keeps the state 'averages', whose entries"):
+        follow({}, row_major=KEEPS_SLOTS, named=named)
+    with pytest.raises(ValueError, match="Adam keeps the state 'averages', which does not follow"):
+        follow({}, row_major=MOVES, named=named)

@@ -10,7 +10,7 @@ from test_optimizer_configurations import OPTIONS
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.training import ConstantSchedule
-from dynsparse.training.optimizer_state import states_of
+from dynsparse.training.optimizer_state import nested_optimizers, states_of
 
 N = 128
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -89,6 +89,146 @@ def tensors_of(optimizer, layer):
                 tensor = tensor.dequantize()
             found[key] = tensor.clone(), zero
     return found
+
+
+COPIES = {
+    ("schedulefree", "SGDScheduleFree"): "z",
+    ("schedulefree", "AdamWScheduleFree"): "z",
+    ("pytorch_optimizer", "ScheduleFreeAdamW"): "z",
+    ("pytorch_optimizer", "Prodigy"): "p0",
+    ("pytorch_optimizer", "Ranger"): "slow_buffer",
+    ("pytorch_optimizer", "Lookahead"): "slow_params",
+    ("pytorch_optimizer", "TRAC"): "trac",
+}
+
+
+def training(optimizer, algorithm="RigL", **options):
+    """Return a layer, its trainer, and a function that takes steps."""
+    torch.manual_seed(0)
+    layer = SparseLinear(N, N, 0.1, bias=False)
+    if algorithm == "RigL":
+        options["schedule"] = ConstantSchedule(1000, 3, 0.3)
+    else:
+        options |= {"total_steps": 30, "update_interval": 3, "final_density": 0.05}
+    made = optimizer(layer.parameters())
+    getattr(made, "train", lambda: None)()
+    trainer = getattr(ds, algorithm)(layer, made, **options)
+
+    def take(steps):
+        for _ in range(steps):
+            layer.zero_grad()
+            x = torch.randn(32, N)
+            (layer(x) - x).square().mean().backward()
+            trainer.step()
+
+    return layer, trainer, take
+
+
+def made_by(library, name, **options):
+    module = LIBRARIES[library]()
+
+    def make(parameters):
+        if name in ("Lookahead", "TRAC"):
+            return getattr(module, name)(torch.optim.AdamW(parameters, **options))
+        return getattr(module, name)(parameters, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(("library", "name"), COPIES)
+def test_copies_of_grown_weights_are_their_initial_values(library, name):
+    """At a tiny learning rate, they and the weights stay at that value."""
+    make = made_by(library, name, lr=1e-9)
+    layer, trainer, take = training(make, initial_value=0.5)
+    last = {}
+    trainer.on_update.append(lambda step, rewirings: last.update(rewirings))
+    take(3)
+    grown, key = last[""].grown, COPIES[library, name]
+    where = key if key == "trac" else layer.values
+    states = [o.state[where] for o in nested_optimizers(trainer.optimizer) if where in o.state]
+    copies = [state[key] for state in states if key in state]
+    copies += [state[layer.values] for state in states if layer.values in state]
+    assert copies
+    assert all((copy[grown] == 0.5).all() for copy in copies)
+    take(2)
+    torch.testing.assert_close(layer.values.detach()[grown], torch.full([len(grown)], 0.5))
+
+
+def test_copies_are_moved_with_gradient_steps_and_with_blocks():
+    schedulefree = LIBRARIES["schedulefree"]()
+    layer = SparseLinear(N, N, 0.5, 4, bias=False)
+    optimizer = schedulefree.SGDScheduleFree(layer.parameters(), lr=0.01)
+    optimizer.train()
+    trainer = ds.RigL(
+        layer,
+        optimizer,
+        schedule=ConstantSchedule(1000, 3, 0.3),
+        initial_value=ds.training.GradientStep(1.0),
+    )
+    checked = []
+
+    def check(step, rewirings):
+        grown, values = rewirings[""].grown, layer.values.detach()
+        checked.append(values[grown].abs().min() > 0)
+        assert torch.equal(optimizer.state[layer.values]["z"][grown], values[grown])
+
+    trainer.on_update.append(check)
+    for _ in range(6):
+        x = torch.randn(32, N)
+        layer.zero_grad()
+        (layer(x) - x).square().mean().backward()
+        trainer.step()
+    assert len(checked) == 2
+    assert all(checked)
+
+
+def test_sums_of_gradients_named_z_start_at_zero():
+    make = made_by("pytorch_optimizer", "FTRL", lr=1e-3)
+    layer, trainer, take = training(make, initial_value=0.5)
+    checked = []
+
+    def check(step, rewirings):
+        checked.append(trainer.optimizer.state[layer.values]["z"][rewirings[""].grown])
+
+    trainer.on_update.append(check)
+    take(3)
+    assert (checked[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["AdaShift", "Shampoo", "ScalableShampoo"])
+def test_unknown_state_warns_or_raises(name):
+    make = made_by("pytorch_optimizer", name)
+    _, trainer, take = training(make)
+    with pytest.warns(RuntimeWarning, match=f"{name} keeps the state .* are unknown"):
+        take(3)
+    assert trainer.updates == 1
+    _, _, take = training(make, "GMP")
+    with pytest.raises(ValueError, match=f"{name} keeps the state .* does not follow"):
+        take(6)
+
+
+@pytest.mark.parametrize("algorithm", ["RigL", "GMP"])
+def test_references_of_trac_follow(algorithm):
+    layer, trainer, take = training(made_by("pytorch_optimizer", "TRAC"), algorithm)
+    before, after_step, checked = {}, trainer._after, []
+
+    def references():
+        return trainer.optimizer.state["trac"][layer.values]
+
+    def remember_before_update():
+        before.update(tensor=references().clone())
+        return after_step()
+
+    trainer._after = remember_before_update
+
+    def check(step, rewirings):
+        rewiring = rewirings[""]
+        assert torch.equal(references(), rewiring.apply(before["tensor"]))
+        checked.append(step)
+
+    trainer.on_update.append(check)
+    take(7)
+    assert checked
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")

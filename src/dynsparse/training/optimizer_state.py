@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from numbers import Number
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -25,8 +28,9 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
     whole Parameter and stay. Optimizers that the given one holds, as Lookahead does, are included.
 
     Where survivors keep their slots, only the entries of grown blocks are written, those of the
-    8-bit states of bitsandbytes and torchao as well. Other state (lists, factors) stays right for
-    survivors; grown blocks inherit that of the dropped ones, and a RuntimeWarning says so once.
+    8-bit states of bitsandbytes and torchao as well. Other state (lists, factors, objects) stays
+    right for survivors; grown blocks inherit that of the dropped ones, and a RuntimeWarning says so
+    once.
 
     Raises:
         ValueError: survivors move, and a state is neither a tensor with one entry nor one with an
@@ -41,13 +45,13 @@ class StateEntry(NamedTuple):
     Attributes:
         state, key: the dictionary that holds it, and its key there.
         tensor: itself, or the codes of a quantized one.
-        fill: the initial value of a grown entry.
+        fill: the initial value of grown entries: a number, or a tensor that `Rewiring.apply` takes.
     """
 
     state: dict[Any, Any]
     key: Any
     tensor: Tensor
-    fill: float
+    fill: float | Tensor
 
 
 @torch.no_grad()
@@ -58,8 +62,8 @@ def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callab
     prepared: list[tuple[StateEntry, Tensor]] = []
     for entry in entries:
         plain = entry.tensor.is_cpu and type(entry.tensor) in (Tensor, torch.nn.Parameter)
-        if plain and reused is not None:  # only grown slots are written
-            in_place.append(entry)
+        if plain and reused is not None and not isinstance(entry.fill, Tensor):
+            in_place.append(entry)  # only grown slots are written
         else:
             prepared.append((entry, rewiring.apply(entry.tensor, entry.fill)))
 
@@ -77,12 +81,17 @@ def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callab
 
 
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """An optimizer and those that it holds in attributes, as ZeroRedundancyOptimizer, Lookahead and
-    SAM do; the outermost first."""
+    """An optimizer and those that it holds, as ZeroRedundancyOptimizer, Lookahead and SAM do, in
+    attributes or in lists, tuples and dictionaries there; the outermost first."""
     optimizers = [optimizer]
     for candidate in optimizers:
-        inner = [o for o in vars(candidate).values() if isinstance(o, torch.optim.Optimizer)]
-        optimizers += [o for o in inner if not any(o is other for other in optimizers)]
+        for attribute in vars(candidate).values():
+            inner = attribute.values() if isinstance(attribute, dict) else attribute
+            for held in inner if isinstance(attribute, (list, tuple, dict)) else [attribute]:
+                if isinstance(held, torch.optim.Optimizer) and all(
+                    held is not other for other in optimizers
+                ):
+                    optimizers.append(held)
     return optimizers
 
 
@@ -92,36 +101,84 @@ def states_of(
     """What an optimizer, and those that it holds, keep of `values`; each with its state."""
     seen: set[int] = set()
     for candidate in nested_optimizers(optimizer):
-        state = candidate.state.get(values)
+        state = getattr(candidate, "state", {}).get(values)
         if state and id(state) not in seen:
             seen.add(id(state))
             yield candidate, state
 
 
+def _named_states(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.optim.Optimizer, Any, Any]]:
+    """What an optimizer, and those that it holds, keep under keys that are no Parameters, as TRAC
+    does; each with its key and its state."""
+    seen: set[int] = set()
+    for candidate in nested_optimizers(optimizer):
+        for key, state in getattr(candidate, "state", {}).items():
+            if not isinstance(key, Tensor) and id(state) not in seen:
+                seen.add(id(state))
+                yield candidate, key, state
+
+
 def state_entries(
-    optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
+    optimizer: torch.optim.Optimizer,
+    values: Tensor,
+    rewiring: Rewiring,
+    grown: float | Tensor = 0.0,
 ) -> list[StateEntry]:
     """The state tensors of `values` with an entry per block.
+
+    Args:
+        grown: the initial values of grown weights, which copies and averages of the weights get.
 
     Raises:
         ValueError: as `rewire_state`.
     """
     entries: list[StateEntry] = []
-    nnz = rewiring.before.nnz
+
+    def add(holder: torch.optim.Optimizer, state: Any, key: Any, name: Any) -> None:
+        value = state[key]
+        codes = _quantized_entry(state, key) if rewiring.keeps_slots else None
+        # Of another class it may be quantized.
+        plain = type(value) in (Tensor, torch.nn.Parameter, type(values.data))
+        plain = plain or is_sharded(value)
+        if codes is not None:
+            entries.append(codes)
+        elif plain and _has_entry_per_block(value, values, rewiring.before.nnz):
+            if value.shape == values.shape and _copies_weights(state, name):
+                fill = grown.to(value.dtype) if isinstance(grown, Tensor) else grown
+            else:
+                fill = _initial_entry(holder, values, name)
+            entries.append(StateEntry(state, key, value, fill))
+        elif not _is_shared(value) and not (rewiring.keeps_slots and _is_scale(key)):
+            _refuse_or_warn(holder, name, value, rewiring)
+
     for holder, state in states_of(optimizer, values):
-        for key, value in state.items():
-            codes = _quantized_entry(state, key) if rewiring.keeps_slots else None
-            # Of another class it may be quantized.
-            plain = type(value) in (Tensor, torch.nn.Parameter, type(values.data))
-            plain = plain or is_sharded(value)
-            if codes is not None:
-                entries.append(codes)
-            elif plain and value.dim() and len(value) == nnz:
-                fill = _initial_entry(holder, values, key)
-                entries.append(StateEntry(state, key, value, fill))
-            elif not _is_shared(value) and not (rewiring.keeps_slots and _is_scale(key)):
-                _refuse_or_warn(holder, key, value, rewiring)
+        for key in state:
+            add(holder, state, key, key)
+    for holder, name, state in _named_states(optimizer):
+        if isinstance(state, Mapping) and values in state:
+            add(holder, state, values, name)
+        elif _holds_entries(state, values):
+            _refuse_or_warn(holder, name, state, rewiring)
     return entries
+
+
+def _has_entry_per_block(state: Tensor, values: Tensor, nnz: int) -> bool:
+    """Whether a tensor is [nnz, ...], and not [nnz, nnz] as a factor of Shampoo's."""
+    if not state.dim() or len(state) != nnz:
+        return False
+    sizes = zip_longest(reversed(state.shape[1:]), reversed(values.shape[1:]), fillvalue=1)
+    return all(size in (1, of_block) for size, of_block in sizes)
+
+
+def _holds_entries(state: Any, values: Tensor) -> bool:
+    """Whether state of no Parameter holds tensors with as many entries as `values`."""
+    if isinstance(state, Tensor):
+        return state.numel() > 1 and state.numel() == values.numel()
+    if isinstance(state, Mapping):
+        state = [held for key, held in state.items() if not isinstance(key, Tensor)]
+    return isinstance(state, _SEQUENCES) and any(_holds_entries(held, values) for held in state)
 
 
 def _quantized_entry(state: dict[Any, Any], key: Any) -> StateEntry | None:
@@ -172,7 +229,26 @@ def _is_shared(state: Any) -> bool:
         return state.numel() <= 1
     if isinstance(state, Mapping):
         return all(map(_is_shared, state.values()))
-    return not isinstance(state, (list, tuple)) or all(map(_is_shared, state))
+    if isinstance(state, _SEQUENCES):
+        return all(map(_is_shared, state))
+    return state is None or isinstance(state, (Number, str, torch.dtype, torch.device))
+
+
+_SEQUENCES = (list, tuple, deque)
+
+
+def _copies_weights(state: Mapping[Any, Any], key: Any) -> bool:
+    """Whether the state `key` is a copy or an average of the weights."""
+    if key == "z":  # of schedule-free optimizers; that of FTRL, beside "n", is a sum of gradients
+        return "n" not in state
+    return key in _WEIGHTS
+
+
+_WEIGHTS = {
+    *("slow_param", "slow_params", "slow_buffer", "lookahead_params", "lookahead_slow_buff"),
+    *("p0", "x0", "trac"),  # where Prodigy, MADGRAD and DAdapt, and TRAC began
+    *("x_k", "prev_param", "shadow"),  # of A2Grad, AdaSmooth, EmoNavi
+}
 
 
 def _initial_entry(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:

@@ -403,7 +403,7 @@ class Change:
         if is_sharded(values):
             _check_shards(layer, rewiring)
         checked = check_fill(fill, rewiring, values)
-        return cls(layer, rewiring, checked, state_entries(optimizer, values, rewiring))
+        return cls(layer, rewiring, checked, state_entries(optimizer, values, rewiring, checked))
 
     def prepare(self) -> PreparedChange:
         """Allocate everything besides the present state; nothing is changed."""
