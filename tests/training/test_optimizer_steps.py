@@ -202,6 +202,36 @@ def test_update_that_failed_in_the_optimizer_step_can_be_retried():
     assert trainer.steps == 1
 
 
+@pytest.mark.parametrize("take", ["trainer", "optimizer", "two parts"])
+def test_step_counts_once_if_a_function_of_on_update_fails(take):
+    model, optimizer, trainer = small(schedule=EVERY)
+
+    def fail(step, rewirings):
+        raise OSError("no room")
+
+    trainer.on_update.append(fail)
+    loss_of(model, 0).backward()
+    if take == "two parts":
+        trainer.before_optimizer_step()
+        optimizer.step()
+    with pytest.raises(OSError, match="no room"):
+        {"trainer": trainer.step, "optimizer": optimizer.step}.get(
+            take, trainer.after_optimizer_step
+        )()
+    assert (trainer.steps, trainer.updates) == (1, 1)
+    trainer.on_update.clear()
+    if take != "two parts":
+        with pytest.raises(
+            RuntimeError, match=r"after_optimizer_step\(\) would step a second time"
+        ):
+            trainer.after_optimizer_step()
+        assert trainer.steps == 1
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert (trainer.steps, trainer.updates) == (2, 2)
+
+
 def test_last_trainer_of_an_optimizer_is_active():
     model, optimizer, first = small(schedule=EVERY)
     second = ds.Static(model, optimizer)

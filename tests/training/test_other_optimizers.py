@@ -1,6 +1,7 @@
 """Optimizers that wrap others, and optimizers without torch's hooks."""
 
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from small_trainings import EVERY, assert_same, loss_of, reference, small
 
 import dynsparse as ds
 from dynsparse.training import ConstantSchedule
+from dynsparse.training.optimizer_state import states_of
 
 
 class EveryNthStep(torch.optim.Optimizer):
@@ -34,6 +36,163 @@ class WithoutHooks(torch.optim.SGD):
             for group in self.param_groups:
                 for p in group["params"]:
                     p.sub_(p.grad, alpha=group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """The first Lookahead for torch: no call of torch's constructor, and slow weights of its own.
+
+    https://github.com/alphadl/lookahead.pytorch
+    """
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.optimizer, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
+        self.param_groups, self.state = optimizer.param_groups, defaultdict(dict)
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.calls += 1
+        if self.calls % self.k == 1:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        slow = self.state[p].setdefault("slow_param", p.clone())
+                        p.copy_(slow.lerp_(p, self.alpha))
+        return loss
+
+
+class Both(torch.optim.Optimizer):
+    """Optimizers in a container, of which each trains a part of the weights."""
+
+    def __init__(self, optimizers, has_hooks):
+        self.optimizers = optimizers
+        held = optimizers.values() if isinstance(optimizers, dict) else optimizers
+        groups = [group for one in held for group in one.param_groups]
+        if has_hooks:
+            super().__init__(groups, {})
+        else:
+            self.param_groups, self.state = groups, {}
+
+    def step(self):
+        held = self.optimizers
+        for one in held.values() if isinstance(held, dict) else held:
+            one.step()
+
+
+def named(optimizers):
+    return dict(zip("ab", optimizers, strict=True))
+
+
+def grown_state(trainer):
+    """Collect (optimizer or None for weights, key, entries of grown weights) after each update."""
+    found = []
+
+    def look(step, rewirings):
+        for name, rewiring in rewirings.items():
+            values = trainer.layers[name].values
+            found.append((None, "weights", values.detach()[rewiring.grown].clone()))
+            for holder, state in states_of(trainer.optimizer, values):
+                found.extend(
+                    (holder, key, tensor[rewiring.grown].clone())
+                    for key, tensor in state.items()
+                    if tensor.shape == values.shape
+                )
+
+    trainer.on_update.append(look)
+    return found
+
+
+@pytest.mark.parametrize("take", ["trainer", "optimizer", "closure"])
+@pytest.mark.parametrize("initial_value", [0.0, 0.5])
+def test_lookahead_without_constructor(take, initial_value):
+    model = small()[0]
+    optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.05))
+    trainer = ds.RigL(model, optimizer, schedule=EVERY, initial_value=initial_value)
+    assert trainer.optimizer is optimizer
+    found = grown_state(trainer)
+    for step in range(4):
+        model.zero_grad()
+        if take == "closure":
+            assert optimizer.step(lambda step=step: backward(model, step)) is not None
+            continue
+        backward(model, step)
+        (trainer if take == "trainer" else optimizer).step()
+    assert (trainer.steps, trainer.updates) == (4, 4)
+    assert {key for _, key, _ in found} == {"weights", "slow_param", "exp_avg", "exp_avg_sq"}
+    for _, key, grown in found:
+        assert len(grown)
+        assert (grown == (initial_value if key in ("weights", "slow_param") else 0)).all(), key
+
+
+def backward(model, step):
+    loss = loss_of(model, step)
+    loss.backward()
+    return loss
+
+
+def test_other_instances_of_a_followed_class_work():
+    model = small()[0]
+    first, second = (Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2))
+    trainer = ds.RigL(model, first, schedule=EVERY)
+    trainer.stop()
+    backward(model, 0)
+    second.step()
+    assert trainer.steps == 0
+    trainer.step()
+    model.zero_grad()
+    backward(model, 1)
+    first.step()
+    assert trainer.steps == 2
+
+
+@pytest.mark.parametrize("first", ["trainer", "schedule"])
+def test_scheduler_of_a_followed_wrapper(first):
+    model = small()[0]
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    if first == "trainer":
+        trainer = ds.RigL(model, optimizer, schedule=EVERY)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if first == "schedule":
+        trainer = ds.RigL(model, optimizer, schedule=EVERY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            model.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            schedule.step()
+    assert trainer.steps == 2
+
+
+class Unknown:
+    """A wrapper with state of its own that is no optimizer of torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.state = optimizer, {"slow": [torch.zeros(2)]}
+
+
+def test_wrapper_with_state_but_without_hooks_raises():
+    model, inner, _ = small()
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Unknown"):
+        ds.RigL(model, Unknown(inner), schedule=EVERY)
+
+
+@pytest.mark.parametrize("container", [list, tuple, named])
+@pytest.mark.parametrize("take", ["trainer", "optimizer"])
+@pytest.mark.parametrize("has_hooks", [True, False])
+def test_optimizers_in_a_container(container, take, has_hooks):
+    model = small()[0]
+    adams = [torch.optim.Adam(model[i].parameters(), lr=0.05) for i in (0, 2)]
+    optimizer = Both(container(adams), has_hooks)
+    trainer = ds.RigL(model, optimizer, schedule=EVERY)
+    found = grown_state(trainer)
+    for step in range(3):
+        model.zero_grad()
+        backward(model, step)
+        (trainer if take == "trainer" else optimizer).step()
+    assert (trainer.steps, trainer.updates) == (3, 3)
+    of_state = [grown for holder, _, grown in found if holder is not None]
+    assert len(of_state) == 3 * 2 * 2
+    assert all(len(grown) and (grown == 0).all() for grown in of_state)
 
 
 def test_wrapped_optimizer():

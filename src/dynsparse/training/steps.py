@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -26,15 +28,25 @@ _STEP = "trainer.step()"
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """torch's optimizer, inside the wrappers of Accelerate, Fabric and others, which have no hooks
-    of their own. An optimizer around another that has hooks, as Lookahead, stays."""
+    """torch's optimizer, inside the wrappers of Accelerate, Fabric and others, which have neither
+    hooks nor state of their own. An optimizer around another that has, as Lookahead, stays."""
     inside = getattr(optimizer, "optimizer", None)
-    while isinstance(inside, torch.optim.Optimizer) and _hooks_of(optimizer) in (
-        None,
-        _hooks_of(inside),
-    ):
+    while isinstance(inside, torch.optim.Optimizer):
+        hooks = _hooks_of(optimizer)
+        if hooks != _hooks_of(inside) and (hooks is not None or _has_own_state(optimizer)):
+            break
         optimizer, inside = inside, getattr(inside, "optimizer", None)
     return optimizer
+
+
+def _has_own_state(optimizer: Any) -> bool:
+    """Whether an optimizer has state besides that of the optimizers that it holds, or may have some
+    after its first step."""
+    state = getattr(optimizer, "state", None)
+    held = [getattr(inner, "state", None) for inner in nested_optimizers(optimizer)[1:]]
+    if not isinstance(state, Mapping) or any(state is other for other in held):
+        return False
+    return bool(state) or isinstance(optimizer, torch.optim.Optimizer)
 
 
 def _hooks_of(optimizer: Any) -> int | None:
@@ -76,9 +88,16 @@ class OptimizerSteps:
         return self._hooks is not None
 
     def start(self) -> None:
-        """Follow the optimizer's own steps from now on, and those of optimizers that it holds; not
-        of one without hooks, a subclass of torch's that does not call its constructor."""
-        optimizers = {_hooks_of(o): o for o in reversed(nested_optimizers(self._optimizer))}
+        """Follow the optimizer's own steps from now on, and those of optimizers that it holds.
+
+        A subclass of torch's that does not call its constructor has no hooks. It gets some if it
+        has state besides that of the optimizer that it holds, or holds several; otherwise its steps
+        are not followed.
+        """
+        optimizer, *inner = nested_optimizers(self._optimizer)
+        if len(inner) > 1 or (inner and _has_own_state(optimizer)):
+            _add_hooks(optimizer)
+        optimizers = {_hooks_of(o): o for o in reversed([optimizer, *inner])}
         optimizers.pop(None, None)
         if self._hooks is None and optimizers:
             self._hooks = _Hooks(self, list(optimizers.values()))
@@ -136,7 +155,6 @@ class OptimizerSteps:
                 self._check_new("after_optimizer_step()")
             result = self._end()
         self._end_span()
-        self._by_hand = False
         return result
 
     @property
@@ -161,25 +179,33 @@ class OptimizerSteps:
         self._owner._before()
 
     def _end(self) -> Rewirings:
-        self._failed = True
-        owner = self._owner
+        owner, steps = self._owner, self._owner.steps
         update = self._span is not OFF and owner._is_update()
         if update:
             self._span.__exit__()
             self._begin_span("update")
-        result: Rewirings = owner._after()
+        try:
+            result: Rewirings = owner._after()
+        finally:
+            # The functions of `on_update` may fail after the step has counted.
+            self._failed = owner.steps == steps
+            if not self._failed:
+                self._mark_step()
         self._result = result
         if update:
             owner._count(result)
-        self._failed = False
+        return result
+
+    def _mark_step(self) -> None:
+        """Note that a step was taken with the present gradient."""
+        self._by_hand = False
         if self._hooks is not None:
             self._hooks.used = True
         self._last_caller = self._caller or "optimizer.step()"
         self._marks = [
             None if grad is None else (weakref.ref(grad), grad._version)
-            for grad in owner._gradients()
+            for grad in self._owner._gradients()
         ]
-        return result
 
     def _begin_span(self, name: str) -> None:
         """Begin a span of the trace; one that an error left open is dropped."""
@@ -258,6 +284,23 @@ class OptimizerSteps:
                     self._end_span()
 
 
+def _add_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's `step` call its hooks, as torch's constructor does, which optimizers
+    around others may not call. Others of its class stay as they are."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(name, OrderedDict())
+    step = optimizer.step
+    if not any(getattr(known, "hooked", False) for known in (type(optimizer).step, step)):
+
+        @functools.wraps(step)
+        def take(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
+
+        hooked = torch.optim.Optimizer.profile_hook_step(take)
+        hooked.hooked = True  # type: ignore[attr-defined]
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+
 class _Hooks:
     """The hooks of optimizers, which call a trainer's `OptimizerSteps` as long as it lives."""
 
@@ -267,9 +310,7 @@ class _Hooks:
         self.used = False
         self._handles = []
         for optimizer in optimizers:
-            # Optimizers around others have hooks, but may not call torch's constructor, which lets
-            # their `step` call them.
-            optimizer._patch_step_function()
+            _add_hooks(optimizer)
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
