@@ -274,7 +274,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor])
         ValueError: a layer's values are in none of its parameter groups.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        inside = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            + ", a wrapper with state of its own, whose steps cannot be followed" * inside
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS mixes all weights in its state, which cannot follow a pattern")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
