@@ -127,6 +127,134 @@ def test_resume_in_a_new_process_is_exact(tmp_path, algorithm):
     assert other[2].steps == 40
 
 
+OPTIMIZERS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "SparseAdam", "Muon")  # for other gradients and parameters
+}
+
+
+class AdamWithAttribute(torch.optim.Adam):
+    """As bitsandbytes' optimizers: loading takes what __init__ has made."""
+
+    def __init__(self, parameters, lr, **options):
+        super().__init__(parameters, lr=lr, **options)
+        self.loads = [0]
+
+    def load_state_dict(self, state_dict):
+        self.loads[0] += 1
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS.values(), AdamWithAttribute])
+def test_every_optimizer_resumes_exactly(tmp_path, kind):
+    def run(model, optimizer, steps):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            x = torch.randn(8, 16)
+            optimizer.step(closure)
+
+    (model, optimizer), (resumed, other) = ((m, kind(m.parameters(), lr=0.01)) for m in models())
+    run(model, optimizer, 3)
+    save_checkpoint(tmp_path / "c", model=model, optimizer=optimizer)
+    run(model, optimizer, 3)
+    load_checkpoint(tmp_path / "c", model=resumed, optimizer=other)
+    run(resumed, other, 3)
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def models():
+    return make()[0], make()[0]
+
+
+def test_failing_load_of_an_optimizer_changes_nothing(saved):
+    """What it did before it failed is undone, in the optimizers that it holds as well."""
+
+    class Failing(torch.optim.Adam):
+        def load_state_dict(self, state_dict):
+            self.inner.load_state_dict(state_dict)
+            self.state.clear()
+            self.param_groups[0]["lr"] = self.new = 1.0
+            raise KeyError("missing")
+
+    Failing.__name__ = "Adam"
+    parts = make(optimizer=Failing)
+    model, optimizer = parts[:2]
+    optimizer.inner = torch.optim.Adam(model.parameters(), lr=0.5)
+    epoch(*parts, seed_all(), steps=3)
+    attributes, groups = dict(vars(optimizer)), optimizer.param_groups
+    check_rejected(saved, parts, "state of the optimizer is damaged .KeyError: 'missing'")
+    assert vars(optimizer) == attributes
+    assert optimizer.param_groups is groups
+    assert optimizer.inner.param_groups[0]["lr"] == 0.5
+    assert not optimizer.inner.state
+
+
+def test_failing_load_of_a_scheduler_changes_nothing(saved):
+    class Failing(torch.optim.lr_scheduler.CosineAnnealingLR):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict({"T_max": 3, "new": 1})
+            raise KeyError("missing")
+
+    Failing.__name__ = "CosineAnnealingLR"
+    model, optimizer, trainer, _ = make()
+    parts = model, optimizer, trainer, Failing(optimizer, 40)
+    epoch(*parts, seed_all(), steps=3)
+    check_rejected(saved, parts, "missing")
+
+
+def test_infinite_state_of_a_scheduler(tmp_path):
+    """ReduceLROnPlateau has seen no metric: its best one is infinity."""
+    model, optimizer, _, _ = make()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    parts = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+    save_checkpoint(tmp_path / "c", **parts)
+    scheduler.step(1.0)
+    load_checkpoint(tmp_path / "c", **parts)
+    assert scheduler.best == float("inf")
+
+
+def test_single_entry_of_any_stride(tmp_path):
+    parts = make()
+    entry = torch.arange(12.0).as_strided((1,), (11,), 3)
+    save(tmp_path / "c", parts, extra={"a": entry})
+    assert load(tmp_path / "c", parts)["a"].tolist() == [3.0]
+
+
+def test_failed_background_save_does_not_stop_the_next(tmp_path, monkeypatch, caplog):
+    parts = make()
+    save(tmp_path / "good", parts)
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    for follow in (save, load):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fail)
+            saving = save_in_background(tmp_path / "bad", parts)
+            while not saving.done:
+                time.sleep(0.001)
+        follow(tmp_path / "good", parts)
+        assert f"could not save {tmp_path / 'bad'}: OSError: no space left" in caplog.text
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space"):
+                saving.wait()
+        caplog.clear()
+
+
+def save_in_background(path, parts):
+    model, optimizer, _, _ = parts
+    return save_checkpoint(path, model=model, optimizer=optimizer, wait=False)
+
+
 def test_every_kind_of_generator(tmp_path):
     parts = make()
     generators = {

@@ -9,7 +9,7 @@ from test_optimizer_configurations import OPTIONS
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.training import ConstantSchedule
+from dynsparse.training import ConstantSchedule, load_checkpoint, save_checkpoint
 from dynsparse.training.optimizer_state import nested_optimizers, states_of
 
 N = 128
@@ -229,6 +229,71 @@ def test_references_of_trac_follow(algorithm):
     trainer.on_update.append(check)
     take(7)
     assert checked
+
+
+# More, by what their state has: group options of infinity or None, tensors of other shapes, entries
+# by names instead of parameters, attributes that `load_state_dict` reads, wrapped optimizers.
+RESUMED = {library: dict(names) for library, names in OPTIMIZERS.items() if library != "torchao"}
+RESUMED["pytorch_optimizer"] |= {
+    name: {}
+    for name in (
+        *("DAdaptAdam", "AvaGrad", "Shampoo", "QHAdam", "FlashAdamW", "MADGRAD", "SPAM"),
+        *("EmoNavi", "AdaFactor", "StableSPAM", "Magma"),
+    )
+}
+
+
+def make_training(kind):
+    """Return (model, optimizer, trainer), the same each time but for random growth."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(SparseLinear(24, 24, 0.5), torch.nn.Tanh(), torch.nn.Linear(24, 24))
+    optimizer = kind(model.parameters())
+    getattr(optimizer, "train", lambda: None)()
+    return model, optimizer, ds.RigL(model, optimizer, schedule=ConstantSchedule(1000, 3, 0.3))
+
+
+def check_resume_is_exact(kind, file):
+    def run(model, optimizer, trainer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(8, 24)
+            (model(x) - x).square().mean().backward()
+            trainer.step()
+
+    def save_or_load(function, model, optimizer, trainer):
+        function(file, model=model, optimizer=optimizer, trainer=trainer)
+
+    straight, resumed = make_training(kind), make_training(kind)
+    run(*straight, 7)
+    save_or_load(save_checkpoint, *straight)
+    run(*straight, 6)
+    save_or_load(load_checkpoint, *resumed)
+    run(*resumed, 6)
+    for p, q in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # grown weights inherit factors
+@pytest.mark.parametrize(
+    ("library", "name"), [(lib, name) for lib, names in RESUMED.items() for name in names]
+)
+def test_resume_is_exact(library, name, tmp_path):
+    kind, options = getattr(LIBRARIES[library](), name), RESUMED[library][name]
+    check_resume_is_exact(lambda parameters: kind(parameters, **options), tmp_path / "c")
+
+
+def test_resume_of_wrapped_optimizer_is_exact(tmp_path):
+    lookahead = LIBRARIES["pytorch_optimizer"]().Lookahead
+    check_resume_is_exact(lambda p: lookahead(torch.optim.Adam(p, lr=0.01)), tmp_path / "c")
+
+
+def test_quantized_tensors_of_torchao_are_not_saved(tmp_path):
+    layer = SparseLinear(N, N, 0.5)
+    optimizer = LIBRARIES["torchao"]().AdamW8bit(layer.parameters(), block_size=32)
+    layer(torch.ones(2, N)).sum().backward()
+    optimizer.step()
+    with pytest.raises(TypeError, match="no tensors of the class OptimState8bit"):
+        save_checkpoint(tmp_path / "c", model=layer, optimizer=optimizer)
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")

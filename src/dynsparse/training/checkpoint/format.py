@@ -35,6 +35,7 @@ import safetensors
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynsparse._core.checks import shortened
 from dynsparse._core.files.atomic_write import replaced
@@ -199,6 +200,8 @@ class Layout:
 
 
 def _check_savable(tensor: Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(f"a checkpoint holds no tensors of the class {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.dtype not in _DTYPE_NAMES:
         raise TypeError(f"a checkpoint holds no tensors of {tensor.dtype}, {tensor.layout}")
 
@@ -267,9 +270,11 @@ def to_bytes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that share memory.
+        # safetensors refuses tensors that share memory; a single entry may have any stride.
         storage = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if storage in storages else tensor
+        if storage in storages or tensor.numel() == 1:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        plain[name] = tensor
         storages.add(storage)
     header = {**header, "sha256": _digest(header, plain, plain.__getitem__)}
     return save(plain, {_KEY: json.dumps(header, allow_nan=False)})
@@ -542,7 +547,9 @@ def _check_parts(parts: Any) -> None:
             raise ValueError(
                 f"expected a kind and a state as its {part}, got {shortened(parts[part])}"
             )
-    groups = _entry(parts["optimizer"]["state"], "param_groups")
+    state = parts["optimizer"]["state"]
+    # Optimizers that wrap others have no groups in their state.
+    groups = state.get("param_groups", []) if isinstance(state, dict) else None
     if not isinstance(groups, list) or not all(
         isinstance(_entry(group, "params"), list) for group in groups
     ):

@@ -53,6 +53,7 @@ class Saving:
                 write()
             except BaseException as error:
                 self._error = error
+                _log.warning("could not save %s: %s: %s", path, type(error).__name__, error)
 
         self._thread = threading.Thread(target=run, name="dynsparse-checkpoint")
         self._thread.start()
@@ -68,11 +69,13 @@ class Saving:
         Raises:
             OSError, RuntimeError: it could not be written; the checkpoint before is still there.
         """
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 _in_flight: Saving | None = None
@@ -109,7 +112,8 @@ def save_checkpoint(
         extra: any other tensors, numbers, strings, lists, tuples and dicts; that of the first rank.
         ranks: those that train together, as trainers take them. All of them call this.
         wait: False copies the state and writes it while the training continues. The next save or
-            load waits for it.
+            load waits for it. If it fails, this is logged as a warning, and `wait()` of what is
+            returned raises the error.
 
     Returns:
         The saving; its `wait()` returns once it has been written, or raises what went wrong.
@@ -124,7 +128,7 @@ def save_checkpoint(
     global _in_flight
     check_flag("wait", wait)
     if _in_flight is not None:
-        _in_flight.wait()
+        _in_flight._join()
     line = resolve_ranks(ranks, model)
     everyone = line.all_ranks
     training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})
@@ -166,8 +170,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore everything that `save_checkpoint` saved; returns `extra`.
 
-    Everything is checked before anything is changed. What is left out is not loaded: for testing,
-    pass the model alone. `random_state=False` leaves the global random generators as they are.
+    All or nothing: after any error everything is as before. What is left out is not loaded: for
+    testing, pass the model alone. `random_state=False` leaves the global random generators as they
+    are.
 
     On several ranks all call this, as many as there are now. Each reads its shards, and gets the
     random generators of the rank that had its number; ranks beyond those keep theirs.
@@ -181,7 +186,7 @@ def load_checkpoint(
         OSError: the file cannot be read; on several ranks a CheckpointError, the same on all.
     """
     if _in_flight is not None:
-        _in_flight.wait()
+        _in_flight._join()
     line = resolve_ranks(ranks, model)
     everyone = line.all_ranks
     training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})

@@ -7,17 +7,19 @@ generators and the history of gradients of its samples.
 from __future__ import annotations
 
 import copy
-import inspect
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynsparse._core.checks import shortened
 from dynsparse.nn import SparseLinear
@@ -42,7 +44,7 @@ class TrainingState:
     """The objects whose state a checkpoint holds; see `save_checkpoint`."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizer | None = None
     trainer: SparseTrainer | None = None
     lr_scheduler: Any = None
     generators: Mapping[str, rng.Generator] = field(default_factory=dict)
@@ -57,13 +59,16 @@ class TrainingState:
             ranks: with other samples for the same weights.
         """
         assert self.optimizer is not None
+        kind, state = type(self.optimizer).__name__, self.optimizer.state_dict()
+        if "param_groups" not in state and not ranks.all_ranks.alone:
+            raise ValueError(
+                f"the state of {kind} is not by parameter, as that of torch's optimizers: only a "
+                "training in one process can save it"
+            )
         parts: dict[str, Any] = {
             "patterns": _describe_patterns(self.model),
             "model": self.model.state_dict(),
-            "optimizer": {
-                "kind": type(self.optimizer).__name__,
-                "state": self.optimizer.state_dict(),
-            },
+            "optimizer": {"kind": kind, "state": state},
             "trainer": None if self.trainer is None else self.trainer.state_dict(),
             "lr_scheduler": None,
             "extra": dict(extra or {}),
@@ -77,8 +82,7 @@ class TrainingState:
         return self._tensor_parallel(parts).to_chunks(parts, ranks)
 
     def _tensor_parallel(self, parts: dict[str, Any]) -> TensorParallelState:
-        groups = parts["optimizer"]["state"]["param_groups"]
-        return TensorParallelState(self.model, self.optimizer, self.trainer, groups)
+        return TensorParallelState(self.model, self.optimizer, self.trainer, _saved_groups(parts))
 
     def check(self, ranks: Ranks) -> None:
         """Raise ValueError, the same on all ranks, where no training could continue: the optimizer
@@ -125,7 +129,7 @@ class TrainingState:
         Args:
             parts: with tensors, or `StoredTensor`s in their place.
         """
-        sharded = self._sharded_tensors(parts["optimizer"]["state"]["param_groups"])
+        sharded = self._sharded_tensors(_saved_groups(parts))
         tensor_parallel = self._tensor_parallel(parts)
         parts = tensor_parallel.take_shards(parts)
         unread = {"optimizer"} if self.optimizer is None else set()
@@ -178,46 +182,65 @@ class TrainingState:
         Raises:
             CheckpointError: something does not fit; nothing is changed.
         """
-        optimizer, trainer = self.optimizer, self.trainer
-        attributes: dict[str, Any] = {}
         with shared_errors(ranks):
             try:
-                attributes = self._check(parts)
+                self._check(parts)
             except Exception as error:  # of any kind: untrusted values are compared
                 raise mismatch(where, error) from None
 
         # What only shows while it is loaded is undone.
-        before = None
-        if trainer is not None:
-            before = copy.deepcopy((self.model.state_dict(), trainer.state_dict()))
-        original = {} if optimizer is None else dict(optimizer.__dict__)
         sizes = {p: p.shape for p in self.model.parameters()}
+        undo = self._remember()
         try:
-            self._resize_shards(parts["model"])
-            self.model.load_state_dict(parts["model"])
-            if optimizer is not None:
-                optimizer.__dict__.update(attributes)
-            if trainer is not None:
-                trainer.load_state_dict(parts["trainer"])
-        except Exception as error:  # of any kind: the values are untrusted
-            if before is None or trainer is None:
-                raise
-            self._resize_shards(before[0])
-            self.model.load_state_dict(before[0])
-            if optimizer is not None:
-                optimizer.__dict__.update(original)
-            trainer.load_state_dict(before[1])
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise CheckpointError(f"{where} does not fit: its trainer's state: {reason}") from None
+            with shared_errors(ranks):
+                try:
+                    self._load(parts)
+                except Exception as error:  # of any kind: the values are untrusted
+                    raise mismatch(where, error) from None
+        except BaseException:
+            undo()
+            raise
         if not ranks.alone:
             follow_sizes([p for p, shape in sizes.items() if p.shape != shape])
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(parts["lr_scheduler"]["state"])
         if parts["generators"] is not None:
             for name, generator in self.generators.items():
                 rng.restore(generator, parts["generators"][name])
         if parts["random"] is not None:
             rng.restore_global_states(parts["random"])
+
+    def _load(self, parts: dict[str, Any]) -> None:
+        """Load `parts` but for random generators."""
+        self._resize_shards(parts["model"])
+        self.model.load_state_dict(parts["model"])
+        if self.optimizer is not None:
+            try:
+                self.optimizer.load_state_dict(parts["optimizer"]["state"])
+                _check_finite(self.optimizer.state, _parameter_names(self.model))
+                _check_step(self.optimizer)
+            except Exception as error:  # of any kind: the values are untrusted
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
+        if self.trainer is not None:
+            self.trainer.load_state_dict(parts["trainer"])
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(parts["lr_scheduler"]["state"])
+
+    def _remember(self) -> Callable[[], None]:
+        """A function that undoes `_load`."""
+        if self.optimizer is None and self.trainer is None:
+            return lambda: None  # the model has been checked
+        model = copy.deepcopy(self.model.state_dict())
+        trainer = copy.deepcopy({} if self.trainer is None else self.trainer.state_dict())
+        restore_attributes = _remember_attributes(self.optimizer, self.lr_scheduler)
+
+        def undo() -> None:
+            self._resize_shards(model)
+            self.model.load_state_dict(model)
+            restore_attributes()
+            if self.trainer is not None:
+                self.trainer.load_state_dict(trainer)
+
+        return undo
 
     def _resize_shards(self, state: Mapping[str, Any]) -> None:
         """Give the values of tensor-parallel layers the sizes that they have in a state."""
@@ -227,16 +250,11 @@ class TrainingState:
                     self.trainer._forget_captures()  # until it loads its state
                 resize_shards(module, len(state[f"{name}.values" if name else "values"]))
 
-    def _check(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's attributes with its state loaded."""
-        attributes: dict[str, Any] = {}
+    def _check(self, parts: dict[str, Any]) -> None:
+        """Raise an error for what can be told from `parts` before they are loaded."""
         patterns = _check_model(parts, self.model)
         if self.optimizer is not None:
-            _check_optimizer(parts["optimizer"], self.optimizer)
-            attributes = _load_optimizer_state(
-                self.optimizer, parts["optimizer"]["state"], _parameter_shapes(parts, self.model)
-            )
-            _check_finite(attributes["state"], _parameter_names(self.model))
+            _check_optimizer(parts, self.optimizer)
         if parts["random"] is not None:
             rng.check_global_states(parts["random"])
         if self.trainer is not None:
@@ -249,13 +267,14 @@ class TrainingState:
             self.trainer.check_state(parts["trainer"], complete)
         if self.lr_scheduler is not None:
             _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
-            _check_scheduler(parts["lr_scheduler"]["state"], self.lr_scheduler)
+            if type(self.lr_scheduler).__module__ == LRScheduler.__module__:
+                state = parts["lr_scheduler"]["state"]
+                _check_alike("the scheduler", self.lr_scheduler.state_dict(), state)
         if parts["generators"] is not None:
             for name, generator in self.generators.items():
                 if name not in parts["generators"]:
                     raise ValueError(f"it holds no generator {name!r}")
                 rng.check(generator, parts["generators"][name], name)
-        return attributes
 
 
 def mismatch(where: str, error: Exception) -> CheckpointError:
@@ -283,13 +302,11 @@ def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
     return tensor[first:last].clone() if tensor.dim() else tensor
 
 
-def _parameter_shapes(parts: dict[str, Any], model: nn.Module) -> dict[int, torch.Size]:
-    """The shape of each parameter of the model, by its `id`, once the parts are loaded."""
-    return {
-        id(parameter): parts["model"][name].shape
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if isinstance(parts["model"].get(name), Tensor)
-    }
+def _saved_groups(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of parameters in an optimizer's saved state; none where it names them otherwise,
+    as wrapping optimizers do."""
+    groups: list[dict[str, Any]] = parts["optimizer"]["state"].get("param_groups", [])
+    return groups
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:
@@ -297,14 +314,19 @@ def _parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    _check_kind(saved, optimizer)
-    sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
+def _check_optimizer(parts: dict[str, Any], optimizer: Optimizer) -> None:
+    """Raise ValueError for the state of another class, or of other groups of parameters."""
+    _check_kind(parts["optimizer"], optimizer)
+    if not (groups := _saved_groups(parts)):
+        return
+    sizes = [len(group["params"]) for group in groups]
     group_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != group_sizes:
         raise ValueError(
             f"the optimizer was saved with groups of {sizes} tensors, here {group_sizes}"
         )
+    if [n for group in groups for n in group["params"]] != list(range(sum(sizes))):
+        raise ValueError("the state of the optimizer is damaged: its parameters are not in order")
 
 
 def _check_kind(saved: dict[str, Any], thing: Any) -> None:
@@ -394,56 +416,46 @@ def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> SparsePatte
     return pattern
 
 
-# States of optimizers and learning-rate schedulers, checked before anything is changed.
+def _remember_attributes(*objects: Any) -> Callable[[], None]:
+    """A function that gives optimizers and schedulers, and those that they hold, their attributes
+    back; lists and dictionaries stay the same objects.
 
-# What they keep for a parameter is not of its shape.
-_OTHER_SHAPES = ("Adafactor", "LBFGS")
-
-
-def _load_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], shapes: Mapping[int, torch.Size]
-) -> dict[str, Any]:
-    """The attributes of `optimizer` with `state` loaded, made beside it.
-
-    Args:
-        shapes: those that its parameters will have, by the `id` of the parameter.
-
-    Raises:
-        ValueError: a state that is damaged, or with which it could make no step.
+    Tensors are not copied: `load_state_dict` puts others in their place.
     """
-    try:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        if numbers != list(range(len(numbers))) or not set(state["state"]) <= set(numbers):
-            raise ValueError("expected its parameters in their order")
-        beside = copy.copy(optimizer)
-        # Its own load puts the groups' parameters in place, but not their other entries' types.
-        beside.load_state_dict(copy.deepcopy(state))
-        for current, saved in zip(optimizer.param_groups, beside.param_groups, strict=True):
-            _check_same_kind("its group", _options(current), _options(saved))
-            _check_ranges(optimizer, current, saved)
-        for group in beside.param_groups:
-            for parameter in group["params"]:
-                shape = shapes.get(id(parameter), parameter.shape)
-                _check_entries(optimizer, beside.state.get(parameter, {}), shape)
-    except Exception as error:  # of any kind: the values are untrusted
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
-    # Hooks belong to the optimizer itself.
-    return {name: current for name, current in vars(beside).items() if not name.endswith("_hooks")}
+    contents: dict[int, tuple[Any, Any]] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (Optimizer, LRScheduler)):
+            value = vars(value)
+        if isinstance(value, (dict, list)) and id(value) not in contents:
+            contents[id(value)] = value, copy.copy(value)
+            for item in value.values() if isinstance(value, dict) else value:
+                visit(item)
+
+    def restore() -> None:
+        for value, content in contents.values():
+            value.clear()
+            value.update(content) if isinstance(value, dict) else value.extend(content)
+
+    for each in objects:
+        visit(getattr(each, "__dict__", None))
+    return restore
 
 
-def _check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:
+def _check_finite(state: Mapping[Any, Any], names: Mapping[int, str]) -> None:
     """Raise ValueError where what an optimizer keeps of a parameter holds NaN or infinity.
 
     Args:
-        state: of an optimizer, by parameter.
+        state: of an optimizer, by parameter; what it has by other keys is not looked at.
         names: of the parameters, by their `id`.
     """
     for parameter, entries in state.items():
-        for key, value in entries.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
             value = local_part(value)
+            if is_traceable_wrapper_subclass(value):
+                continue  # quantized
             if not bool((value.float() if value.itemsize < 2 else value).isfinite().all()):
                 name = names.get(id(parameter), "a parameter that is not the model's")
                 raise ValueError(
@@ -452,90 +464,47 @@ def _check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None
                 )
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    # A scheduler adds this one when it is made.
-    return {name: v for name, v in group.items() if name not in ("params", "initial_lr")}
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise an error, of any kind, where one of torch's optimizers can make no step.
 
-
-def _check_ranges(
-    optimizer: torch.optim.Optimizer, current: dict[str, Any], saved: dict[str, Any]
-) -> None:
-    """Torch's own optimizers know the ranges of their arguments, when they are made."""
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):
+    Each parameter makes it alone, as zeros with a gradient of ones and a copy of its state. What
+    other libraries' optimizers need is not known here.
+    """
+    kind: Any = type(optimizer)
+    needs_more = kind in (torch.optim.LBFGS, torch.optim.SparseAdam)  # a closure, other gradients
+    if needs_more or not kind.__module__.startswith("torch.optim."):
         return
-    taken = inspect.signature(kind).parameters
-    for group in (current, saved):
-        arguments = {name: value for name, value in _options(group).items() if name in taken}
-        try:
-            kind([torch.zeros(1, requires_grad=True)], **arguments)
-        except Exception as error:  # of any kind: torch has several
-            if group is current:
-                return  # made in a way that is not known here
-            raise ValueError(f"its group: {error}") from None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            alone = torch.zeros_like(parameter).requires_grad_()
+            alone.grad = torch.ones_like(parameter)
+            fresh = kind([alone])
+            fresh.param_groups = [{**group, "params": [alone]}]
+            fresh.state[alone] = copy.deepcopy(optimizer.state.get(parameter, {}))
+            fresh.step()
+            if not bool(local_part(alone.detach()).isfinite().all()):
+                raise ValueError("its options give NaN or infinity")
 
 
-def _check_entries(
-    optimizer: torch.optim.Optimizer, entries: dict[str, Any], shape: torch.Size
-) -> None:
-    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
-        raise ValueError(f"expected names and values, got {shortened(entries)}")
-    needed = _required_entries(optimizer)
-    if entries and (missing := needed - entries.keys()):
-        raise ValueError(f"expected {sorted(missing)}, got {shortened(sorted(entries))}")
-    for name, value in entries.items():
-        if name == "step":
-            number = value if isinstance(value, (int, float)) else _to_number(value)
-            if not math.isfinite(number) or number < 0:
-                raise ValueError(f"expected a step of at least 0, got {number}")
-        elif isinstance(value, Tensor):
-            exact = type(optimizer).__name__ not in _OTHER_SHAPES
-            if exact and (value.dim() or name in needed) and value.shape != shape:
-                raise ValueError(f"expected {name} of {list(shape)}, got {list(value.shape)}")
-            if exact and value.is_complex():
-                raise ValueError(f"expected {name} of real numbers, got {value.dtype}")
-        elif name in needed and not (value is None and name == "momentum_buffer"):
-            raise ValueError(f"expected {name} to be a tensor, got {shortened(value)}")
-
-
-def _required_entries(optimizer: torch.optim.Optimizer) -> set[str]:
-    """What a parameter's state always has, for the optimizers that trainings use most."""
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return {"step", "exp_avg", "exp_avg_sq"}
-    return {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else set()
-
-
-def _to_number(value: Any) -> float:
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-        raise ValueError(f"expected a step of one number, got {shortened(value)}")
-    return float(value)
-
-
-def _check_scheduler(state: Any, scheduler: Any) -> None:
-    """Raise ValueError for a state of other entries, types or lengths than the scheduler's own."""
-    _check_same_kind("the scheduler", scheduler.state_dict(), state)
-
-
-def _check_same_kind(what: str, current: Any, saved: Any) -> None:
-    """Raise ValueError if `saved` could not stand where `current` does."""
+def _check_alike(where: str, current: Any, saved: Any) -> None:
+    """Raise ValueError unless `saved` has the keys, the lengths and the types of `current`."""
     number = (int, float, Tensor)
-    if current is None or isinstance(current, bool):
-        # Switches of torch's optimizers are None where they are left to it.
-        if not (saved is None or isinstance(saved, bool)):
-            raise ValueError(f"{what}: expected {shortened(current)}, got {shortened(saved)}")
-    elif isinstance(current, number):
-        alone = saved.numel() == 1 if isinstance(saved, Tensor) else isinstance(saved, number)
-        if not alone or isinstance(saved, bool) or not math.isfinite(float(saved)):
-            raise ValueError(f"{what}: expected a number, got {shortened(saved)}")
-    elif isinstance(current, dict):
-        if not isinstance(saved, dict) or not current.keys() <= saved.keys():
-            raise ValueError(f"{what}: expected {shortened(current)}, got {shortened(saved)}")
-        for key in current:
-            _check_same_kind(f"{what}, {key}", current[key], saved[key])
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(current, dict):
+        fits = isinstance(saved, dict) and current.keys() <= saved.keys()
+        items = ((current[key], saved[key]) for key in current)
     elif isinstance(current, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or len(current) != len(saved):
-            raise ValueError(f"{what}: expected {len(current)} values, got {shortened(saved)}")
-        for one, other in zip(current, saved, strict=True):
-            _check_same_kind(what, one, other)
-    elif not isinstance(saved, type(current)):
-        raise ValueError(f"{what}: expected {shortened(current)}, got {shortened(saved)}")
+        fits = isinstance(saved, (list, tuple)) and len(current) == len(saved)
+        items = zip(current, saved, strict=True)
+    elif isinstance(current, (bool, NoneType)):
+        fits = isinstance(saved, (bool, NoneType))
+    elif isinstance(current, number):
+        fits = isinstance(saved, number) and (not isinstance(saved, Tensor) or saved.numel() == 1)
+    else:
+        fits = isinstance(saved, type(current))
+    if not fits:
+        raise ValueError(f"{where}: expected {shortened(current)}, got {shortened(saved)}")
+    for one, other in items:
+        _check_alike(where, one, other)
