@@ -218,7 +218,7 @@ class TrainingState:
                 _check_finite(self.optimizer.state, _parameter_names(self.model))
                 _check_step(self.optimizer)
             except Exception as error:  # of any kind: the values are untrusted
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                reason = f"{type(error).__name__}: {error}"
                 raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
         if self.trainer is not None:
             self.trainer.load_state_dict(parts["trainer"])
@@ -252,19 +252,13 @@ class TrainingState:
 
     def _check(self, parts: dict[str, Any]) -> None:
         """Raise an error for what can be told from `parts` before they are loaded."""
-        patterns = _check_model(parts, self.model)
+        _check_model(parts, self.model)
         if self.optimizer is not None:
             _check_optimizer(parts, self.optimizer)
         if parts["random"] is not None:
             rng.check_global_states(parts["random"])
         if self.trainer is not None:
-            _require(parts, "trainer")
-            layers = self.trainer.layers.items()
-            by_layer = {name: patterns.get(id(layer)) for name, layer in layers}
-            # None for a trainer of another model, or layers without a state.
-            known = {name: pattern for name, pattern in by_layer.items() if pattern is not None}
-            complete = known if len(known) == len(by_layer) else None
-            self.trainer.check_state(parts["trainer"], complete)
+            self.trainer.check_state(_require(parts, "trainer"))
         if self.lr_scheduler is not None:
             _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
             if type(self.lr_scheduler).__module__ == LRScheduler.__module__:
@@ -350,12 +344,8 @@ def _describe_patterns(model: nn.Module) -> dict[str, list[int]]:
     return described
 
 
-def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePattern]:
-    """The saved patterns by the `id` of the layer.
-
-    Raises:
-        ValueError: tensors or patterns of the checkpoint do not fit the model.
-    """
+def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
+    """Raise ValueError where tensors or patterns of the checkpoint do not fit the model."""
     saved, current = parts["model"], model.state_dict()
     if odd := sorted(saved.keys() ^ current.keys()):
         where = "file" if odd[0] in saved else "model"
@@ -363,7 +353,6 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePat
             f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
             f"which is in the {where}"
         )
-    patterns: dict[int, SparsePattern] = {}
     resizable: set[str] = set()  # entries whose length follows the number of blocks
     for name, pattern in _describe_patterns(model).items():
         other = parts["patterns"].get(name)
@@ -381,9 +370,7 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePat
                 f"{shortened(other)}, "
                 f"the model has {pattern}"
             )
-        saved_pattern = _check_pattern(name, module, saved)
-        if saved_pattern is not None:
-            patterns[id(module)] = saved_pattern
+        _check_pattern(name, module, saved)
     for name, tensor in current.items():
         other = saved[name]
         if not isinstance(tensor, Tensor):
@@ -396,16 +383,15 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> dict[int, SparsePat
                 f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
-    return patterns
 
 
-def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> SparsePattern | None:
-    """The saved pattern of a layer. The layers check this, too, but when the ones before them have
-    changed already."""
+def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
+    """Raise ValueError for the saved pattern of a layer. The layers check this, too, but when the
+    ones before them have changed already."""
     prefix = f"{name}." if name else ""
     rows, cols, values = (saved.get(prefix + key) for key in ("rows", "cols", "values"))
     if rows is None or cols is None:
-        return None
+        return
     current = module.pattern
     try:
         pattern = SparsePattern(rows, cols, shape=current.shape, block_size=current.block_size)
@@ -413,7 +399,6 @@ def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> SparsePatte
             raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
-    return pattern
 
 
 def _remember_attributes(*objects: Any) -> Callable[[], None]:
