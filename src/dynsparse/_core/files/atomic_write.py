@@ -26,7 +26,8 @@ def replaced(path: Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))  # a link stays one, to the new file
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent}")
+        error = NotADirectoryError if path.parent.exists() else FileNotFoundError
+        raise error(f"there is no folder {path.parent}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the path of a file")
     # A random name: two writers never write into one file.
