@@ -52,7 +52,8 @@ class Blocks:
             self._others.append([(args[1:], named) for args, named in calls])
 
     def _record(self, batch: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-        """The arguments of every block; None unless each takes what the one before returns."""
+        """The arguments of every block; None unless each takes what the one before returns, and
+        none a key-value cache, which another call of the block would append to."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         returned: list[Tensor] = []
 
@@ -76,7 +77,8 @@ class Blocks:
         is_chain = len(taken) == len(calls) == len(self.names) and all(
             isinstance(x, Tensor) and (k == 0 or x is returned[k - 1]) for k, x in enumerate(taken)
         )
-        return calls if is_chain else None
+        has_cache = any(_is_cache(x) for args, named in calls for x in (*args, *named.values()))
+        return calls if is_chain and not has_cache else None
 
     def run(self, k: int, batch: int, hidden: Tensor) -> Tensor:
         """The output of block k, as it is now, for the hidden states of a batch."""
@@ -90,6 +92,10 @@ class Blocks:
 
 def _hidden(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) and output else output
+
+
+def _is_cache(x: Any) -> bool:
+    return any("cache" in base.__name__.lower() for base in type(x).__mro__)
 
 
 def _longest_list(model: nn.Module, layers: Mapping[str, int]) -> list[str]:
@@ -110,9 +116,12 @@ def _inside(name: str) -> str:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch: a dictionary of arguments, a tuple or list of them, or one."""
+    """Call the model on a batch: a dictionary of arguments, a tuple or list of them, or one.
+
+    A `use_cache` of the dictionary counts as False.
+    """
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(**{k: False if k == "use_cache" else x for k, x in batch.items()})
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
@@ -137,17 +146,18 @@ def batches_of(calibration: Any) -> list[Any]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without a key-value cache inside; restores both afterwards."""
     training = [(module, module.training) for module in model.modules()]
-    config: Any = getattr(model, "config", None)
-    has_cache = getattr(config, "use_cache", None) is True
+    # Parts of a model can have their own, and a model can be inside another module.
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+    caching: list[Any] = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
     model.eval()
     try:
-        if has_cache:
+        for config in caching:
             config.use_cache = False
         yield
     finally:
         for module, flag in training:
             module.training = flag
-        if has_cache:
+        for config in caching:
             config.use_cache = True
 
 

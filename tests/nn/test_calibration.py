@@ -1,0 +1,133 @@
+"""Calibration of models of transformers and others: caches, padding, repeated blocks, keywords."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.training import repair
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its own imports
+    transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+
+
+def llama(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=3)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(1, 32, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def t5(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4
+    )
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+def pruned(model, batches, density=0.3, start="wanda", exclude=()):
+    model = copy.deepcopy(model)
+    return ds.sparsify(
+        model, density, start=start, calibration=batches, exclude=exclude, verbose=False
+    )
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, SparseLinear)]
+
+
+def check_same(first, second):
+    assert len(layers(first)) == len(layers(second)) > 0
+    for one, other in zip(layers(first), layers(second), strict=True):
+        assert one.pattern == other.pattern
+        torch.testing.assert_close(one.values, other.values)
+
+
+class Logits(nn.Module):
+    """A model inside a module without a config."""
+
+    def __init__(self, model, **options):
+        super().__init__()
+        self.model, self.options = model, options
+
+    def forward(self, input_ids):
+        return self.model(input_ids, **self.options).logits
+
+
+@pytest.mark.parametrize("start", ["wanda", "sparsegpt"])
+def test_cache_is_off(start):
+    model = llama()
+    expected = pruned(model, [tokens(2, 9, seed=k) for k in range(3)], start=start)
+    ids = [tokens(2, 9, seed=k) for k in range(3)]
+    check_same(pruned(Logits(model), ids, start=start), expected)
+    named = [{"input_ids": x, "use_cache": True} for x in ids]
+    check_same(pruned(model, named, start=start), expected)
+    assert model.config.use_cache
+    assert expected.config.use_cache
+
+
+def test_blocks_with_a_cache_take_whole_passes():
+    model, ids = llama(), [tokens(2, 9, seed=k) for k in range(3)]
+    result = pruned(Logits(model, use_cache=True), ids)
+    sums = {}
+
+    def observe(layer, args):
+        x = args[0].flatten(0, -2)
+        sums[layer] = sums.get(layer, 0) + x.square().sum(0)
+
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    for layer in linear:
+        layer.register_forward_pre_hook(observe)
+    with torch.no_grad():
+        for x in ids:
+            model(x, use_cache=False)
+    for layer, sparse in zip(linear, layers(result), strict=True):
+        scores = layer.weight.abs() * sums[layer].sqrt()
+        least = torch.where(sparse.pattern.to_mask(), scores, torch.inf).amin(1)
+        assert (torch.where(sparse.pattern.to_mask(), 0, scores).amax(1) <= least).all()
+
+
+def test_encoder_and_decoder():
+    """The encoder and the decoder each have a copy of the config."""
+    dense = t5()
+    batches = [
+        {"input_ids": tokens(2, 7, seed=k), "decoder_input_ids": tokens(2, 5, seed=9 + k)}
+        for k in range(3)
+    ]
+    model = pruned(dense, batches, exclude=["lm_head"])
+    assert len(layers(model)) == 2 * 6 + 2 * 10
+    results = repair(model, dense, batches, epochs=3, lr=0.003, verbose=False)
+    assert [r.name for r in results] == ["decoder.block.0", "decoder.block.1"]
+    assert all(r.after < r.before for r in results)
+    assert model.decoder.config.use_cache
+
+
+def test_language_model_inside_a_composite_model():
+    vision = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+    text = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 4}
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4,
+        boi_token_index=29, eoi_token_index=30, image_token_index=31,
+    )  # fmt: skip
+    dense = transformers.Gemma3ForConditionalGeneration(config).double()
+    batches = [{"input_ids": tokens(2, 9, seed=k) % 28} for k in range(3)]
+    exclude = ["*vision_tower", "*multi_modal_projector"]
+    model = pruned(dense, batches, exclude=exclude)
+    results = repair(model, dense, batches, epochs=2, verbose=False)
+    assert len(results) == 2
+    assert all(r.after < r.before for r in results)
