@@ -8,7 +8,7 @@ computes every batch only two or three times.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +16,6 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import shortened
 from dynsparse.nn.candidates import Candidate
-
-
-class _LastBlock(Exception):
-    """Ends a forward pass after the last block."""
 
 
 class Blocks:
@@ -31,7 +27,7 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, int]) -> None:
-        """Compute every batch up to the last block.
+        """Compute every batch.
 
         Args:
             layers: name -> size of the layers of interest: the chain is the list of modules that
@@ -52,8 +48,8 @@ class Blocks:
             self._others.append([(args[1:], named) for args, named in calls])
 
     def _record(self, batch: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-        """The arguments of every block; None unless each takes what the one before returns, and
-        none a key-value cache, which another call of the block would append to."""
+        """The arguments of every block; None unless each is called once and takes what the one
+        before returns, and none a key-value cache, which another call would append to."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         returned: list[Tensor] = []
 
@@ -62,8 +58,6 @@ class Blocks:
 
         def after(_: nn.Module, _args: Any, output: Any) -> None:
             returned.append(_hidden(output))
-            if len(returned) == len(self.names):
-                raise _LastBlock
 
         with ExitStack() as stack:
             for name in self.names:
@@ -71,8 +65,7 @@ class Blocks:
                 hook = block.register_forward_pre_hook(before, with_kwargs=True)
                 stack.callback(hook.remove)
                 stack.callback(block.register_forward_hook(after).remove)
-            with suppress(_LastBlock):
-                call(self.model, batch)
+            call(self.model, batch)
         taken = [args[0] for args, _ in calls if args]
         is_chain = len(taken) == len(calls) == len(self.names) and all(
             isinstance(x, Tensor) and (k == 0 or x is returned[k - 1]) for k, x in enumerate(taken)
