@@ -215,7 +215,8 @@ def _observe(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
             layers = [layer for layer in group if layer.kind != "embedding"]  # these take ids
             for owner in {id(layer.owner): layer.owner for layer in layers}.values():
                 hook = owner.register_forward_pre_hook(
-                    lambda _, args, name=name: observe(name, args[0])
+                    lambda _, args, named, name=name: observe(name, (*args, *named.values())[0]),
+                    with_kwargs=True,
                 )
                 stack.callback(hook.remove)
         yield sums
