@@ -9,6 +9,8 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.calibration import input_sums
+from dynsparse.nn.candidates import find_candidates
 from dynsparse.training import repair
 
 with warnings.catch_warnings():
@@ -67,6 +69,41 @@ class Logits(nn.Module):
         return self.model(input_ids, **self.options).logits
 
 
+class Named(Logits):
+    def forward(self, **named):
+        return self.model(**named, **self.options).logits
+
+
+def hooked_sums(model, batches):
+    """The sums of x^2 over the inputs of all linear layers, from whole passes."""
+    sums = {}
+
+    def add(name, args):
+        sums[name] = sums.get(name, 0) + args[0].flatten(0, -2).square().sum(0)
+
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: add(name, args))
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model.eval()(batch)
+    for handle in handles:
+        handle.remove()
+    return sums
+
+
+def calibrated_sums(model, batches):
+    groups = {
+        name: [layer] for name, layer in find_candidates(model).items() if layer.kind == "Linear"
+    }
+    sums = {}
+    for step in input_sums(model, groups, batches, products=False):
+        sums |= step
+    return sums
+
+
 @pytest.mark.parametrize("start", ["wanda", "sparsegpt"])
 def test_cache_is_off(start):
     model = llama()
@@ -81,23 +118,11 @@ def test_cache_is_off(start):
 
 def test_blocks_with_a_cache_take_whole_passes():
     model, ids = llama(), [tokens(2, 9, seed=k) for k in range(3)]
-    result = pruned(Logits(model, use_cache=True), ids)
-    sums = {}
-
-    def observe(layer, args):
-        x = args[0].flatten(0, -2)
-        sums[layer] = sums.get(layer, 0) + x.square().sum(0)
-
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    for layer in linear:
-        layer.register_forward_pre_hook(observe)
-    with torch.no_grad():
-        for x in ids:
-            model(x, use_cache=False)
-    for layer, sparse in zip(linear, layers(result), strict=True):
-        scores = layer.weight.abs() * sums[layer].sqrt()
-        least = torch.where(sparse.pattern.to_mask(), scores, torch.inf).amin(1)
-        assert (torch.where(sparse.pattern.to_mask(), 0, scores).amax(1) <= least).all()
+    expected = hooked_sums(Logits(model, use_cache=False), ids)
+    sums = calibrated_sums(Logits(model, use_cache=True), ids)
+    assert sums.keys() == expected.keys()
+    for name, total in sums.items():
+        torch.testing.assert_close(total, expected[name], msg=name)
 
 
 def test_encoder_and_decoder():
@@ -131,3 +156,45 @@ def test_language_model_inside_a_composite_model():
     results = repair(model, dense, batches, epochs=2, verbose=False)
     assert len(results) == 2
     assert all(r.after < r.before for r in results)
+
+
+def test_repeated_blocks_count_every_call():
+    """ALBERT calls one block several times."""
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(**SIZES, embedding_size=8, num_hidden_layers=4)
+    model = transformers.AlbertModel(config, add_pooling_layer=False).double()
+    ids = [tokens(2, 9, seed=k) for k in range(3)]
+    expected = hooked_sums(model, ids)
+    sums = calibrated_sums(model, ids)
+    assert sums.keys() == expected.keys()
+    for name, total in sums.items():
+        torch.testing.assert_close(total, expected[name], msg=name)
+
+
+def test_layers_called_by_keyword():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 8)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(calibrated_sums(Model(), [x])["layer"], x.square().sum(0))
+
+
+@pytest.mark.parametrize("start", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_padding_is_ignored(start, blocks):
+    model = llama()
+    lengths = (9, 4, 6)
+    ids = [tokens(1, n, seed=n) for n in lengths]
+    padded = torch.stack([nn.functional.pad(x[0], (0, 9 - x.shape[1])) for x in ids])
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    batch = {"input_ids": padded, "attention_mask": mask.long(), "use_cache": False}
+    if not blocks:  # whole passes
+        model = Named(model, use_cache=True)
+        batch.pop("use_cache")
+        ids = [{"input_ids": x} for x in ids]
+    check_same(pruned(model, [batch], start=start), pruned(model, ids, start=start))

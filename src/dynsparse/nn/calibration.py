@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -166,6 +167,8 @@ def input_sums(
     Between two blocks the caller may replace layers: the next block gets the outputs of the changed
     blocks. Layers outside the chain of blocks come last, all together.
 
+    Positions where the `attention_mask` [samples, length] of a batch is 0 do not count.
+
     Args:
         groups: name -> the layers that share the weight of this name.
         products: whether the sums are those of products.
@@ -187,25 +190,46 @@ def input_sums(
             if all(f"{layer.name}.".startswith(f"{block}.") for layer in group)
         }
         if inside:
-            with evaluating(model), _observe(inside, products) as sums:
-                blocks.run_all(k, hidden)
-            yield _check_sums(sums, inside)
+            with evaluating(model), _observe(inside, products) as inputs:
+                for n, batch in enumerate(batches):
+                    inputs.mask = _padding_mask(batch)
+                    blocks.run(k, n, hidden[n])
+            yield _check_sums(inputs.sums, inside)
         if k + 1 < len(blocks.names):
             with evaluating(model):
                 hidden = blocks.run_all(k, hidden)
     if left:
-        with evaluating(model), _observe(left, products) as sums:
+        with evaluating(model), _observe(left, products) as inputs:
             for batch in batches:
+                inputs.mask = _padding_mask(batch)
                 call(model, batch)
-        yield _check_sums(sums, left)
+        yield _check_sums(inputs.sums, left)
+
+
+def _padding_mask(batch: Any) -> Tensor | None:
+    """The attention mask [samples, length] of a batch, which is 0 where it is padded."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+@dataclass
+class _Inputs:
+    """The sums over inputs so far, and the padding mask of the batch that runs."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    mask: Tensor | None = None
 
 
 @contextmanager
-def _observe(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
-    sums: dict[str, Tensor] = {}
+def _observe(groups: Groups, products: bool) -> Iterator[_Inputs]:
+    inputs = _Inputs()
+    sums = inputs.sums
 
     def observe(name: str, x: Tensor) -> None:
+        mask, shape = inputs.mask, x.shape[:-1]
         x = x.detach().reshape(-1, x.shape[-1])
+        if mask is not None and shape in (mask.shape, (mask.numel(),)):
+            x = x[mask.flatten().to(x.device) != 0]
         x = x if x.dtype == torch.float64 else x.float()
         added = x.t() @ x if products else x.square().sum(0)
         sums[name] = sums[name] + added if name in sums else added
@@ -219,7 +243,7 @@ def _observe(groups: Groups, products: bool) -> Iterator[dict[str, Tensor]]:
                     with_kwargs=True,
                 )
                 stack.callback(hook.remove)
-        yield sums
+        yield inputs
 
 
 def _check_sums(sums: dict[str, Tensor], groups: Groups) -> dict[str, Tensor]:
