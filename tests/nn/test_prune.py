@@ -32,12 +32,22 @@ def test_pattern_is_that_of_the_nonzeros():
     weights = [pruned(16, 24, keep=0.3), pruned(32, 16, keep=0.9), dense, torch.zeros(16, 32)]
     model = nn.ModuleList([linear(w) for w in weights])
     ds.sparsify(model, start="nonzero", verbose=False)
-    assert [isinstance(layer, SparseLinear) for layer in model] == [True, True, False, True]
-    for layer, weight in zip(model, weights, strict=True):
-        if layer is not model[2]:
-            assert torch.equal(layer.to_dense(), weight)
-            assert torch.equal(layer.pattern.to_mask(), weight != 0)
-    assert torch.equal(model[3](torch.ones(2, 32)), model[3].bias.expand(2, -1))
+    assert [isinstance(layer, SparseLinear) for layer in model] == [True, True, False, False]
+    for layer, weight in zip(model[:2], weights[:2], strict=True):
+        assert torch.equal(layer.to_dense(), weight)
+        assert torch.equal(layer.pattern.to_mask(), weight != 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_sparse": True}, {"block_size": 4}])
+def test_layers_of_zeros_alone_stay_dense(options):
+    """Such as heads that begin at zero: a layer without weights would never learn."""
+    model = nn.Sequential(linear(pruned(16, 16, keep=0.3, block=4)), linear(torch.zeros(8, 16)))
+    ds.sparsify(model, start="nonzero", verbose=False, **options)
+    assert isinstance(model[0], SparseLinear)
+    assert type(model[1]) is nn.Linear
+    alone = nn.Sequential(linear(torch.zeros(8, 16)))
+    with pytest.raises(ValueError, match="has 1 % zeros or more beside other values"):
+        ds.sparsify(alone, start="nonzero", verbose=False, **options)
 
 
 @pytest.mark.parametrize(

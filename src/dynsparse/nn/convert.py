@@ -107,8 +107,9 @@ def sparsify(
             "sparsegpt": prunes by the error in the outputs, and compensates for it with the weights
             that stay (Frantar and Alistarh 2023, with a damping of 1 %).
             "nonzero": for a model that was pruned. Keeps what is not zero; `density`, `densities`
-            and `allocation` do not apply. Layers with less than 1 % zeros count as dense. With a
-            `block_size`, zeros inside of present blocks become values that training changes.
+            and `allocation` do not apply. Layers with less than 1 % zeros count as dense; those of
+            zeros alone, such as a head that begins at zero, stay dense. With a `block_size`, zeros
+            inside of present blocks become values that training changes.
         calibration: batches for "wanda" and "sparsegpt", such as a few dozen sequences of tokens:
             an iterable of tensors, or of tuples or dictionaries of arguments. The model runs in
             evaluation mode, block by block, so that each block is pruned with the inputs that it
@@ -169,13 +170,16 @@ def sparsify(
     blocks: dict[str, Any] = {name: settings[name][1] for name in groups}
     if start == "nonzero":
         patterns = {n: nonzero_pattern(group[0], blocks[n]) for n, group in groups.items()}
+        # A sparse layer without weights would never learn.
+        groups = {name: group for name, group in groups.items() if patterns[name].nnz}
+        patterns = {name: patterns[name] for name in groups}
         blocks = {name: pattern.block_size for name, pattern in patterns.items()}
         counts = {name: pattern.nnz for name, pattern in patterns.items()}
         is_dense = {name: p.density > 1 - LEAST_SPARSITY for name, p in patterns.items()}
-        if all(is_dense.values()) and not keep_sparse:
+        if not groups or (all(is_dense.values()) and not keep_sparse):
             raise ValueError(
-                "none of the selected layers has 1 % zeros or more: prune the model first, or use "
-                "a start other than 'nonzero'"
+                "none of the selected layers has 1 % zeros or more beside other values: prune the "
+                "model first, or use a start other than 'nonzero'"
             )
     else:
         if density is None and len(densities) < len(selected):
