@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -362,6 +363,16 @@ def test_linear_subclasses_are_not_converted():
     )
     sparsified(m)
     assert sparse_names(m) == ["0"]
+
+
+def test_empty_layers_stay_dense():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of their initialisation
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 0), nn.Linear(0, 8))
+    ds.sparsify(model, 0.5, verbose=False)
+    assert [type(layer) for layer in model] == [SparseLinear, nn.Linear, nn.Linear]
+    with pytest.raises(ValueError, match=r"'1' names '1' \(Linear\), which cannot be made sparse"):
+        ds.sparsify(model, 0.5, include="1", verbose=False)
 
 
 def test_table(capsys):

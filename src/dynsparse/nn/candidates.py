@@ -75,7 +75,8 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
     """Name -> candidate, in the order of `model.named_modules()`, under all names of a module.
 
     Not among them: subclasses that override `forward`, weights that are computed from other
-    tensors (weight norm, pruning masks), and embeddings with `max_norm` or `scale_grad_by_freq`.
+    tensors (weight norm, pruning masks), empty weights, and embeddings with `max_norm` or
+    `scale_grad_by_freq`.
 
     Raises:
         ValueError: a lazy layer without a shape.
@@ -103,7 +104,7 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
             candidates.append(
                 Candidate(name, "Conv1D", module, module, None, weight, weight.t(), bias, bias)
             )
-    return {candidate.name: candidate for candidate in candidates}
+    return {candidate.name: candidate for candidate in candidates if candidate.weight.numel()}
 
 
 def _linear_kind(module: nn.Module) -> str | None:
