@@ -26,11 +26,11 @@ OPTIONS = {"update_interval": 3, "drop_fraction": 0.5}
 
 
 class Model(nn.Module):
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, block_size=2):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.first = SparseLinear(12, 16, 0.3, generator=g)
-        self.second = SparseLinear(16, 4, 0.3, block_size=2, generator=g)
+        self.second = SparseLinear(16, 4, 0.3, block_size=block_size, generator=g)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x, labels=None):
@@ -51,6 +51,12 @@ class Data(Dataset):
 
 
 def train(model, folder, callback, resume=None, data=None, **arguments):
+    trainer = make(model, folder, callback, data, **arguments)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def make(model, folder, callback, data=None, **arguments):
     options = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -64,14 +70,12 @@ def train(model, folder, callback, resume=None, data=None, **arguments):
         "dataloader_num_workers": 0,
         "seed": 11,
     } | arguments
-    trainer = transformers.Trainer(
+    return transformers.Trainer(
         model,
         transformers.TrainingArguments(**options),
         train_dataset=data or Data(),
-        callbacks=[callback],
+        callbacks=callback and [callback],
     )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def same(first, second):
@@ -92,6 +96,43 @@ def test_resuming_is_exact(tmp_path, algorithm):
     train(resumed, tmp_path / "other", callback, resume=str(tmp_path / "checkpoint-15"))
     assert callback.sparse_trainer.steps == 40
     same(whole, resumed)
+
+
+RESIZING = {
+    ds.GMP: {"final_density": 0.1},
+    ds.GraNet: {"final_density": 0.1},
+    ds.SNFS: {},
+}
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("algorithm", RESIZING)
+def test_resuming_is_exact_where_layers_change_size(tmp_path, algorithm, added):
+    options = {"update_interval": 3} | RESIZING[algorithm]
+
+    def run(model, callback, resume=None, **arguments):
+        trainer = make(model, tmp_path, None if added else callback, **arguments)
+        if added:
+            callback.before_reporters(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        assert callback.sparse_trainer.steps == 40
+        return model
+
+    whole, callback = Model(block_size=1), SparseCallback(algorithm, **options)
+    before = whole.first.pattern.nnz
+    run(whole, callback, save_strategy="steps", save_steps=15)
+    assert whole.first.pattern.nnz != before
+    resumed, callback = Model(seed=7, block_size=1), SparseCallback(algorithm, **options)
+    same(whole, run(resumed, callback, resume=str(tmp_path / "checkpoint-15")))
+
+
+def test_other_sizes_raise_where_layers_keep_theirs(tmp_path):
+    train(Model(), tmp_path, SparseCallback(ds.RigL), save_strategy="steps", save_steps=15)
+    other = Model()
+    other.first = SparseLinear(12, 16, 0.2)
+    with pytest.raises(ValueError, match="'first' had 38 blocks and the checkpoint has 58"):
+        train(other, tmp_path / "b", SparseCallback(ds.RigL), str(tmp_path / "checkpoint-15"))
+    assert not other.first.resizable
 
 
 def test_equals_a_plain_loop(tmp_path):

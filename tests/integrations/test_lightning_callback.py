@@ -23,11 +23,11 @@ OPTIONS = {"update_interval": 3, "drop_fraction": 0.5}
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, seed=0, optimizers=1):
+    def __init__(self, seed=0, optimizers=1, block_size=2):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.first = SparseLinear(12, 16, 0.3, generator=g)
-        self.second = SparseLinear(16, 4, 0.3, block_size=2, generator=g)
+        self.second = SparseLinear(16, 4, 0.3, block_size=block_size, generator=g)
         self.dropout = nn.Dropout(0.2)
         self.count = optimizers
 
@@ -94,24 +94,43 @@ def test_equals_a_plain_loop(tmp_path, accumulate):
     same(module, other)
 
 
-@pytest.mark.parametrize("algorithm", [ds.RigL, ds.SET])
+ALGORITHMS = {
+    ds.RigL: OPTIONS,
+    ds.SET: OPTIONS | {"seed": 4},
+    ds.GMP: {"update_interval": 3, "final_density": 0.1},
+    ds.GraNet: {"update_interval": 3, "final_density": 0.1, "scope": "layer"},
+    ds.SNFS: {"update_interval": 3},
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_resuming_is_exact(tmp_path, algorithm):
-    options = OPTIONS | {"total_steps": 40} | ({"seed": 4} if algorithm is ds.SET else {})
+    options = ALGORITHMS[algorithm] | {"total_steps": 40}
+    block_size = 1 if algorithm is ds.SNFS else 2  # redistribution compares blocks of one size
     torch.manual_seed(1)
-    whole = Module()
+    whole = Module(block_size=block_size)
     fit(whole, SparseCallback(algorithm, **options), tmp_path, 4)
 
     torch.manual_seed(1)
-    half = Module()
+    half = Module(block_size=block_size)
     first = fit(half, SparseCallback(algorithm, **options), tmp_path, 2)
     path = tmp_path / "half.ckpt"
     first.save_checkpoint(path)
     torch.manual_seed(99)
-    resumed = Module(seed=7)
+    resumed = Module(seed=7, block_size=block_size)
     callback = SparseCallback(algorithm, **options)
     fit(resumed, callback, tmp_path, 4, ckpt_path=path)
     assert callback.sparse_trainer.steps == 40
     same(whole, resumed)
+
+
+def test_other_sizes_raise_where_layers_keep_theirs(tmp_path):
+    fit(Module(), SparseCallback(ds.RigL), tmp_path, 1).save_checkpoint(tmp_path / "a.ckpt")
+    other = Module()
+    other.first = SparseLinear(12, 16, 0.2)
+    with pytest.raises(ValueError, match="'first' had 38 blocks and the checkpoint has 58"):
+        fit(other, SparseCallback(ds.RigL), tmp_path, 2, ckpt_path=tmp_path / "a.ckpt")
+    assert not other.first.resizable
 
 
 def test_bf16(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dynsparse._core.checks import check_flag, check_kind
+from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.training import SparseTrainer, Telemetry
 
 __all__ = ["Algorithm", "Follower"]
@@ -49,8 +50,16 @@ class Follower:
         self._options = options
         self._saved: dict[str, Any] | None = None
         self._follows = False
+        self._sizes: dict[SparseModule, int] = {}  # of the layers that are resizable until `start`
         self._watch = check_flag("telemetry", watch)
         self.telemetry: Telemetry | None = None
+
+    def allow_resizing(self, model: nn.Module) -> None:
+        """Let layers take the number of blocks of a checkpoint that is loaded before `start`."""
+        for layer in model.modules():
+            if isinstance(layer, SparseModule) and not layer.resizable:
+                self._sizes[layer] = layer.pattern.nnz
+                layer.resizable = True
 
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None
@@ -59,9 +68,13 @@ class Follower:
 
         Raises:
             TypeError: the algorithm does not return a trainer.
-            ValueError: arguments that the algorithm refuses; a state that does not fit.
+            ValueError: arguments that the algorithm refuses; a state that does not fit; a
+                checkpoint that changed the number of blocks of layers that keep theirs.
         """
         self.stop()
+        sizes, self._sizes = self._sizes, {}
+        for layer in sizes:
+            layer.resizable = False
         options = dict(self._options)
         takes_total = "total_steps" in inspect.signature(self._algorithm).parameters
         if takes_total and total_steps is not None and "schedule" not in options:
@@ -71,6 +84,13 @@ class Follower:
             raise TypeError(
                 f"the algorithm must return a trainer such as dynsparse.RigL, got {trainer!r}"
             )
+        for name, layer in trainer.layers.items():
+            before, nnz = sizes.get(layer), layer.pattern.nnz
+            if before not in (None, nnz) and not layer.resizable:
+                raise ValueError(
+                    f"the layer {name!r} had {before} blocks and the checkpoint has {nnz}: make "
+                    "the model with the density that it had in the first training"
+                )
         if self._saved is not None:
             trainer.load_state_dict(self._saved)
             self._saved = None

@@ -68,7 +68,9 @@ class SparseCallback(TrainerCallback, ExportableState):
 
     The model must be sparse before training. Trainer's checkpoints contain the model, whose state
     has the patterns, the optimizer and the random generators; the state of this callback is in
-    their `trainer_state.json`.
+    their `trainer_state.json`. To resume algorithms that change the number of weights (`GMP`,
+    `GraNet`, `SNFS`), give Trainer this callback when you make it, or call `before_reporters`, and
+    the model as `model`, not by `model_init`.
 
     Args:
         algorithm: `ds.RigL` or another trainer class, or a function of (model, optimizer) that
@@ -109,6 +111,13 @@ class SparseCallback(TrainerCallback, ExportableState):
         figures. Call it before `trainer.train()`."""
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+        self._follower.allow_resizing(trainer.model)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        # The model is restored before on_train_begin.
+        self._follower.allow_resizing(parts["model"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

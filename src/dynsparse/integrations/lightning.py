@@ -62,6 +62,10 @@ class SparseCallback(Callback):
     def sparse_trainer(self) -> SparseTrainer | None:
         return self._follower.trainer
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # the module is restored before on_fit_start
+            self._follower.allow_resizing(pl_module)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = trainer.optimizers
         if len(optimizers) != 1:
