@@ -15,7 +15,9 @@ from dynsparse.training import SparseTrainer
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
-except ImportError:
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise  # the package is installed and fails
     raise ImportError(
         "dynsparse.integrations.huggingface needs the package transformers: "
         "pip install 'transformers[torch]'"
@@ -111,7 +113,8 @@ class SparseCallback(TrainerCallback, ExportableState):
         figures. Call it before `trainer.train()`."""
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
-        self._follower.allow_resizing(trainer.model)
+        if trainer.model is not None:
+            self._follower.allow_resizing(trainer.model)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

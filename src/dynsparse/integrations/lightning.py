@@ -10,7 +10,9 @@ from dynsparse.training.checkpoint import random_state
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError:
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise  # the package is installed and fails
     raise ImportError(
         "dynsparse.integrations.lightning needs the package lightning: pip install lightning"
     ) from None

@@ -16,7 +16,9 @@ try:
     from peft import LoraConfig
     from peft.tuners import lora
     from peft.tuners.tuners_utils import check_adapters_to_merge
-except ImportError:
+except ModuleNotFoundError as error:
+    if error.name != "peft":
+        raise  # the package is installed and fails
     raise ImportError(
         "dynsparse.integrations.peft needs the package peft: pip install peft"
     ) from None

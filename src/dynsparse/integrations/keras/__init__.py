@@ -11,12 +11,14 @@ from typing import Any
 
 try:
     import keras
-except ImportError as error:
-    if error.name != "keras":  # the configured backend is missing
+except ModuleNotFoundError as error:
+    if error.name in ("tensorflow", "jax", "openvino"):  # the configured backend
         raise ImportError(
             "dynsparse.integrations.keras needs Keras on torch, got a backend that cannot be "
             f"imported ({error}): set KERAS_BACKEND=torch before keras is imported"
         ) from None
+    if error.name != "keras":
+        raise  # the package is installed and fails
     raise ImportError(
         "dynsparse.integrations.keras needs the package keras: pip install keras"
     ) from None

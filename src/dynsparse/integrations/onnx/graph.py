@@ -49,11 +49,13 @@ _MAX_BYTES = (1 << 31) - 1
 
 
 def import_library(name: str) -> Any:
-    """Import a package, or raise an ImportError with the command that installs it."""
+    """Import a package, or raise an ImportError with the command that installs it if missing."""
     try:
         return import_module(name)
-    except ImportError:
+    except ModuleNotFoundError as error:
         package = name.partition(".")[0]
+        if error.name != package:
+            raise  # the package is installed and fails
         raise ImportError(f"ONNX files need the package {package}: pip install {package}") from None
 
 
