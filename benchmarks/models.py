@@ -153,8 +153,7 @@ def _transformers() -> ModuleType:
         import transformers
     except ImportError:
         raise ImportError(
-            "benchmarks of models need the package transformers: "
-            "pip install 'transformers[torch]'"
+            "benchmarks of models need the package transformers: pip install 'transformers[torch]'"
         ) from None
     transformers.logging.set_verbosity_error()
     return transformers

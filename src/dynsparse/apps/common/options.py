@@ -160,8 +160,8 @@ class TrainingOptions:
 
     data_type: str = option(
         "float32",
-        "Data type of weights and products; bfloat16 and float16 are autocast over float32 weights, float16 "
-        "with a scaled loss.",
+        "Data type of weights and products; bfloat16 and float16 are autocast over float32 "
+        "weights, float16 with a scaled loss.",
         choice("float32", "float64", "bfloat16", "float16"), "Network", defines="network",
     )  # fmt: skip
 

@@ -205,24 +205,24 @@ class Options(MachineOptions):
         choice("all", "train", "test", "sample"), defines="run",
     )  # fmt: skip
 
-    peak_learning_rate: float = _rate(1e-2, "Learning rate after the warm-up.", number(0), needs=(TRAINS,))
+    peak_learning_rate: float = _rate(
+        1e-2, "Learning rate after the warm-up.", number(0), needs=(TRAINS,)
+    )
     min_learning_rate: float = _rate(2e-4, "After the decay.", number(0), needs=(TRAINS,))
     warmup_steps: int | None = _rate(
         None, "Steps up to the peak.", integer(0),
         by_default="100, or a tenth of --steps where that is less", needs=(TRAINS,),
     )  # fmt: skip
     cooldown_steps: int | None = _rate(
-        None, "Steps over which the learning rate decays.", integer(1), by_default="all that are left",
-        needs=(TRAINS,),
+        None, "Steps over which the learning rate decays.", integer(1),
+        by_default="all that are left", needs=(TRAINS,),
     )  # fmt: skip
     decay_power: float = _rate(
         1.0, "Of the decay; 1 is a straight line.", number(0), needs=(TRAINS,)
     )
 
     sample: int = _text(0, "Show this many tokens of text at the end.", integer(0))
-    prompt: str = _text(
-        "\n", "Text to continue.", TEXT, by_default="a line end", needs=(_SAMPLES,)
-    )
+    prompt: str = _text("\n", "Text to continue.", TEXT, by_default="a line end", needs=(_SAMPLES,))
     temperature: float = _text(0.8, "0 takes the likeliest token.", number(0), needs=(_SAMPLES,))
     top_k: int | None = _text(
         None, "Draw among this many of the likeliest only.", integer(1), by_default="all",
