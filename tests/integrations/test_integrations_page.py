@@ -54,11 +54,16 @@ def test_examples_of_a_section_run(library, section, capsys, tmp_path):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
-def test_sparsify_a_model_of_another_library(capsys):
+def test_sparsify_models_of_another_library(capsys, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         pytest.importorskip("transformers")
     text = PAGE.with_name("make-your-model-sparse.md").read_text()
-    (code,) = re.findall(r"```py\n(.*?)```", text, re.S)
-    exec(f"import dynsparse as ds\n{code}", {})
+    gpt2, mixtral = re.findall(r"```py\n(.*?)```", text, re.S)
+    exec(f"import dynsparse as ds\n{gpt2}", {})
     assert "'lm_head' stays dense" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(f"import dynsparse as ds\n{mixtral}", names)
+    experts = names["model"].model.layers[0].mlp.experts
+    assert all(type(layer).__name__ == "SparseLinear" for layer in experts.down_layers)
