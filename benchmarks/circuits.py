@@ -141,7 +141,7 @@ def mean_activations(model: nn.Module, batches: list[Tensor]) -> dict[str, Tenso
     return means
 
 
-def batches_of(data: Tensor, count: int, seed: int) -> list[Tensor]:
+def list_batches(data: Tensor, count: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [example.sample(data, generator) for _ in range(count)]
 
@@ -156,11 +156,11 @@ def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: in
     grows while the task's loss is well below the limit, and falls otherwise."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    gates = Gates(mean_activations(model, batches_of(data, 16, seed)))
+    gates = Gates(mean_activations(model, list_batches(data, 16, seed)))
     optimizer = torch.optim.Adam(gates.parameters(), lr=0.05, betas=(0.9, 0.95))
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     push, average = 0.01, 0.0
-    for tokens in batches_of(data, steps, seed + 2):
+    for tokens in list_batches(data, steps, seed + 2):
         optimizer.zero_grad()
         loss = loss_of_task(model, tokens, task, gates)
         (loss + push * gates.share()).backward()
@@ -168,7 +168,7 @@ def find_circuit(model: nn.Module, data: Tensor, task: str, steps: int, seed: in
         decay.step()
         average = 0.9 * average + 0.1 * loss.item()
         push *= 1.05 if average < 0.8 * LIMIT else 1 / 1.05
-    tests = batches_of(data, TESTS, seed + 1)
+    tests = list_batches(data, TESTS, seed + 1)
     close_smallest(model, gates, tests, task)
     return gates if mean_loss(model, gates, tests, task) <= LIMIT else None
 
@@ -243,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in args.seeds:
         for method in args.methods:
             model = train(method, args.density, args.width, args.steps, data, seed)
-            tests = batches_of(held_out, TESTS, seed)
+            tests = list_batches(held_out, TESTS, seed)
             with torch.no_grad():
                 loss = statistics.fmean(float(model(tokens)) for tokens in tests)
             for task in TASKS:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dynsparse._core.checks import check_within, shortened, typed
+from dynsparse._core.checks import check_within, shorten, typed
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -79,7 +79,7 @@ def allocate(
             impossible.
     """
     if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {shortened(method)}")
+        raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {shorten(method)}")
     fixed = dict(densities or {})
     layers = _layers(shapes, method, block_size)
     for name, value in fixed.items():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dynsparse._core.checks import is_number, shortened
+from dynsparse._core.checks import is_number, shorten
 from dynsparse._core.files.limits import parse_json
 
 Defines = Literal["network", "training", "apart", "run"]
@@ -419,7 +419,7 @@ def _read(kind: Kind, name: str, value: Any) -> Any:
         content = _parse(value)
         if not isinstance(content, dict):
             raise ValueError(
-                f"--{name}: expected a JSON object such as {kind.example}, got {shortened(value)}"
+                f"--{name}: expected a JSON object such as {kind.example}, got {shorten(value)}"
             )
         return content
     arguments = {}
@@ -427,7 +427,7 @@ def _read(kind: Kind, name: str, value: Any) -> Any:
         key, _, text = pair.partition("=")
         if not key or (content := _parse(text, missing := object())) is missing:
             raise ValueError(
-                f"--{name}: expected name=json such as {kind.example}, got {shortened(pair)}"
+                f"--{name}: expected name=json such as {kind.example}, got {shorten(pair)}"
             )
         arguments[key] = content
     return arguments

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer, is_number, shortened, typed
+from dynsparse._core.checks import check_integer, is_number, shorten, typed
 from popsparse.encoding.partitioner import EncodedPattern, Partitioner
 from popsparse.formats import to_numpy
 from popsparse.machine import (
@@ -382,7 +382,7 @@ def _spread_scale(graph: Graph, scale: Any, tiles: np.ndarray, steps: Sequence) 
     """The scale on every tile, float."""
     if not isinstance(scale, Tensor):
         if not is_number(scale):
-            raise TypeError(f"scale must be a number or a Tensor, got {shortened(scale)}")
+            raise TypeError(f"scale must be a number or a Tensor, got {shorten(scale)}")
         return graph.add_constant(FLOAT, tiles.shape, float(scale), "scale", tiles=tiles)
     if scale.numel != 1 or scale.dtype not in (FLOAT, HALF):
         raise ValueError(

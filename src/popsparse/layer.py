@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shorten, typed
 from dynsparse._core.files.atomic_write import atomic_write
 from dynsparse._core.files.limits import parse_json
 from dynsparse.nn.weights_file import read_tensors
@@ -117,11 +117,11 @@ class Layer:
         self.numerics = numerics
         names = [name for name in PASSES if name in plan.costs]
         if passes is not None and not isinstance(passes, Iterable):
-            raise TypeError(f"passes must be names such as {PASSES}, got {shortened(passes)}")
+            raise TypeError(f"passes must be names such as {PASSES}, got {shorten(passes)}")
         requested = names if passes is None else list(passes)
         for name in requested:
             if not isinstance(name, str) or name not in names:
-                raise ValueError(f"the plan is for {', '.join(names)}, not for {shortened(name)}")
+                raise ValueError(f"the plan is for {', '.join(names)}, not for {shorten(name)}")
         updating = None if update is None else Update.parse(update)
         self._built = {
             "passes": requested,

@@ -16,7 +16,7 @@ from dynsparse._core.checks import (
     check_integer,
     check_kind,
     is_number,
-    shortened,
+    shorten,
     typed,
 )
 from popsparse.machine import (
@@ -181,7 +181,7 @@ def elementwise(
         raise ValueError(f"{operation!r} takes {definition.operands} operands, got {len(given)}")
     for operand in given:
         if not isinstance(operand, Tensor) and not is_number(operand):
-            raise TypeError(f"operands must be tensors or numbers, got {shortened(operand)}")
+            raise TypeError(f"operands must be tensors or numbers, got {shorten(operand)}")
     tensors = [operand for operand in given if isinstance(operand, Tensor)]
     if not tensors:
         raise ValueError("expected a tensor among the operands, got only numbers")

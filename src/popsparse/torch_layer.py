@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shorten, typed
 from dynsparse.ops import capture
 from dynsparse.ops.embedding import record_rows
 from dynsparse.ops.torch_internals import refuse_transforms
@@ -298,15 +298,14 @@ class TargetOptions:
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(
                 "target_options must be a mapping such as {'partials_type': 'float16'}, got "
-                f"{shortened(value)}"
+                f"{shorten(value)}"
             )
         given = {spelled(name): option for name, option in (value or {}).items()}
         rest = {name: option for name, option in given.items() if name != "dense_grad"}
         dense = given.get("dense_grad", {})
         if not isinstance(dense, Mapping) or not {*map(spelled, dense)} <= {*_DENSE_GRAD}:
             raise ValueError(
-                f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got "
-                f"{shortened(dense)}"
+                f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got {shorten(dense)}"
             )
         dense = {spelled(name): option for name, option in dense.items()}
         Update.parse(dense)

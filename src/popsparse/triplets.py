@@ -21,7 +21,7 @@ from dynsparse._core.checks import (
     check_kind,
     check_sizes,
     check_within,
-    shortened,
+    shorten,
     typed,
 )
 from dynsparse.nn import SparseLinear
@@ -207,7 +207,7 @@ class SparseFcLayer(SparseLinear):
         if count > total:
             raise ValueError(f"max_non_zeros must be at most {total}, got {count}")
         if not callable(values_initialiser_gen):
-            shown = shortened(values_initialiser_gen)
+            shown = shorten(values_initialiser_gen)
             raise TypeError(f"values_initialiser_gen must be callable, got {shown}")
         check_kind(
             "indices_initialiser_gen", indices_initialiser_gen, np.random.Generator, "NumPy's"

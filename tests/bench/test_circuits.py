@@ -18,7 +18,7 @@ def model():
 
 @pytest.fixture
 def batches():
-    return circuits.batches_of(circuits.make_text(400, 0), 2, 0)
+    return circuits.list_batches(circuits.make_text(400, 0), 2, 0)
 
 
 def test_positions_of_a_task_in_the_text():

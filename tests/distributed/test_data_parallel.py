@@ -11,7 +11,7 @@ from rank_trainings import ALGORITHMS, apart
 from dynsparse._core import native
 
 
-def all_equal(found):
+def are_all_equal(found):
     """Return whether patterns are equal after each step, and weights up to rounding."""
     return all(same and difference <= 1e-10 for same, difference in found)
 
@@ -39,13 +39,13 @@ def test_four_ranks_equal_one_process():
 def test_convolutions_equal_one_process():
     for found in on_ranks(2, work.compare_convolutions, 6):
         assert len(found) == 6
-        assert all_equal(found)
+        assert are_all_equal(found)
 
 
 def test_wrapper_options_equal_one_process():
     for found in on_ranks(2, work.compare_wrappers):
         for name, steps in found.items():
-            assert all_equal(steps), name
+            assert are_all_equal(steps), name
 
 
 def test_communication_hooks_survive_changes_of_size():
@@ -64,7 +64,7 @@ def test_different_seeds_are_synchronized():
 @pytest.mark.parametrize("inside", [False, True])
 def test_compiled_model_equals_one_process(inside):
     for found in on_ranks(2, work.compare_compiled, inside):
-        assert all_equal(found)
+        assert are_all_equal(found)
 
 
 def test_all_ranks_raise_the_fault_of_one_rank():

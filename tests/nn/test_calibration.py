@@ -9,7 +9,7 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.calibration import input_sums
+from dynsparse.nn.calibration import sum_inputs
 from dynsparse.nn.candidates import find_candidates
 from dynsparse.training import repair
 
@@ -99,7 +99,7 @@ def calibrated_sums(model, batches):
         name: [layer] for name, layer in find_candidates(model).items() if layer.kind == "Linear"
     }
     sums = {}
-    for step in input_sums(model, groups, batches, products=False):
+    for step in sum_inputs(model, groups, batches, products=False):
         sums |= step
     return sums
 

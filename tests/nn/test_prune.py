@@ -8,9 +8,9 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.calibration import input_sums
+from dynsparse.nn.calibration import sum_inputs
 from dynsparse.nn.candidates import find_candidates
-from dynsparse.nn.prune import best_blocks, block_scores, sparsegpt
+from dynsparse.nn.prune import block_scores, select_best_blocks, sparsegpt
 
 
 def pruned(*shape, keep, block=1, seed=0):
@@ -127,10 +127,10 @@ def test_wanda_by_hand():
     squares = torch.tensor([100.0, 1.0, 4.0])
     scores = block_scores(weight, squares, 1)
     assert scores.tolist() == [[10, 2, 6], [40, 1, 2]]
-    assert best_blocks(scores, 4, per_row=True).tolist() == [0, 2, 3, 5]
-    assert best_blocks(scores, 3, per_row=True).tolist() == [0, 2, 3]  # 6 is more than 2
-    assert best_blocks(scores, 4, per_row=False).tolist() == [0, 1, 2, 3]
-    assert best_blocks(scores, 6, per_row=True).tolist() == [0, 1, 2, 3, 4, 5]
+    assert select_best_blocks(scores, 4, per_row=True).tolist() == [0, 2, 3, 5]
+    assert select_best_blocks(scores, 3, per_row=True).tolist() == [0, 2, 3]  # 6 is more than 2
+    assert select_best_blocks(scores, 4, per_row=False).tolist() == [0, 1, 2, 3]
+    assert select_best_blocks(scores, 6, per_row=True).tolist() == [0, 1, 2, 3, 4, 5]
     weight = torch.tensor([[1.0, 1.0, 5.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     assert block_scores(weight, torch.tensor([1.0, 4.0, 1.0, 9.0]), 2).tolist() == [[6, 5]]
 
@@ -173,7 +173,7 @@ def test_sparsegpt_equals_its_definition(b, per_row):
             grid = scores.view(out // b, b, (end - j) // b, b).sum((1, 3))
             part = pattern.to_mask()[::b, ::b][:, j // b : end // b]
             assert torch.equal(part.flatten().nonzero().flatten(),
-                               best_blocks(grid, int(part.sum()), per_row))  # fmt: skip
+                               select_best_blocks(grid, int(part.sum()), per_row))  # fmt: skip
         step = expected[:, j] / inverse[0, 0] * ~mask[:, j]
         expected[:, j:] -= step[:, None] * inverse[0]
     torch.testing.assert_close(weight, expected * mask)
@@ -258,7 +258,7 @@ def test_statistics_are_kept_for_one_block_at_a_time():
     layers = find_candidates(model).items()
     groups = {name: [layer] for name, layer in layers if layer.kind != "embedding"}
     for products, dims in ((False, 1), (True, 2)):
-        steps = list(input_sums(model, groups, batches, products=products))
+        steps = list(sum_inputs(model, groups, batches, products=products))
         assert [list(sums) for sums in steps] == [
             *([f"blocks.{k}.up", f"blocks.{k}.down"] for k in range(3)),
             ["head"],
@@ -315,7 +315,7 @@ def test_models_without_a_chain_use_dense_inputs():
     squares = x.square().sum(0)
     weight = model.parts[1].weight.detach().clone()
     ds.sparsify(model, 0.25, start="wanda", calibration=[x], verbose=False)
-    kept = best_blocks(block_scores(weight, squares, 1), 16, per_row=True)
+    kept = select_best_blocks(block_scores(weight, squares, 1), 16, per_row=True)
     assert torch.equal(model.parts[1].pattern.flat, kept)
 
 

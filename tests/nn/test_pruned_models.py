@@ -9,7 +9,7 @@ import torch
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.calibration import Blocks, _hidden, evaluating
+from dynsparse.nn.calibration import Blocks, _hidden, evaluation_mode
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -181,7 +181,7 @@ def test_merged_adapters(family, tmp_path):
 def test_blocks_form_a_chain(family):
     model, ids = build(family), tokens()
     layers = {name: m.weight.numel() for name, m in model.named_modules() if hasattr(m, "weight")}
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluation_mode(model):
         blocks = Blocks(model, [ids], layers)
         last = []
         module = model.get_submodule(blocks.names[-1])

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import dynsparse as ds
 from dynsparse.nn import SparseEmbedding, TiedHead
-from dynsparse.nn.prune import best_blocks, block_scores
+from dynsparse.nn.prune import block_scores, select_best_blocks
 
 VOCABULARY, FEATURES = 20, 16
 BOTH = ["embed", "head"]
@@ -136,7 +136,7 @@ def test_wanda_uses_the_inputs_of_the_head():
     with torch.no_grad():
         hidden = torch.cat([dense.body(dense.embed(ids)).relu().flatten(0, 1) for ids in batches])
         scores = block_scores(dense.embed.weight, hidden.square().sum(0), 1)
-    expected = best_blocks(scores, model.embed.pattern.nnz, per_row=True)
+    expected = select_best_blocks(scores, model.embed.pattern.nnz, per_row=True)
     assert torch.equal(model.embed.pattern.flat, expected)
 
 

@@ -103,7 +103,7 @@ def magnitudes(twin):
     return [twin.pool(w.abs()) for w in twin.weights]
 
 
-def lowest_of_all(scores, present, count, keep=0):
+def count_lowest(scores, present, count, keep=0):
     """Select the lowest scores over all layers, by one sort of (score, layer, position)."""
     every = sorted(
         (float(s), i, p)

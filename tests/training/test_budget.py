@@ -22,7 +22,7 @@ from dynsparse.training import (
     SoftBudget,
 )
 from dynsparse.training.budgets import Survey, apportion
-from dynsparse.training.drop import lowest_of_all
+from dynsparse.training.drop import count_lowest
 
 
 def survey(patterns, scores=None, *, schedule=None, step=10, regrow_dropped=False, history=None):
@@ -66,14 +66,14 @@ def test_global_budget_drops_the_lowest_scores():
 
 def test_lowest_of_all_with_ties():
     scores = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])]
-    assert lowest_of_all(scores, 0, [2, 3]) == [0, 0]
-    assert lowest_of_all(scores, 2, [2, 3]) == [1, 1]
-    assert lowest_of_all(scores, 4, [2, 2]) == [2, 2]
-    assert lowest_of_all(scores, 5, [2, 3]) == [2, 3]
+    assert count_lowest(scores, 0, [2, 3]) == [0, 0]
+    assert count_lowest(scores, 2, [2, 3]) == [1, 1]
+    assert count_lowest(scores, 4, [2, 2]) == [2, 2]
+    assert count_lowest(scores, 5, [2, 3]) == [2, 3]
     with pytest.raises(ValueError, match="cannot select 5 of 4 scores"):
-        lowest_of_all(scores, 5, [2, 2])
+        count_lowest(scores, 5, [2, 2])
     with pytest.raises(ValueError, match="drop scores hold NaN"):
-        lowest_of_all([torch.tensor([float("nan")])], 1, [1])
+        count_lowest([torch.tensor([float("nan")])], 1, [1])
 
 
 def test_compared_scores_stay_on_device(monkeypatch):
@@ -82,7 +82,7 @@ def test_compared_scores_stay_on_device(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "cpu", fetch)
     scores = [torch.tensor([1.0, 4.0]), torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)]
-    assert lowest_of_all(scores, 3, [2, 3]) == [1, 2]
+    assert count_lowest(scores, 3, [2, 3]) == [1, 2]
 
 
 def test_gradual_budget_by_layer():

@@ -9,10 +9,10 @@ from masked_twins import (
     adopt,
     compare,
     cosine,
+    count_lowest,
     due,
     largest,
     lowest,
-    lowest_of_all,
     magnitudes,
 )
 
@@ -150,7 +150,7 @@ def test_rigl_with_a_global_budget(b, regrow_dropped):
         if not due(step):
             return
         count = cosine(step, 90, 0.4, sum(int(p.sum()) for p in twin.present))
-        chosen = lowest_of_all(magnitudes(twin), twin.present, count)
+        chosen = count_lowest(magnitudes(twin), twin.present, count)
         for i, (present, dropped) in enumerate(zip(twin.present, chosen, strict=True)):
             free = ~present | dropped if regrow_dropped else ~present
             grown = largest(twin.pool(twin.dense[i].abs()), free, int(dropped.sum()))

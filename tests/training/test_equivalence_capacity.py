@@ -10,10 +10,10 @@ from masked_twins import (
     adopt,
     compare,
     cosine,
+    count_lowest,
     due,
     largest,
     lowest,
-    lowest_of_all,
     magnitudes,
     make_layers,
 )
@@ -136,7 +136,7 @@ def test_gmp_from_dense(scope, b, adam):
             return
         target = sum(final) + round((sum(total) - sum(final)) * left)
         count = sum(sizes[-1]) - target
-        for i, dropped in enumerate(lowest_of_all(magnitudes(twin), twin.present, count, keep=1)):
+        for i, dropped in enumerate(count_lowest(magnitudes(twin), twin.present, count, keep=1)):
             twin.rewire(i, twin.present[i] & ~dropped)
 
     _, twin = compare(
@@ -170,7 +170,7 @@ def test_granet(scope, regrow_dropped, density):
             pruned = [n - t for n, t in zip(now, target, strict=True)]
         else:
             count = sum(now) - sum(final) - round((sum(first) - sum(final)) * left)
-            chosen = lowest_of_all(magnitudes(twin), twin.present, count, keep=1)
+            chosen = count_lowest(magnitudes(twin), twin.present, count, keep=1)
             pruned = [int(c.sum()) for c in chosen]
         for i, present in enumerate(twin.present):
             replaced = cosine(step, STEPS, 0.5, now[i] - pruned[i])

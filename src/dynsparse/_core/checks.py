@@ -30,7 +30,7 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def shortened(value: Any) -> str:
+def shorten(value: Any) -> str:
     """`repr(value)` on one line, with "..." for what is too long or too deeply nested to read.
 
     `repr` of what comes from a file may have any length and depth; this takes time and memory only
@@ -86,12 +86,12 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
             raise TypeError
         number = operator.index(value)
     except (TypeError, RuntimeError):
-        raise TypeError(f"{name} must be an integer, got {shortened(value)}") from None
+        raise TypeError(f"{name} must be an integer, got {shorten(value)}") from None
     if isinstance(value, bool) or (least is not None and number < least):
         span = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} must be an integer{span}, got {shortened(value)}")
+        raise ValueError(f"{name} must be an integer{span}, got {shorten(value)}")
     if not -_LARGEST <= number < _LARGEST:
-        raise ValueError(f"{name} must be an integer of 64 bits, got {shortened(value)}")
+        raise ValueError(f"{name} must be an integer of 64 bits, got {shorten(value)}")
     return number
 
 
@@ -103,7 +103,7 @@ def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
     """
     given = list(values) if isinstance(values, Iterable) else []
     if len(given) != len(dims):
-        raise ValueError(f"{name} must be the sizes ({', '.join(dims)}), got {shortened(values)}")
+        raise ValueError(f"{name} must be the sizes ({', '.join(dims)}), got {shorten(values)}")
     return tuple(check_integer(f"{name} of {x}", s, 1) for x, s in zip(dims, given, strict=True))
 
 
@@ -127,10 +127,10 @@ def check_fraction(name: str, value: Any, *, zero: bool) -> float:
         ValueError: a number outside.
     """
     if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {shortened(value)}")
+        raise TypeError(f"{name} must be a number, got {shorten(value)}")
     if not 0 <= value <= 1 or (value == 0 and not zero):
         span = "[0, 1]" if zero else "(0, 1]"
-        raise ValueError(f"{name} must lie in {span}, got {shortened(value)}")
+        raise ValueError(f"{name} must lie in {span}, got {shorten(value)}")
     return value
 
 
@@ -143,7 +143,7 @@ def check_within(name: str, value: Any, span: str) -> float:
     low, high = map(float, span[1:-1].split(","))
     edges = {edge for edge, bracket in ((low, span[0]), (high, span[-1])) if bracket in "()"}
     if not is_number(value) or not low <= value <= high or value in edges:
-        raise ValueError(f"{name} must be a number in {span}, got {shortened(value)}")
+        raise ValueError(f"{name} must be a number in {span}, got {shorten(value)}")
     return value
 
 
@@ -154,7 +154,7 @@ def check_not_negative(name: str, value: Any) -> float:
         ValueError: anything else.
     """
     if not is_number(value) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {shortened(value)}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {shorten(value)}")
     return float(value)
 
 
@@ -165,9 +165,7 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: s
         TypeError: anything else.
     """
     if not isinstance(value, kind):
-        raise TypeError(
-            f"{name} must be {expected}, got {type(value).__name__}: {shortened(value)}"
-        )
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}: {shorten(value)}")
     return value
 
 
@@ -203,7 +201,7 @@ def check_array(
         array = value.detach().cpu().numpy()
     empty = array is not None and not array.size and array.dtype.kind in "biuf"
     if array is None or (array.dtype.kind not in kinds and not empty):
-        actual = value.dtype if isinstance(value, (Tensor, np.ndarray)) else shortened(value)
+        actual = value.dtype if isinstance(value, (Tensor, np.ndarray)) else shorten(value)
         where = f" on {value.device}" if isinstance(value, Tensor) and value.is_meta else ""
         raise TypeError(f"{name} must be {expected}, got {actual}{where}")
     return array
@@ -225,7 +223,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
         ValueError: anything else.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shortened(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shorten(value)}")
     return value
 
 
@@ -243,7 +241,7 @@ def check_flag(name: str, value: Any) -> bool:
         TypeError: anything else.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shortened(value)}")
+        raise TypeError(f"{name} must be True or False, got {shorten(value)}")
     return value
 
 
@@ -308,7 +306,7 @@ def _check(name: str, value: Any, hint: Any) -> None:
     elif hint is Tensor:
         check_tensor(name, value)
     elif not _fits(value, hint):
-        raise TypeError(f"{name} must be {_words(hint)}, got {shortened(value)}")
+        raise TypeError(f"{name} must be {_words(hint)}, got {shorten(value)}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.limits import check_regular
 from dynsparse.bench.host import describe_host
 from dynsparse.bench.timing import Effort, Timing, measure
@@ -197,7 +197,7 @@ def _measure(
     except Exception as error:  # onnxruntime's have no common class
         shapes = {name: list(array.shape) for name, array in feed.items()}
         raise ValueError(
-            f"the model cannot take inputs of the shapes {shapes}: {shortened(str(error))}"
+            f"the model cannot take inputs of the shapes {shapes}: {shorten(str(error))}"
         ) from None
     difference = 0.0
     for mine, other in zip(sparse, dense, strict=True):

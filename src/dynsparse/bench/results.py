@@ -22,7 +22,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.limits import LimitError, parse_json
 from dynsparse.bench.cells import Cell
@@ -68,7 +68,7 @@ def load_results(file: Path) -> Results:
         raise ValueError(f"{file}: expected JSON written by dynsparse bench, got another")
     if data.get("version") != _VERSION:
         raise ValueError(
-            f"{file}: expected version {_VERSION}, got {shortened(data.get('version'))}: measure "
+            f"{file}: expected version {_VERSION}, got {shorten(data.get('version'))}: measure "
             "again"
         )
     missing = [key for key in _NEEDED if not isinstance(data.get(key), (dict, str))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dynsparse._core.checks import shortened, typed
+from dynsparse._core.checks import shorten, typed
 from dynsparse.bench.cells import DTYPES, Cell
 from dynsparse.bench.timing import Effort
 from dynsparse.options import TEXT, Kind, choice, integer, many, number, options_of
@@ -191,12 +191,12 @@ def read_spec(file: Path) -> Spec:
         if not isinstance(name, str):
             top.fail("benchmarks", "names that are text", name)
         benchmarks[name] = _benchmark(
-            _Entries(file.name, entries, f"benchmark {shortened(name)}"), name, effort
+            _Entries(file.name, entries, f"benchmark {shorten(name)}"), name, effort
         )
     for benchmark in benchmarks.values():
         for other in benchmark.runs:
             if other not in benchmarks or benchmarks[other].runs:
-                _Entries(file.name, {}, f"benchmark {shortened(benchmark.name)}").fail(
+                _Entries(file.name, {}, f"benchmark {shorten(benchmark.name)}").fail(
                     "runs", "names of benchmarks of this file that run no others", other
                 )
     return Spec(file.name, benchmarks)
@@ -208,13 +208,13 @@ class _Entries:
     def __init__(self, file: str, content: Any, where: str) -> None:
         self.file, self.where = file, where
         if not isinstance(content, dict):
-            raise ValueError(f"{file}, {where}: expected a mapping, got {shortened(content)}")
+            raise ValueError(f"{file}, {where}: expected a mapping, got {shorten(content)}")
         self.content = content
 
     def fail(self, key: str, expected: str, got: object) -> NoReturn:
         raise ValueError(
-            f"{self.file}, {self.where}, {shortened(key)[1:-1]}: expected {expected}, got "
-            f"{shortened(got)}"
+            f"{self.file}, {self.where}, {shorten(key)[1:-1]}: expected {expected}, got "
+            f"{shorten(got)}"
         )
 
     def allow(self, *keys: str) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse.options import (
     FILE,
@@ -184,7 +184,7 @@ def _figures_of(*files: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"{', '.join(map(str, files))}: expected the figures that dynsparse bench writes, "
-            f"got others ({type(error).__name__}: {shortened(str(error))}): measure again"
+            f"got others ({type(error).__name__}: {shorten(str(error))}): measure again"
         ) from None
 
 

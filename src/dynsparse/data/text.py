@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.atomic_write import atomic_write
 from dynsparse._core.files.folders import cache_folder
 from dynsparse._core.files.limits import LimitError, parse_json
@@ -142,18 +142,18 @@ def check_vocabulary(state: Any) -> None:
         ValueError: what it should be, and what it is.
     """
     if not isinstance(state, dict):
-        raise ValueError(f"expected a vocabulary, got {shortened(state)}")
+        raise ValueError(f"expected a vocabulary, got {shorten(state)}")
     if not isinstance(state.get("kind"), str) or state["kind"] not in KINDS:
         raise ValueError(
-            f"expected a vocabulary among {', '.join(KINDS)}, got {shortened(state.get('kind'))}"
+            f"expected a vocabulary among {', '.join(KINDS)}, got {shorten(state.get('kind'))}"
         )
     size = state.get("size")
     if size is not None and (type(size) is not int or not 0 < size < 1 << 31):
-        raise ValueError(f"expected the size of a vocabulary, got {shortened(size)}")
+        raise ValueError(f"expected the size of a vocabulary, got {shorten(size)}")
     for key in ("identity", "characters"):
         text = state.get(key, "")
         if not isinstance(text, str) or not _is_text(text):
-            raise ValueError(f"expected text as the vocabulary's {key}, got {shortened(text)}")
+            raise ValueError(f"expected text as the vocabulary's {key}, got {shorten(text)}")
 
 
 def _is_text(text: str) -> bool:
@@ -234,7 +234,7 @@ class GPT2Tokenizer:
             if left not in ids or right not in ids:
                 raise ValueError(
                     f"merge {rank + 1}: expected two tokens made before it, got "
-                    f"{shortened(left)} and {shortened(right)}"
+                    f"{shorten(left)} and {shorten(right)}"
                 )
             # Two merges may make one token; the first has its id.
             ids.setdefault(left + right, len(symbols))

@@ -27,7 +27,7 @@ from dynsparse.distributed.sharded_layer import (
     split_heads,
 )
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.sharded import gathered
+from dynsparse.nn.sharded import gather_full
 from dynsparse.ranks import (
     Placement,
     RankGrid,
@@ -187,9 +187,9 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         tensors = gather_layer(module) if isinstance(module, SparseLinear) else {}
         for key, (shard, dim) in getattr(module, "dim_shards", {}).items():
-            tensors[key] = shard.all_gather(gathered(getattr(module, key).detach()), dim)
+            tensors[key] = shard.all_gather(gather_full(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in tensors.items()})
-    return {key: gathered(tensor) for key, tensor in state.items()}
+    return {key: gather_full(tensor) for key, tensor in state.items()}
 
 
 def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:

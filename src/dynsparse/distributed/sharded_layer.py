@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynsparse.distributed.placement import slice_pattern
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.sharded import gathered as gathered_shards
+from dynsparse.nn.sharded import gather_full as gathered_shards
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import DimShard, Ranks, ShardSpec

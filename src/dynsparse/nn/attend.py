@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from dynsparse._core.checks import check_kind, shortened
+from dynsparse._core.checks import check_kind, shorten
 from dynsparse.ops import block_sparse
 from dynsparse.ops.block_sparse.attention import bias_of
 from dynsparse.ops.dropout import dropout
@@ -136,7 +136,7 @@ def check_head_order(
         return saved
     error_msgs.append(
         f"expected {name!r} of the weights to be 1, 2 or 4 and to divide the {head_dim} features "
-        f"of a head, got {shortened(state_dict[name])}: the weights are damaged"
+        f"of a head, got {shorten(state_dict[name])}: the weights are damaged"
     )
     return run
 

@@ -16,7 +16,7 @@ from dynsparse._core.checks import (
     check_fraction,
     check_integer,
     check_kind,
-    shortened,
+    shorten,
     typed,
 )
 from dynsparse.nn.attend import (
@@ -223,7 +223,7 @@ class SparseMultiheadAttention(nn.Module):
         """
         if set(projections) != set(PROJECTIONS):
             raise ValueError(
-                f"projections must be {', '.join(PROJECTIONS)}, got {shortened(list(projections))}"
+                f"projections must be {', '.join(PROJECTIONS)}, got {shorten(list(projections))}"
             )
         sparse = cls.__new__(cls)
         nn.Module.__init__(sparse)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_choice, shortened
+from dynsparse._core.checks import check_choice, shorten
 from dynsparse.pattern import SparsePattern
 
 Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
@@ -146,7 +146,7 @@ def executor_for(
             return backend.make(target, dtype, options)
     missing = "" if _backends else ", after `import popsparse` registered its backend"
     raise TypeError(
-        f"target must be a target such as popsparse.Target.bow(){missing}, got {shortened(target)}"
+        f"target must be a target such as popsparse.Target.bow(){missing}, got {shorten(target)}"
     )
 
 
@@ -159,7 +159,7 @@ def compile_steps(target: Any) -> CompileSteps:
     for backend in _backends.values():
         if isinstance(target, backend.target_class) and backend.compile is not None:
             return backend.compile
-    raise TypeError(f"no backend compiles training steps for {shortened(target)}")
+    raise TypeError(f"no backend compiles training steps for {shorten(target)}")
 
 
 def scores_of(layer: Any) -> Scores | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse.nn.candidates import Candidate
 
 
@@ -119,7 +119,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def batches_of(calibration: Any) -> list[Any]:
+def list_batches(calibration: Any) -> list[Any]:
     """The batches as a list.
 
     Raises:
@@ -128,7 +128,7 @@ def batches_of(calibration: Any) -> list[Any]:
     if not isinstance(calibration, Iterable) or isinstance(calibration, (Tensor, Mapping, str)):
         raise TypeError(
             "calibration must be batches, such as a DataLoader or a list of token tensors, got "
-            f"{shortened(calibration)}"
+            f"{shorten(calibration)}"
         )
     batches = list(calibration)
     if not batches:
@@ -137,7 +137,7 @@ def batches_of(calibration: Any) -> list[Any]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without a key-value cache inside; restores both afterwards."""
     training = [(module, module.training) for module in model.modules()]
     # Parts of a model can have their own, and a model can be inside another module.
@@ -159,7 +159,7 @@ Groups = Mapping[str, Sequence[Candidate]]
 
 
 @torch.no_grad()
-def input_sums(
+def sum_inputs(
     model: nn.Module, groups: Groups, batches: Sequence[Any], *, products: bool
 ) -> Iterator[dict[str, Tensor]]:
     """Sums over the inputs x of layers, block by block: of x^2 [in], or of x x^T [in, in].
@@ -180,7 +180,7 @@ def input_sums(
         ValueError: a layer that no batch reaches, inputs that are NaN or infinite.
     """
     left = dict(groups)
-    with evaluating(model):
+    with evaluation_mode(model):
         blocks = Blocks(model, batches, {n: g[0].weight.numel() for n, g in groups.items()})
     hidden = blocks.inputs
     for k, block in enumerate(blocks.names):
@@ -190,16 +190,16 @@ def input_sums(
             if all(f"{layer.name}.".startswith(f"{block}.") for layer in group)
         }
         if inside:
-            with evaluating(model), _observe(inside, products) as inputs:
+            with evaluation_mode(model), _observe(inside, products) as inputs:
                 for n, batch in enumerate(batches):
                     inputs.mask = _padding_mask(batch)
                     blocks.run(k, n, hidden[n])
             yield _check_sums(inputs.sums, inside)
         if k + 1 < len(blocks.names):
-            with evaluating(model):
+            with evaluation_mode(model):
                 hidden = blocks.run_all(k, hidden)
     if left:
-        with evaluating(model), _observe(left, products) as inputs:
+        with evaluation_mode(model), _observe(left, products) as inputs:
             for batch in batches:
                 inputs.mask = _padding_mask(batch)
                 call(model, batch)

@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn import functional
 
 from dynsparse._core.checks import check_choice, check_integer, check_kind, typed
-from dynsparse.nn.init import block_count, largest_blocks
+from dynsparse.nn.init import block_count, select_largest_blocks
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops import conv as ops
@@ -297,7 +297,7 @@ class _SparseConv(SparseLinear):
             raise TypeError(f"conv must be an nn.{cls.dense_class.__name__}, got {conv!r:.80}")
         matrix = to_matrix(conv.weight)
         nnz = block_count(tuple(matrix.shape), density, block_size)
-        pattern = largest_blocks(matrix, nnz, block_size)
+        pattern = select_largest_blocks(matrix, nnz, block_size)
         layer = from_dense_conv(conv, pattern, pattern.values_of(matrix))
         if conv.bias is not None:
             layer.bias = nn.Parameter(conv.bias.detach().clone())

@@ -14,7 +14,7 @@ from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.backends import executor_for
-from dynsparse.nn.calibration import Groups, batches_of, input_sums
+from dynsparse.nn.calibration import Groups, list_batches, sum_inputs
 from dynsparse.nn.candidates import (
     Candidate,
     find_candidates,
@@ -29,10 +29,10 @@ from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
 from dynsparse.nn.models import describe
 from dynsparse.nn.prune import (
     LEAST_SPARSITY,
-    best_blocks,
     block_scores,
+    find_nonzero_pattern,
     global_counts,
-    nonzero_pattern,
+    select_best_blocks,
     sparsegpt,
 )
 from dynsparse.nn.quantized import QuantizedSparseLinear
@@ -142,7 +142,7 @@ def sparsify(
     check_flag("keep_sparse", keep_sparse)
     _check_start(start, density=density, densities=densities, allocation=allocation,
                  calibration=calibration, per_row=per_row)  # fmt: skip
-    batches = None if calibration is None else batches_of(calibration)
+    batches = None if calibration is None else list_batches(calibration)
     if block_size is None and start != "nonzero":
         block_size = 1
     if allocation is None:
@@ -169,7 +169,7 @@ def sparsify(
                 )
     blocks: dict[str, Any] = {name: settings[name][1] for name in groups}
     if start == "nonzero":
-        patterns = {n: nonzero_pattern(group[0], blocks[n]) for n, group in groups.items()}
+        patterns = {n: find_nonzero_pattern(group[0], blocks[n]) for n, group in groups.items()}
         # A sparse layer without weights would never learn.
         groups = {name: group for name, group in groups.items() if patterns[name].nnz}
         patterns = {name: patterns[name] for name in groups}
@@ -192,7 +192,7 @@ def sparsify(
     converted = {n: group for n, group in groups.items() if keep_sparse or not is_dense[n]}
     steps: Iterable[Mapping[str, Tensor | None]] = [dict.fromkeys(converted)]
     if batches is not None:
-        steps = input_sums(model, converted, batches, products=start == "sparsegpt")
+        steps = sum_inputs(model, converted, batches, products=start == "sparsegpt")
     replaced: dict[str, nn.Module] = {}
     try:
         for step in steps:
@@ -305,7 +305,7 @@ def _allocate(
         )
     squares: dict[str, Tensor] = {}
     if batches is not None:
-        for sums in input_sums(model, groups, batches, products=False):
+        for sums in sum_inputs(model, groups, batches, products=False):
             squares |= sums
     scores = {
         name: block_scores(group[0].matrix, squares.get(name), blocks[name])
@@ -325,17 +325,17 @@ def _initial_weight(
 
     Args:
         plan: number of blocks, block size, and whether rows keep the same number.
-        sums: over the inputs of the layer, see `input_sums`.
+        sums: over the inputs of the layer, see `sum_inputs`.
     """
     matrix, shape = candidate.matrix, candidate.matrix_shape
     nnz, b, per_row = plan
     if start == "nonzero":
-        return nonzero_pattern(candidate, b), matrix
+        return find_nonzero_pattern(candidate, b), matrix
     if start == "sparsegpt":
         assert sums is not None
         return sparsegpt(matrix, sums, nnz, b, per_row)
     if start != "random":
-        flat = best_blocks(block_scores(matrix, sums, b), nnz, per_row).cpu()
+        flat = select_best_blocks(block_scores(matrix, sums, b), nnz, per_row).cpu()
         return SparsePattern.from_flat(flat, shape=shape, block_size=b), matrix
     pattern = SparsePattern.random(
         shape, nnz=nnz, block_size=b, per_row=per_row, generator=generator

@@ -16,7 +16,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 
 
-def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
+def select_largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
     """The `nnz` blocks of `weight` [out, in] whose magnitudes have the largest sum.
 
     Ties go to the first in row-major order.

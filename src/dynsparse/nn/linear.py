@@ -16,7 +16,7 @@ from dynsparse._core import logs
 from dynsparse._core.checks import check_integer, typed
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import executor_for
-from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform
+from dynsparse.nn.init import block_count, random_pattern, select_largest_blocks, uniform
 from dynsparse.nn.sharded import require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
@@ -457,7 +457,7 @@ class SparseLinear(SparseModule):
         """
         weight = linear.weight
         nnz = block_count(tuple(weight.shape), density, block_size)
-        pattern = largest_blocks(weight, nnz, block_size)
+        pattern = select_largest_blocks(weight, nnz, block_size)
         layer = cls(
             linear.in_features,
             linear.out_features,

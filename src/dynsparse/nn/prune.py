@@ -22,7 +22,7 @@ _COLUMNS = 128
 _DAMPING = 0.01
 
 
-def nonzero_pattern(candidate: Candidate, block_size: int | None) -> SparsePattern:
+def find_nonzero_pattern(candidate: Candidate, block_size: int | None) -> SparsePattern:
     """The blocks of a layer's weight that hold anything but zeros.
 
     Args:
@@ -72,7 +72,7 @@ def block_scores(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
     return score_blocks(scores, b)
 
 
-def best_blocks(scores: Tensor, nnz: int, per_row: bool) -> Tensor:
+def select_best_blocks(scores: Tensor, nnz: int, per_row: bool) -> Tensor:
     """The positions of the `nnz` largest of `scores` [rows, cols], flat and ascending.
 
     Ties go to the first. With `per_row` the numbers of two rows differ by at most one: the rows
@@ -118,7 +118,7 @@ def sparsegpt(
         scores = score_blocks((w[:, start:end] / scale[start:end]).square(), b)
         count = round(nnz * end / columns) - round(nnz * start / columns)
         part = torch.zeros_like(scores, dtype=torch.bool)
-        part.view(-1)[best_blocks(scores, count, per_row)] = True
+        part.view(-1)[select_best_blocks(scores, count, per_row)] = True
         kept[:, start // b : end // b] = part
         absent = ~part.repeat_interleave(b, 0).repeat_interleave(b, 1)
         errors = torch.zeros_like(w[:, start:end])

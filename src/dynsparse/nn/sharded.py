@@ -37,7 +37,7 @@ def require_unsharded(values: Tensor) -> Tensor:
     return values
 
 
-def gathered(values: Tensor) -> Tensor:
+def gather_full(values: Tensor) -> Tensor:
     """The full tensor; if the values are sharded, a collective of all ranks."""
     return values.full_tensor() if is_sharded(values) else values  # type: ignore[attr-defined]
 
@@ -89,7 +89,7 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     return first, last if leads else first
 
 
-def sharded_like(
+def shard_like(
     like: Tensor,
     dtype: torch.dtype,
     rows: Callable[[int, int], Tensor],

@@ -20,12 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn.backends import Executor
-from dynsparse.nn.sharded import device_of, gathered, is_sharded, require_unsharded
+from dynsparse.nn.sharded import device_of, gather_full, is_sharded, require_unsharded
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.layer_index import Read, register_index
 from dynsparse.ops.linear.panels import discard_panels
-from dynsparse.ops.torch_internals import distributed_caller, unwrapped
+from dynsparse.ops.torch_internals import distributed_caller, unwrap
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import DimShard, ShardSpec, check_consistent, digest, ranks_of
 
@@ -291,7 +291,7 @@ class SparseModule(nn.Module):
 
         Layers are found by their values, so the check ends where these have been trained on.
         """
-        stacked, shape = unwrapped(values), values.shape
+        stacked, shape = unwrap(values), values.shape
         if stacked.dim() <= len(shape) or not stacked.numel() or stacked.is_meta:
             return
         rows = stacked.detach().reshape(-1, shape.numel())
@@ -597,7 +597,7 @@ class SparseModule(nn.Module):
         RuntimeError after the pattern has changed.
         """
         if is_compiling() or is_sharded(self.values):  # no compiler traces locks and hooks
-            return self._pattern.to_dense(gathered(self.values))
+            return self._pattern.to_dense(gather_full(self.values))
         with changing:
             pattern = self._pattern
             dense = pattern.to_dense(self.values)

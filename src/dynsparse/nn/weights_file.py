@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shorten, typed
 from dynsparse._core.files.atomic_write import replaced
 from dynsparse._core.files.limits import check_regular, parse_json, read_limit
 from dynsparse._core.interrupts import uninterrupted
@@ -239,9 +239,9 @@ def read_weights(path: Path) -> WeightsFile:
             if layer.get("activations", ACTIVATIONS[0]) not in ACTIVATIONS:
                 raise ValueError(f"expected activations of {' or '.join(ACTIVATIONS)}")
             if len(numbers) != 4 or not all(type(number) is int for number in numbers):
-                raise ValueError(f"expected shape, block size and blocks, got {shortened(layer)}")
+                raise ValueError(f"expected shape, block size and blocks, got {shorten(layer)}")
         if not isinstance(user, dict) or not all(isinstance(text, str) for text in user.values()):
-            raise ValueError(f"expected strings by name, got {shortened(user)}")
+            raise ValueError(f"expected strings by name, got {shorten(user)}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error)[:200]
         raise ValueError(f"{path} is damaged: its metadata cannot be read ({reason})") from None
@@ -286,7 +286,7 @@ def _shards(path: Path) -> dict[Path, list[str]]:
     for name, file in names:
         # Files outside of the folder are not read, even if an untrusted index names them.
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{path} must name safetensors files beside it, got {shortened(file)}")
+            raise ValueError(f"{path} must name safetensors files beside it, got {shorten(file)}")
         shards.setdefault(path.parent / file, []).append(name)
     return shards
 

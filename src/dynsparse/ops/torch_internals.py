@@ -99,7 +99,7 @@ def is_transformed() -> bool:
     return _transforms() is not None or _is_forward_mode()
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """The tensor inside all transforms of torch.func, with the dimensions of vmap."""
     while is_wrapped(tensor):
         tensor = _unwrap(tensor)

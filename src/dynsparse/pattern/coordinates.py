@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_generator, check_integer, check_tensor, shortened
+from dynsparse._core.checks import check_generator, check_integer, check_tensor, shorten
 
 INT32_MAX = 2**31 - 1
 
@@ -17,7 +17,7 @@ INT32_MAX = 2**31 - 1
 def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple[int, int]]:
     """Checked (shape, block size, shape in blocks)."""
     if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
-        raise ValueError(f"shape must be (out_features, in_features), got {shortened(shape)}")
+        raise ValueError(f"shape must be (out_features, in_features), got {shorten(shape)}")
     out_features = check_integer("out_features", shape[0], 1)
     in_features = check_integer("in_features", shape[1], 1)
     block = check_integer("block_size", block_size, 1)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse.pattern.coordinates import block_grid
 from dynsparse.pattern.index_arrays import unpacked
 from dynsparse.pattern.sparse_pattern import SparsePattern
@@ -67,7 +67,7 @@ def unpack(
         return None
     packed, block = tensors[prefix + name], 1 if values.dim() == 1 else values.shape[1]
     if not isinstance(packed, Tensor) or packed.dtype != torch.uint8 or packed.dim() != 1:
-        raise ValueError(f"{name} must be uint8 [n], got {shortened(packed)}")
+        raise ValueError(f"{name} must be uint8 [n], got {shorten(packed)}")
     shape, block, grid = block_grid(shape, block)
     bytes_ = packed.detach().cpu().contiguous()
     if (entries := unpacked(bytes_, name == "gaps", grid, len(values))) is not None:

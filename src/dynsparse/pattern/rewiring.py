@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_kind, check_tensor, shortened, typed
+from dynsparse._core.checks import check_kind, check_tensor, shorten, typed
 from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
     SortedEntries,
@@ -297,7 +297,7 @@ class Rewiring:
     def _check_fill(self, fill: float | Tensor, tensor: Tensor) -> None:
         if not isinstance(fill, Tensor):
             if not isinstance(fill, (int, float)):
-                raise TypeError(f"fill must be a number or a tensor, got {shortened(fill)}")
+                raise TypeError(f"fill must be a number or a tensor, got {shorten(fill)}")
             return
         first, *rest = shape = [1] * (tensor.dim() - fill.dim()) + list(fill.shape)
         if (

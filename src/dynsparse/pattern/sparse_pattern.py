@@ -21,7 +21,7 @@ from dynsparse._core.checks import (
     check_tensor,
     check_within,
     is_scipy,
-    shortened,
+    shorten,
     typed,
 )
 from dynsparse._core.html import html_table
@@ -682,4 +682,4 @@ def _as_tensor(name: str, values: Any) -> Tensor:
             values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
         return torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{name} must be numbers, got {shortened(values)}") from None
+        raise TypeError(f"{name} must be numbers, got {shorten(values)}") from None

@@ -6,7 +6,7 @@ of the best scores of all ranks, `grow` growth, and `grid` meshes.
 
 from dynsparse.ranks.consistency import (
     DeferredError,
-    all_equal,
+    are_all_equal,
     broadcast_from_first,
     check_consistent,
     collective_errors,
@@ -40,7 +40,7 @@ __all__ = [
     "RankGrid",
     "Ranks",
     "ShardSpec",
-    "all_equal",
+    "are_all_equal",
     "broadcast_from_first",
     "check_axes",
     "check_consistent",

@@ -189,13 +189,13 @@ def digest(*parts: Tensor | str) -> int:
 
 
 def min_max_digest(*values: object) -> list[int]:
-    """Two numbers for an `all_reduce` of `collective_errors`, from which `all_equal` tells whether
-    all ranks passed equal values: of plain types, or with a `repr` of their own."""
+    """Two numbers for an `all_reduce` of `collective_errors`, from which `are_all_equal` tells
+    whether all ranks passed equal values: of plain types, or with a `repr` of their own."""
     number = digest(repr(values))
     return [number, ~number]
 
 
-def all_equal(ranks: Ranks, reduced: Sequence[int]) -> bool:
+def are_all_equal(ranks: Ranks, reduced: Sequence[int]) -> bool:
     """Whether the values of all ranks are equal, by the maxima of their `min_max_digest`.
 
     Where it is true, `check_consistent` need not be called. It is false for a group of a mesh,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
 
@@ -26,7 +26,7 @@ def check_axes(names: Any) -> tuple[str, ...]:
     """
     if not names or not {*names} <= {*AXES}:
         raise ValueError(
-            f"mesh must have axes named x, y and z, or some of them, got {shortened(names)}"
+            f"mesh must have axes named x, y and z, or some of them, got {shorten(names)}"
         )
     return tuple(names)
 
@@ -63,9 +63,7 @@ class RankGrid:
         if isinstance(mesh, cls):
             return mesh
         if not hasattr(mesh, "mesh_dim_names"):
-            raise TypeError(
-                f"mesh must be a DeviceMesh of torch.distributed, got {shortened(mesh)}"
-            )
+            raise TypeError(f"mesh must be a DeviceMesh of torch.distributed, got {shorten(mesh)}")
         names = check_axes(mesh.mesh_dim_names)
         groups = {axis: ranks_of(mesh[axis]) for axis in AXES if axis in names}
         flat = mesh[names[0]] if len(names) == 1 else mesh._flatten()

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 
 
 class Ranks:
@@ -323,7 +323,7 @@ def ranks_of(choice: Any) -> Ranks:
             return _of_group(choice)
     raise TypeError(
         'ranks must be "auto", None, a process group or a device mesh of torch.distributed, got '
-        f"{shortened(choice)}"
+        f"{shorten(choice)}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 
 Mark = tuple[str, int, int | None, Any]
 """A span: name, begin and end in nanoseconds, and its arguments, a dict or None.
@@ -193,7 +193,7 @@ def counter(name: str, value: float) -> None:
         return
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"value must be a number or a tensor of one, got {shortened(value)}"
+            f"value must be a number or a tensor of one, got {shorten(value)}"
         ) from None
     if math.isfinite(number):
         recorder.mark((name, time.perf_counter_ns(), None, number))

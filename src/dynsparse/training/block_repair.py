@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynsparse._core.checks import check_integer, check_within, typed
-from dynsparse.nn.calibration import Blocks, batches_of, evaluating
+from dynsparse.nn.calibration import Blocks, evaluation_mode, list_batches
 from dynsparse.nn.sparse_module import SparseModule
 
 
@@ -67,12 +67,12 @@ def repair(
     """
     check_integer("epochs", epochs, 1)
     check_within("lr", lr, "(0, 1]")
-    batches = batches_of(calibration)
+    batches = list_batches(calibration)
     sizes = {n: m.values.numel() for n, m in model.named_modules() if isinstance(m, SparseModule)}
     if not sizes:
         raise ValueError("the model has no sparse layers: call dynsparse.sparsify first")
     repaired = []
-    with evaluating(model), evaluating(dense):
+    with evaluation_mode(model), evaluation_mode(dense):
         with torch.no_grad():
             sparse_blocks, dense_blocks = (Blocks(m, batches, sizes) for m in (model, dense))
         _release_indices(model)

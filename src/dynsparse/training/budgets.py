@@ -21,7 +21,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import fetch_scalars
 from dynsparse.ranks import ALONE, Ranks, collective_errors, sum_over_ranks
 from dynsparse.training.deferred_checks import NAN_SCORES
-from dynsparse.training.drop import lowest_of_all, lowest_of_all_on_device
+from dynsparse.training.drop import count_lowest, count_lowest_on_device
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.layer_shards import LayerShard, sum_shards
 from dynsparse.training.schedule import GradualSchedule, Schedule
@@ -53,15 +53,15 @@ class Survey:
     """Whether scores and gradients are on devices, and not checked yet: the methods make the host
     wait, once for all layers."""
 
-    def lowest_of_all(self, count: int, most: Sequence[int]) -> list[int]:
+    def count_lowest(self, count: int, most: Sequence[int]) -> list[int]:
         """How many of the `count` lowest scores of all layers are in each layer, at most its
         `most`."""
         with collective_errors(self.ranks):
             scores = [self.scores(name) for name in self.patterns]
         if self.on_device and scores:
-            return self._read(scores, lowest_of_all_on_device(scores, count, most))
+            return self._read(scores, count_lowest_on_device(scores, count, most))
         shards = [self.shards.get(name) for name in self.patterns]
-        return lowest_of_all(scores, count, most, self.ranks, shards)
+        return count_lowest(scores, count, most, self.ranks, shards)
 
     def _read(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
         """A device's counts [layers], unless scores hold NaN."""
@@ -176,7 +176,7 @@ class GlobalBudget(Budget):
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
         blocks = sum(p.nnz for p in patterns.values())
         total = min(survey.schedule.drop_count(survey.step, blocks), sum(most))
-        drops = survey.lowest_of_all(total, most)
+        drops = survey.count_lowest(total, most)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
 
 
@@ -321,7 +321,7 @@ class GradualBudget(Budget):
         target = final + round((sum(self.first[name] for name in patterns) - final) * left)
         most = [max(0, pattern.nnz - 1) for pattern in patterns.values()]
         drop = min(max(0, sum(p.nnz for p in patterns.values()) - target), sum(most))
-        counts = survey.lowest_of_all(drop, most)
+        counts = survey.count_lowest(drop, most)
         return dict(zip(patterns, counts, strict=True))
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core.checks import check_not_negative, check_tensor, typed
-from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
+from dynsparse.nn.sharded import gather_full, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import by_slots, empty, membership_mask, nonzero_positions
@@ -128,7 +128,7 @@ def lowest_over_ranks(
     orders = [p.slots if p._device.type == "cpu" else none for p in patterns]
     orders += [none] * (len(scores) - len(orders))
     if ranks.alone:
-        scores = [gathered(s) for s in scores]
+        scores = [gather_full(s) for s in scores]
     scores = [
         # index_select takes a third of the time of s[order].
         s.index_select(0, order.to(s.device)) if len(order) and not is_sharded(s) else s
@@ -181,7 +181,7 @@ def _lowest_over_ranks(
     ]
 
 
-def lowest_of_all(
+def count_lowest(
     scores: Sequence[Tensor],
     count: int,
     most: Sequence[int],
@@ -213,11 +213,11 @@ def lowest_of_all(
     for s in scores:
         if len(s) and bool(torch.isnan(s.min())):
             raise ValueError(NAN_SCORES)
-    return lowest_of_all_on_device(scores, count, most).tolist()
+    return count_lowest_on_device(scores, count, most).tolist()
 
 
-def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
-    """`lowest_of_all` of one rank, on the device of the first scores: int64 [layers].
+def count_lowest_on_device(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
+    """`count_lowest` of one rank, on the device of the first scores: int64 [layers].
 
     The host does not wait, and NaN is not detected.
     """

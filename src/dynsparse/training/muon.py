@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse._core.checks import check_not_negative, check_within, shortened, typed
+from dynsparse._core.checks import check_not_negative, check_within, shorten, typed
 from dynsparse.nn.candidates import check_patterns, find_candidates, matches_name
 from dynsparse.nn.models import param_groups
 
@@ -78,7 +78,7 @@ class MuonAdamW(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             if not callable(closure):
-                raise TypeError(f"closure must be a function, got {shortened(closure)}")
+                raise TypeError(f"closure must be a function, got {shorten(closure)}")
             with torch.enable_grad():
                 loss = closure()
         muon, adam = self._optimizers

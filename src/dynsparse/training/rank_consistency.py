@@ -13,7 +13,7 @@ from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import (
     Ranks,
-    all_equal,
+    are_all_equal,
     broadcast_from_first,
     check_consistent,
     collective_errors,
@@ -171,7 +171,7 @@ def check_before_update(
         check()
         norms.compute()
         numbers[:] = [*min_max_digest(step, states), *norms.numbers]
-    if not all_equal(ranks, numbers):
+    if not are_all_equal(ranks, numbers):
         check_consistent(
             ranks,
             {"the step that ends in an update": str(step)},
@@ -296,7 +296,7 @@ class PatternComparison:
 
     def compare(self) -> None:
         """Raise ValueError, the same on all ranks, where patterns differ; `numbers` are reduced."""
-        if self._ranks.alone or all_equal(self._ranks, self.numbers):
+        if self._ranks.alone or are_all_equal(self._ranks, self.numbers):
             return
         check_consistent(self._ranks, {"the layers that change": self._names}, _SAME)
         check_consistent(

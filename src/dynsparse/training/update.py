@@ -18,12 +18,12 @@ from dynsparse._core.checks import is_finite
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.backends import scores_of
 from dynsparse.nn.sharded import (
-    gathered,
+    gather_full,
     is_sharded,
     local_part,
     local_range,
     shard_dimension,
-    sharded_like,
+    shard_like,
 )
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import to_device
@@ -133,7 +133,7 @@ def count_blocks(request: UpdateRequest, *, on_device: bool) -> dict[str, Counts
             if on_device:
                 check_one_per_block(local, nnz)
                 return local
-            return gathered(check_scores(local, nnz))  # budgets look at all of them
+            return gather_full(check_scores(local, nnz))  # budgets look at all of them
 
     survey = Survey(
         step=request.step,
@@ -437,7 +437,7 @@ class Change:
         @torch.no_grad()
         def move_then_apply() -> Callable[[], None]:
             shards = [
-                rewiring.apply(gathered(tensor.detach()), fill)[first:last].clone()
+                rewiring.apply(gather_full(tensor.detach()), fill)[first:last].clone()
                 for tensor, fill in following
             ]
 
@@ -483,7 +483,7 @@ class Change:
         resize_shards(self.layer, self.rewiring.after.nnz)
         local_part(values.detach()).copy_(shards[0])
         full = [
-            sharded_like(values, shard.dtype, lambda first, last, shard=shard: shard)  # type: ignore[misc]
+            shard_like(values, shard.dtype, lambda first, last, shard=shard: shard)  # type: ignore[misc]
             for shard in shards[1:]
         ]
         if had_grad:
@@ -565,7 +565,7 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         ValueError: a tensor of another shape, NaN or infinity.
     """
     if isinstance(fill, Tensor):
-        fill = gathered(fill.detach())
+        fill = gather_full(fill.detach())
         if fill.is_complex() or fill.dtype == torch.bool:
             raise TypeError(f"grown weights must start with real numbers, got {fill.dtype}")
         block = list(values.shape[1:])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse._core import logs
-from dynsparse._core.checks import is_number, shortened
+from dynsparse._core.checks import is_number, shorten
 from dynsparse.nn import SparseLinear
 from dynsparse.training.grow import GradientStep
 from dynsparse.training.schedule import Schedule, is_due_within
@@ -71,7 +71,7 @@ def check_components(
         if component is not None and (
             isinstance(component, type) or not all(hasattr(component, a) for a in attributes)
         ):
-            raise TypeError(f"{name} must be {expected}, got {shortened(component)}")
+            raise TypeError(f"{name} must be {expected}, got {shorten(component)}")
     if is_number(initial_value):
         if not math.isfinite(initial_value):
             raise ValueError(f"initial_value must be finite, got {initial_value!r}")
@@ -79,7 +79,7 @@ def check_components(
         callable(initial_value) or isinstance(initial_value, GradientStep)
     ):
         raise TypeError(
-            f"initial_value must be a number or a function, got {shortened(initial_value)}"
+            f"initial_value must be a number or a function, got {shorten(initial_value)}"
         )
     if not callable(drop_score):
         raise TypeError(f"drop_score must be a function of the values, got {drop_score!r}")

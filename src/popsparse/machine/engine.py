@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
-from dynsparse._core.checks import check_flag, check_integer, check_kind, shortened
+from dynsparse._core.checks import check_flag, check_integer, check_kind, shorten
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.limits import parse_json
 from dynsparse.tracing import spanned
@@ -39,7 +39,7 @@ def _flag(value: Any, name: str) -> bool:
         return value
     if value in ("true", "false"):
         return bool(value == "true")
-    raise ValueError(f"option {name!r} must be 'true' or 'false', got {shortened(value)}")
+    raise ValueError(f"option {name!r} must be 'true' or 'false', got {shorten(value)}")
 
 
 def _integer(value: Any, name: str) -> int:
@@ -49,14 +49,14 @@ def _integer(value: Any, name: str) -> int:
         number = -1
     if number < 0:
         raise ValueError(
-            f"option {name!r} must be a whole number of 0 or more, got {shortened(value)}"
+            f"option {name!r} must be a whole number of 0 or more, got {shorten(value)}"
         )
     return number
 
 
 def _folder(value: Any, name: str) -> Path:
     if not isinstance(value, (str, Path)) or not str(value):
-        raise ValueError(f"option {name!r} must be the path of a folder, got {shortened(value)}")
+        raise ValueError(f"option {name!r} must be the path of a folder, got {shorten(value)}")
     return Path(value)
 
 
@@ -120,7 +120,7 @@ class EngineOptions:
             try:
                 shared = parse_json(text)
                 if not isinstance(shared, dict):
-                    raise ValueError(f"expected a JSON object, got {shortened(text)}")
+                    raise ValueError(f"expected a JSON object, got {shorten(text)}")
                 parsed = cls.parse({**shared, **(options or {})})
             except ValueError as error:
                 raise ValueError(f"{variable}: {error}") from error
@@ -148,7 +148,7 @@ class EngineOptions:
                 hint = (
                     f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_OPTIONS)}"
                 )
-                raise ValueError(f"unrecognised option {shortened(name)}: {hint}")
+                raise ValueError(f"unrecognised option {shorten(name)}: {hint}")
             field, read = _OPTIONS[name]
             values[field] = read(value, name)
         every = values.pop("", False)
@@ -344,5 +344,5 @@ def _find(what: str, name: Any, known: Mapping[str, _T]) -> _T:
     """Raises KeyError for a name that is not known."""
     if not isinstance(name, str) or name not in known:
         names = ", ".join(map(repr, known)) or "none"
-        raise KeyError(f"no {what} named {shortened(name)}; there are: {names}")
+        raise KeyError(f"no {what} named {shorten(name)}; there are: {names}")
     return known[name]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_array, check_integer, check_kind, shortened, typed
+from dynsparse._core.checks import check_array, check_integer, check_kind, shorten, typed
 from popsparse.machine.dtypes import DType, MappingError, OutOfMemoryError, as_dtype
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
@@ -221,7 +221,7 @@ class Graph:
         sizes = [check_integer("a size of a shape", n) for n in dimensions]
         if any(n < 0 for n in sizes) or math.prod(sizes) >= _MOST:
             raise ValueError(
-                f"expected sizes of at least 0 and below 2^48 in all, got {shortened(sizes)}"
+                f"expected sizes of at least 0 and below 2^48 in all, got {shorten(sizes)}"
             )
         check_kind("name", name, (str, type(None)), "a text or None")
         group = self.variables.setdefault(dtype, [])
@@ -441,7 +441,7 @@ class Graph:
             tiles = np.arange(number * each, (number + 1) * each)
         where = check_array("tiles", tiles, "iu", "integers [tiles]")
         if where.ndim != 1 or not where.size or len(np.unique(where)) != len(where):
-            raise ValueError(f"tiles must be distinct integers [tiles], got {shortened(tiles)}")
+            raise ValueError(f"tiles must be distinct integers [tiles], got {shorten(tiles)}")
         view = copy(self)
         view._tile_numbers = self._machine_tiles(where, "a virtual graph has")
         across = view._tile_numbers // self.root.target.processor_tiles
@@ -486,7 +486,7 @@ class Graph:
         names = {*codelet.fields, *codelet.scalars}
         if names != set(values):
             raise ValueError(
-                f"codelet {codelet.name!r} takes {sorted(names)}, got {shortened([*values])}"
+                f"codelet {codelet.name!r} takes {sorted(names)}, got {shorten([*values])}"
             )
         edges: dict[str, Tensor] = {}
         offsets: dict[str, np.ndarray] = {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shorten, typed
 from popsparse.machine import program as programs
 from popsparse.machine.memory import Contents, MemoryUse
 from popsparse.machine.target import Target
@@ -378,7 +378,7 @@ class Profile:
         matching = exact or [s for s in self.steps if s.name.endswith("/" + name)]
         if len(matching) != 1:
             names = ", ".join(s.name for s in (matching or self.steps)[:8])
-            raise KeyError(f"{len(matching)} steps are named {shortened(name)}; among: {names}")
+            raise KeyError(f"{len(matching)} steps are named {shorten(name)}; among: {names}")
         return matching[0]
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from dynsparse._core.checks import check_array, check_integer, check_kind, shortened
+from dynsparse._core.checks import check_array, check_integer, check_kind, shorten
 from popsparse.machine.dtypes import DType, MachineError, ProgramError
 from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph, RemoteBuffer, Stream
@@ -167,7 +167,7 @@ class State:
         matching = [v for group in self.graph.variables.values() for v in group if v.name == what]
         if len(matching) != 1:
             several = "several variables" if matching else "no handle or variable"
-            raise KeyError(f"{several} named {shortened(what)}")
+            raise KeyError(f"{several} named {shorten(what)}")
         return matching[0].tensor
 
     def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:

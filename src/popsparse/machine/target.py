@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, shortened, typed
+from dynsparse._core.checks import check_choice, check_integer, shorten, typed
 from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
 
 
@@ -400,7 +400,7 @@ class Target:
     def seconds(self, cycles: float) -> float:
         """Convert cycles to seconds."""
         if not isinstance(cycles, (int, float, np.number)) or isinstance(cycles, bool):
-            raise TypeError(f"cycles must be a number, got {shortened(cycles)}")
+            raise TypeError(f"cycles must be a number, got {shorten(cycles)}")
         return float(cycles) / self.clock_hz
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dynsparse._core.checks import (
     check_integer,
     check_kind,
     is_number,
-    shortened,
+    shorten,
     typed,
 )
 from popsparse.machine.dtypes import HALF, DType, ProgramError, as_dtype
@@ -102,19 +102,19 @@ class Codelet:
     def __post_init__(self) -> None:
         if not isinstance(self.runs_on, str) or self.runs_on not in _RUNS_ON:
             raise ValueError(
-                f"runs_on must be worker, workers or supervisor, got {shortened(self.runs_on)}"
+                f"runs_on must be worker, workers or supervisor, got {shorten(self.runs_on)}"
             )
         if isinstance(self.scalars, (str, bytes)):
-            raise TypeError(f"scalars must be names, got {shortened(self.scalars)}")
+            raise TypeError(f"scalars must be names, got {shorten(self.scalars)}")
         for name in (*self.fields, *self.scalars):
             if not isinstance(name, str) or name in _RESERVED or not name.isidentifier():
-                raise ValueError(f"codelet {self.name!r}: {shortened(name)} cannot name a field")
+                raise ValueError(f"codelet {self.name!r}: {shorten(name)} cannot name a field")
         for name, field in self.fields.items():
             check_kind(f"field {name!r} of codelet {self.name!r}", field, Field, "In, Out or InOut")
         if not callable(self.cycles) and not is_number(self.cycles):
-            raise TypeError(f"cycles must be a number or a function, got {shortened(self.cycles)}")
+            raise TypeError(f"cycles must be a number or a function, got {shorten(self.cycles)}")
         if not callable(self.flops) and not is_number(self.flops):
-            raise TypeError(f"flops must be a number or a function, got {shortened(self.flops)}")
+            raise TypeError(f"flops must be a number or a function, got {shorten(self.flops)}")
         check_integer("code_bytes", self.code_bytes, 0)
         shared = set(self.fields) & set(self.scalars)
         if shared:
@@ -140,7 +140,7 @@ class Ragged:
         with np.errstate(invalid="ignore"):
             offsets = values.astype(np.int64)
         if not (offsets == values).all():
-            raise TypeError(f"offsets must be integers, got {shortened(self.offsets)}")
+            raise TypeError(f"offsets must be integers, got {shorten(self.offsets)}")
         object.__setattr__(self, "offsets", offsets)
         if self.tensor.ndim != 1:
             raise ValueError(f"Ragged takes a tensor [n], got {list(self.tensor.shape)}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import shortened, typed
+from dynsparse._core.checks import shorten, typed
 from popsparse.machine.dtypes import DType
 from popsparse.machine.target import Target
 from popsparse.planning.cost import (
@@ -288,7 +288,7 @@ def parse_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
         ValueError: an unknown name.
     """
     if not isinstance(passes, Iterable):
-        raise TypeError(f"passes must be names such as {PASSES}, got {shortened(passes)}")
+        raise TypeError(f"passes must be names such as {PASSES}, got {shorten(passes)}")
     names = passes.split(",") if isinstance(passes, str) else list(passes)
     names = [str(name).strip() for name in names]
     for name in names:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dynsparse._core.checks import check_kind, shortened
+from dynsparse._core.checks import check_kind, shorten
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.backends import executor_for
 from dynsparse.training import SparseTrainer
@@ -163,7 +163,7 @@ class WrappedModel:
         if not isinstance(compile, (bool, str)):
             raise TypeError(
                 "compile must be True, False or the name of a backend of torch.compile, got "
-                f"{shortened(compile)}"
+                f"{shorten(compile)}"
             )
         self.options = Options() if options is None else options
         self.model = model
@@ -210,7 +210,7 @@ class WrappedModel:
 
     def __getattr__(self, name: str) -> Any:
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"a PopTorch-style model has no {shortened(name)} here{instead}")
+        raise AttributeError(f"a PopTorch-style model has no {shorten(name)} here{instead}")
 
     def isAttachedToDevice(self) -> bool:
         return self._attached
@@ -434,7 +434,7 @@ def identity_loss(x: Tensor, reduction: str = "mean") -> Tensor:
         return x.sum()
     if reduction == "none":
         return x
-    raise ValueError(f'reduction must be "mean", "sum" or "none", got {shortened(reduction)}')
+    raise ValueError(f'reduction must be "mean", "sum" or "none", got {shorten(reduction)}')
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -15,7 +15,7 @@ from dynsparse._core.checks import (
     check_fraction,
     check_integer,
     check_kind,
-    shortened,
+    shorten,
 )
 
 
@@ -148,7 +148,7 @@ class Options:
         check_kind(name, proportions, Mapping, 'a mapping such as {"IPU0": 0.5}')
         if list(proportions) != ["IPU0"]:
             raise ValueError(
-                f'{name}: a model computes on one machine, "IPU0", got {shortened(proportions)}'
+                f'{name}: a model computes on one machine, "IPU0", got {shorten(proportions)}'
             )
         self.available_memory = check_fraction(name, proportions["IPU0"], zero=False)
         return self
@@ -172,7 +172,7 @@ class Options:
             name for name, what in vars(Options).items() if callable(what) and name[0] != "_"
         ]
         raise AttributeError(
-            f"poptorch.Options has no {shortened(name)} here: it has no equivalent without an IPU. "
+            f"poptorch.Options has no {shorten(name)} here: it has no equivalent without an IPU. "
             "Available options: " + ", ".join(setters)
         )
 
@@ -222,7 +222,7 @@ class PrecisionOptions:
         if dtype not in (torch.float, torch.float32):
             raise ValueError(
                 "Precision.setPartialsType: sums of products are float32 here, got "
-                f"{shortened(dtype)}"
+                f"{shorten(dtype)}"
             )
         return self
 

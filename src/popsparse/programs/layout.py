@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from popsparse.machine import (
     UNSIGNED_SHORT,
     Codelet,
@@ -335,8 +335,8 @@ def check_weights(
     requested = Options.parse(options).repaired(plan.dtype, params.sparsity_params.is_element)
     if requested != plan.options:
         changed = [
-            f"{field.name} {shortened(getattr(plan.options, field.name))}, not with "
-            f"{shortened(getattr(requested, field.name))}"
+            f"{field.name} {shorten(getattr(plan.options, field.name))}, not with "
+            f"{shorten(getattr(requested, field.name))}"
             for field in fields(Options)
             if getattr(requested, field.name) != getattr(plan.options, field.name)
         ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynsparse._core.checks import check_kind, shortened, typed
+from dynsparse._core.checks import check_kind, shorten, typed
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.limits import parse_json
 from popsparse.machine import Profile
@@ -49,7 +49,7 @@ def read_profiles(profile: Any) -> list[Profile]:
     runs = []
     for name, run in profile.items():
         if not isinstance(run, Profile):
-            check_kind(f"profile[{shortened(name)}]", run, Mapping, "a Profile or its to_dict()")
+            check_kind(f"profile[{shorten(name)}]", run, Mapping, "a Profile or its to_dict()")
             with reading(f"profile of {name}" if name else "profile"):
                 run = Profile.from_dict(run)
         runs.append(replace(run, name=str(name)))
@@ -126,7 +126,7 @@ def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
         raise ValueError(f"{file}: expected a profile, the key 'format' must be {FORMAT!r}")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{file}: version {VERSION} is known here, got {shortened(content.get('version'))}"
+            f"{file}: version {VERSION} is known here, got {shorten(content.get('version'))}"
         )
     with reading(str(file)):
         runs: dict[str, Any] = {}

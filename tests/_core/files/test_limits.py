@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.limits import MOST_DEPTH, VARIABLE, LimitError, parse_json, read_limit
 
 
@@ -72,12 +72,12 @@ def test_long_json_raises_unless_the_limit_is_raised(monkeypatch):
 
 @given(st.lists(st.integers(-1000, 1000), max_size=4) | st.text(max_size=60) | st.floats())
 def test_short_values_are_shown_completely(value):
-    assert shortened(value) == repr(value)
+    assert shorten(value) == repr(value)
 
 
 def test_containers_are_shortened():
     for value in ({"a": [1, (2,), (), {}, []], 3: None}, {1}, b"\xff", True, (1, 2)):
-        assert shortened(value) == repr(value)
+        assert shorten(value) == repr(value)
 
 
 def test_long_values_are_shortened_without_full_repr():
@@ -89,7 +89,7 @@ def test_long_values_are_shortened_without_full_repr():
         deep = [deep]
     wide = {f"key {i}": "x" * 10_000 for i in range(10_000)}
     for value in (doubled, deep, wide, "x" * 10**7, b"x" * 10**7, 10**100_000, list(range(10**6))):
-        text = shortened(value)
+        text = shorten(value)
         assert len(text) < 250
         assert re.search(r"\.\.\.|bits", text)
         assert "\n" not in text

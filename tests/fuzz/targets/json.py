@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.limits import LimitError, parse_json
 from targets.common import refused_as
 
@@ -28,6 +28,6 @@ def run(data: bytes) -> None:
         except LimitError:
             return
         assert repr(found) == repr(expected)
-        assert len(shortened(found)) <= 250
+        assert len(shorten(found)) <= 250
         return
     assert expected is ..., "refused what is JSON"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynsparse._core.checks import is_number, shortened
+from dynsparse._core.checks import is_number, shorten
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
 from dynsparse.options import Defines, flag
@@ -132,7 +132,7 @@ def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
             changes[name] = saved[name]
         elif name in binding and value != saved[name]:
             raise ValueError(
-                f"--{flag(name)}: {checkpoint.path} was trained with {shortened(saved[name])}, got "
+                f"--{flag(name)}: {checkpoint.path} was trained with {shorten(saved[name])}, got "
                 f"{value!r}: leave --{flag(name)} out, or start over without --restore"
             )
     return dataclasses.replace(options, **changes)
@@ -156,7 +156,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     if not isinstance(partial, dict) or set(partial) not in (set(), {*training.partial_names}):
         raise ValueError(
             f"{checkpoint.path}: expected {', '.join(training.partial_names)} of a training that "
-            f"stopped, got {shortened(partial)}"
+            f"stopped, got {shorten(partial)}"
         )
     load_checkpoint(
         checkpoint.path,

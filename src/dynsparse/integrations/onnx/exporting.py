@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynsparse._core.checks import shortened, typed
+from dynsparse._core.checks import shorten, typed
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     ignore_warnings,
@@ -96,7 +96,7 @@ def export(
 def check_form(weights: str) -> None:
     """Raise ValueError if `weights` is none of the forms."""
     if weights not in FORMS:
-        raise ValueError(f"weights must be one of {list(FORMS)}, got {shortened(weights)}")
+        raise ValueError(f"weights must be one of {list(FORMS)}, got {shorten(weights)}")
 
 
 def _dense_copy(

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.atomic_write import atomic_write, replaced
 from dynsparse._core.files.limits import (
     HOW_TO_RAISE,
@@ -311,7 +311,7 @@ def _block_sizes(model: Any) -> dict[str, int]:
     if not isinstance(sizes, dict) or not all(
         type(size) is int and size > 0 for size in sizes.values()
     ):
-        raise ValueError(f"{BLOCK_SIZES} must map weights to block sizes, got {shortened(sizes)}")
+        raise ValueError(f"{BLOCK_SIZES} must map weights to block sizes, got {shorten(sizes)}")
     return sizes
 
 

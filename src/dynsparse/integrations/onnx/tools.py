@@ -25,7 +25,7 @@ from dynsparse.integrations.onnx.graph import (
     write_model,
 )
 from dynsparse.nn import save_safetensors
-from dynsparse.nn.init import largest_blocks
+from dynsparse.nn.init import select_largest_blocks
 from dynsparse.nn.weights_file import has_pattern, read_pattern, read_weights
 from dynsparse.pattern import SparsePattern
 
@@ -76,7 +76,7 @@ def sparsify_onnx(
     for name, linear in selected.items():
         weight = to_tensor(tensors[name])
         matrix = weight.T.contiguous() if linear.transposed else weight
-        pattern = largest_blocks(matrix, counts[name], block_size)
+        pattern = select_largest_blocks(matrix, counts[name], block_size)
         patterns[name] = transpose_pattern(pattern) if linear.transposed else pattern
         set_values(tensors[name], weight * patterns[name].to_mask().to(weight.dtype))
     store_weights(model, patterns, weights)

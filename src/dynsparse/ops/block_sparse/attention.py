@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse._core.checks import check_flag, check_kind, check_within, is_number, shortened
+from dynsparse._core.checks import check_flag, check_kind, check_within, is_number, shorten
 from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.products import check_operand
@@ -260,7 +260,7 @@ def scaled_dot_product_attention(
     check_flag("is_causal", is_causal)
     check_within("dropout_p", dropout_p, "[0, 1)")
     if scale is not None and (not is_number(scale) or not math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number or None, got {shortened(scale)}")
+        raise ValueError(f"scale must be a finite number or None, got {shorten(scale)}")
     check_operand("query", query, None, L=pattern.shape[0], E=None)
     check_operand("key", key, query, S=pattern.shape[1], E=query.shape[-1])
     check_operand("value", value, query, S=pattern.shape[1], V=None)

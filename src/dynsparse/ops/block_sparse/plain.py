@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.block_sparse.kernels import Settings
-from dynsparse.ops.block_sparse.products import added_up, diagonal_mask, rows_of, weights_of
+from dynsparse.ops.block_sparse.products import add_up, diagonal_mask, rows_of, weights_of
 
 
 def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
 
 def _tokens(parts: Tensor, which: Tensor, tokens: int) -> Tensor:
     """The sum of blocks [N, heads, nnz, block, features] at each place: [N, heads, tokens, ...]."""
-    return added_up(parts, which, 2, tokens // parts.shape[3]).flatten(2, 3)
+    return add_up(parts, which, 2, tokens // parts.shape[3]).flatten(2, 3)
 
 
 def _scores(

@@ -218,7 +218,7 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     return weights_of(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
 
 
-def added_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
+def add_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
     """The sum of the parts, as `index_add` to `size` zeros along a dimension.
 
     The same bits on every run, also on a GPU, where `index_add` adds in any order.
@@ -245,7 +245,7 @@ def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tenso
     top = largest.new_full((*largest.shape[:-2], height, largest.shape[-1]), lowest)
     top = top.scatter_reduce(-2, rows[:, None].expand_as(largest), largest, "amax")
     weights = (scores - top.index_select(-2, rows)[..., None]).exp()
-    sums = added_up(weights.sum(-1), rows, weights.dim() - 3, height)
+    sums = add_up(weights.sum(-1), rows, weights.dim() - 3, height)
     nothing = sums == 0
     sums = sums.masked_fill(nothing, 1)
     weights = weights / sums.index_select(-2, rows)[..., None]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_tensor, is_finite, shortened, typed
+from dynsparse._core.checks import check_tensor, is_finite, shorten, typed
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.on_device import topk_on_device
@@ -162,7 +162,7 @@ def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
     Entries on a device are not checked, which would be a host synchronisation.
     """
     if not isinstance(pairs, Sequence):
-        raise TypeError(f"pairs must be a sequence of (x, dY), got {shortened(pairs)}")
+        raise TypeError(f"pairs must be a sequence of (x, dY), got {shorten(pairs)}")
     if len(pairs) == 0:
         raise ValueError(
             "expected at least one pair (x, dY), got none: growth needs a backward pass"
@@ -170,7 +170,7 @@ def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
     out_features, in_features = pattern.shape
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(f"pairs must be (x, dY), got {shortened(pair)}")
+            raise TypeError(f"pairs must be (x, dY), got {shorten(pair)}")
         x, dy = check_tensor("x", pair[0]), check_tensor("dY", pair[1])
         fits = x.dim() == dy.dim() == 2 and len(x) == len(dy)
         fits = fits or are_patches(x, dy)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynsparse._core import native
-from dynsparse._core.checks import is_number, shortened
+from dynsparse._core.checks import is_number, shorten
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.folders import cache_folder
 from dynsparse._core.files.limits import check_regular, parse_json
@@ -461,7 +461,7 @@ def load_measurement() -> Measurement | None:
         costs = costs_from_json(fields.pop("costs"))
         measurement = Measurement(**fields, costs=costs)
         if not isinstance(measurement.enabled, bool) or not isinstance(measurement.excess, dict):
-            raise ValueError(f"expected the fields of a measurement, got {shortened(fields)}")
+            raise ValueError(f"expected the fields of a measurement, got {shorten(fields)}")
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("the stored kernel costs cannot be read and are ignored: %s", error)
         return None
@@ -509,5 +509,5 @@ def costs_from_json(plain: Any) -> Costs:
         costs = {}
     numbers = [number for passes in costs.values() for cost in passes for number in cost]
     if not numbers or not all(is_number(number) and 0 <= number < 1e9 for number in numbers):
-        raise ValueError(f"expected costs of {len(FAMILIES)} families, got {shortened(plain)}")
+        raise ValueError(f"expected costs of {len(FAMILIES)} families, got {shorten(plain)}")
     return costs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import check_not_negative
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
+from dynsparse.nn.sharded import gather_full, is_sharded, local_part, local_range, shard_like
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.index_arrays import by_slots
 from dynsparse.pattern.on_device import to_device
@@ -89,7 +89,7 @@ class DeepR(SparseTrainer):
 
     def _first_signs(self, name: str) -> Tensor:
         layer = self.layers[name]
-        signs = gathered(layer.values.detach()).sign().to(torch.int8)
+        signs = gather_full(layer.values.detach()).sign().to(torch.int8)
         drawn = self._draw_signs(name, *self._slots.of(name, layer), signs.shape[1:])
         return torch.where(signs == 0, drawn.to(signs.device), signs)
 
@@ -150,7 +150,7 @@ class DeepR(SparseTrainer):
         values = layer.values.detach()
         signs = full = self.signs[name]
         if is_sharded(values):
-            signs = sharded_like(values, full.dtype, lambda first, last: full[first:last])
+            signs = shard_like(values, full.dtype, lambda first, last: full[first:last])
         aligned = values * signs
         return aligned if aligned.dim() == 1 else aligned.sum((1, 2))
 

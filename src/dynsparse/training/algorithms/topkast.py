@@ -12,7 +12,7 @@ from dynsparse._core.checks import check_fraction, check_not_negative
 from dynsparse._core.interrupts import uninterrupted
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active_set import ActiveSet
-from dynsparse.nn.sharded import device_of, gathered, is_sharded, local_part, local_range
+from dynsparse.nn.sharded import device_of, gather_full, is_sharded, local_part, local_range
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import collective_errors
@@ -149,7 +149,7 @@ class TopKAST(SparseTrainer):
                 if name in chosen:
                     continue
                 # Sharded values do not move before everything is planned.
-                pattern, values = layer.pattern, gathered(layer.values.detach())
+                pattern, values = layer.pattern, gather_full(layer.values.detach())
                 if name in changes:
                     rewiring = changes[name].rewiring
                     pattern, values = rewiring.after, rewiring.apply(values, changes[name].fill)

@@ -37,7 +37,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.atomic_write import replaced
 from dynsparse._core.files.limits import check_regular, parse_json
 from dynsparse.nn.sharded import is_sharded, local_part, rows_dimension
@@ -128,7 +128,7 @@ def from_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
             return items if kind == "dict" else Counter(items)
         except (TypeError, ValueError):
             pass
-    raise ValueError(f"expected a tree of plain types, got {shortened(marked)}")
+    raise ValueError(f"expected a tree of plain types, got {shorten(marked)}")
 
 
 class Layout:
@@ -330,9 +330,9 @@ class CheckpointReader:
         try:
             token, size, groups = header["token"], header["ranks"], header["groups"]
             if not re.fullmatch(r"[0-9a-f]{8}", token):
-                raise ValueError(f"expected a token of 8 digits, got {shortened(token)}")
+                raise ValueError(f"expected a token of 8 digits, got {shorten(token)}")
             if type(size) is not int or size < 1:
-                raise ValueError(f"expected a number of ranks, got {shortened(size)}")
+                raise ValueError(f"expected a number of ranks, got {shorten(size)}")
             if not all(type(n) is int and 0 <= n < size for group in groups for n in group):
                 raise ValueError("its groups name ranks that it has no files of")
             self._token: str = token
@@ -404,7 +404,7 @@ class CheckpointReader:
     def _check_once(self, number: int | None, name: str) -> None:
         """A small file must not stand for the same large tensor many times."""
         if (number, name) in self._read:
-            raise ValueError(f"the tensor {shortened(name)} is named twice")
+            raise ValueError(f"the tensor {shorten(name)} is named twice")
         self._read.add((number, name))
 
     def _entry(self, name: str) -> StoredTensor:
@@ -413,9 +413,7 @@ class CheckpointReader:
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         group = self._groups[entry["group"]]
         if not group or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
-            raise ValueError(
-                f"{shortened(name)}: expected a shape and ranks, got {shortened(entry)}"
-            )
+            raise ValueError(f"{shorten(name)}: expected a shape and ranks, got {shorten(entry)}")
         return StoredTensor(name, torch.Size(shape), dtype, [self._file(n) for n in group])
 
 
@@ -444,7 +442,7 @@ class _File:
             header = parse_json(metadata[_KEY])
             if header["format"] != _FORMAT:
                 raise ValueError(
-                    f"expected the format {_FORMAT!r}, got {shortened(header['format'])}"
+                    f"expected the format {_FORMAT!r}, got {shorten(header['format'])}"
                 )
         except Exception as error:  # of any kind: the JSON is untrusted
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -452,7 +450,7 @@ class _File:
         self.header: dict[str, Any] = header
         if header.get("version") != _VERSION:
             raise CheckpointError(
-                f"{path} has format version {shortened(header.get('version'))}, this dynsparse "
+                f"{path} has format version {shorten(header.get('version'))}, this dynsparse "
                 f"reads version {_VERSION}: load it with the dynsparse that wrote it"
             )
 
@@ -504,7 +502,7 @@ class StoredTensor:
                 part[0] = last - first
             if file.describe(name) != (dtype, part):
                 raise ValueError(
-                    f"{shortened(name)}: expected a chunk of {dtype} {part} in {file.path.name}, "
+                    f"{shorten(name)}: expected a chunk of {dtype} {part} in {file.path.name}, "
                     f"got {file.describe(name)}"
                 )
 
@@ -545,7 +543,7 @@ def _check_parts(parts: Any) -> None:
     for part in ("optimizer", "lr_scheduler"):
         if parts[part] is not None and not _has_kind(parts[part]):
             raise ValueError(
-                f"expected a kind and a state as its {part}, got {shortened(parts[part])}"
+                f"expected a kind and a state as its {part}, got {shorten(parts[part])}"
             )
     state = parts["optimizer"]["state"]
     # Optimizers that wrap others have no groups in their state.
@@ -556,17 +554,17 @@ def _check_parts(parts: Any) -> None:
         raise ValueError("expected the optimizer's groups of parameters, got others")
     for name in parts["model"]:
         if not isinstance(name, str):
-            raise ValueError(f"expected names of the model's tensors, got {shortened(name)}")
+            raise ValueError(f"expected names of the model's tensors, got {shorten(name)}")
 
 
 def _check_own_part(part: Any) -> None:
     """Raise ValueError unless this is what a rank holds of its own."""
     types = {"random": dict, "generators": dict, "history": object}
     if not all(isinstance(part, dict) and isinstance(part.get(k), t) for k, t in types.items()):
-        raise ValueError(f"expected {', '.join(types)} of each rank, got {shortened(part)}")
+        raise ValueError(f"expected {', '.join(types)} of each rank, got {shorten(part)}")
     for state in part["generators"].values():
         if not _has_kind(state):
-            raise ValueError(f"expected a kind and a state, got {shortened(state)}")
+            raise ValueError(f"expected a kind and a state, got {shorten(state)}")
 
 
 def _has_kind(state: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse.ranks import Ranks, ShardSpec
 from dynsparse.training.layer_shards import find_shards
 from dynsparse.training.trainer import SparseTrainer
@@ -51,10 +51,10 @@ class Sources:
         before = [(0, 0, z) for z in range(count)] if saved is None else saved
         is_list = isinstance(before, list) and len(before) == count
         if not is_list or not all(map(_are_coordinates, before)):
-            raise ValueError(f"expected the coordinates of each rank, got {shortened(before)}")
+            raise ValueError(f"expected the coordinates of each rank, got {shorten(before)}")
         firsts = {place[2]: i for i, place in enumerate(before) if place[:2] == (0, 0)}
         if sorted(firsts) != list(range(len(firsts))) or not firsts:
-            raise ValueError(f"expected ranks with samples, got {shortened(before)}")
+            raise ValueError(f"expected ranks with samples, got {shorten(before)}")
         self.histories = [firsts[z] for z in range(len(firsts))]
         self.z, self.size = now[rank][2], 1 + max(place[2] for place in now)
         self.random: int | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import check_flag, typed
-from dynsparse.nn.sharded import gathered, is_sharded, rows_dimension
+from dynsparse.nn.sharded import gather_full, is_sharded, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, collective_errors
 from dynsparse.tracing import spanned
 from dynsparse.training.checkpoint import random_state as rng
@@ -234,7 +234,7 @@ def _sharded_by_rows(value: Any) -> Any:
     """`value` with DTensors that are sharded along another dimension than the rows gathered."""
     if isinstance(value, dict):
         return {key: _sharded_by_rows(item) for key, item in value.items()}
-    return gathered(value) if is_sharded(value) and rows_dimension(value) is None else value
+    return gather_full(value) if is_sharded(value) and rows_dimension(value) is None else value
 
 
 def _draw_token(ranks: Ranks) -> str:

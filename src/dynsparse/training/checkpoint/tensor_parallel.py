@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
+from dynsparse.nn.sharded import gather_full, is_sharded, local_part, own_rows
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import DimShard, Ranks, ShardSpec, check_consistent, chunk, chunk_of
@@ -137,7 +137,7 @@ class TensorParallelState:
         for path, (shard, dim) in self._dim_shards.items():
             for tensor_path, tensor in _tensors(parts, path):
                 if tensor.dim():
-                    changes[tensor_path] = shard.all_gather(gathered(tensor.detach()), dim)
+                    changes[tensor_path] = shard.all_gather(gather_full(tensor.detach()), dim)
         return replace_at(parts, changes)
 
     def _layer_chunks(
@@ -208,7 +208,7 @@ class TensorParallelState:
         if not isinstance(described, list) or described[: 3 + len(fixed)] != expected + fixed:
             raise ValueError(
                 f"layer {name!r} was saved with [out, in, block size, blocks] = "
-                f"{shortened(described)}, the model has {[*expected, layer.spec.blocks]}"
+                f"{shorten(described)}, the model has {[*expected, layer.spec.blocks]}"
             )
         try:
             rows, cols = (_full_tensor(saved[first + key]) for key in ("rows", "cols"))

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import is_sharded, local_part, sharded_like
+from dynsparse.nn.sharded import is_sharded, local_part, shard_like
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, ShardSpec, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
@@ -149,9 +149,7 @@ class TrainingState:
                 local.shape == value.shape or path in tensor_parallel.by_slots
             ):
                 rows = value.rows if isinstance(value, StoredTensor) else partial(_rows, value)
-                return sharded_like(
-                    local, value.dtype, rows, value.shape[0] if local.dim() else None
-                )
+                return shard_like(local, value.dtype, rows, value.shape[0] if local.dim() else None)
             # A tensor of another shape is compared with the model's, and refused.
             return value.full_tensor() if isinstance(value, StoredTensor) else value
 
@@ -367,7 +365,7 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
         elif not isinstance(other, list) or other != pattern:
             raise ValueError(
                 f"layer {name!r} was saved with [out, in, block size, blocks] = "
-                f"{shortened(other)}, "
+                f"{shorten(other)}, "
                 f"the model has {pattern}"
             )
         _check_pattern(name, module, saved)
@@ -490,6 +488,6 @@ def _check_alike(where: str, current: Any, saved: Any) -> None:
     else:
         fits = isinstance(saved, type(current))
     if not fits:
-        raise ValueError(f"{where}: expected {shortened(current)}, got {shortened(saved)}")
+        raise ValueError(f"{where}: expected {shorten(current)}, got {shorten(saved)}")
     for one, other in items:
         _check_alike(where, one, other)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import shortened
+from dynsparse._core.checks import shorten
 from dynsparse._core.files.atomic_write import TEMPORARY_SUFFIX
 from dynsparse._core.files.folders import LOCK
 from dynsparse._core.files.limits import (
@@ -97,18 +97,18 @@ def _check_sizes(file: Path) -> None:
                     f"{member.file_size:,}: {HOW_TO_RAISE}"
                 )
             if not member.filename.endswith(".npy"):
-                raise ValueError(f"expected arrays, got {shortened(member.filename)}")
+                raise ValueError(f"expected arrays, got {shorten(member.filename)}")
 
 
 def read_array(file: Path, archive: Arrays, name: str) -> np.ndarray:
     """An array of an open file; a RecordError if it is missing or not an array."""
     if name not in archive:
         raise RecordError(
-            f"{file}: expected the array {shortened(name)}, got {shortened(list(archive))}"
+            f"{file}: expected the array {shorten(name)}, got {shorten(list(archive))}"
         )
     array = archive[name]
     if not isinstance(array, np.ndarray):  # NumPy returns the bytes of what is no array
-        raise RecordError(f"{file} is damaged: {shortened(name)} is not an array")
+        raise RecordError(f"{file} is damaged: {shorten(name)} is not an array")
     return array
 
 
@@ -136,7 +136,7 @@ def read_head(path: Path) -> tuple[dict[str, RecordedLayer], dict[str, Any]]:
         raise RecordError(f'{file} is not a record: expected "format": "{FORMAT}"')
     if head.get("version") != VERSION:
         raise RecordError(
-            f"{file} has the format version {shortened(head.get('version'))}, this dynsparse reads "
+            f"{file} has the format version {shorten(head.get('version'))}, this dynsparse reads "
             f"{VERSION}: use the version of dynsparse that wrote it"
         )
     try:
