@@ -83,6 +83,6 @@ def test_bad_arguments():
 
 
 def test_table_mentions_one_dimensional_values():
-    said = "where weight decay goes by dimensions, use dynsparse.param_groups"
+    said = "if weight decay depends on dimensions, use dynsparse.param_groups"
     assert said in ds.nn.describe(made())
     assert said not in ds.nn.describe(ds.nn.SparseLinear(16, 8, density=0.5, block_size=4))

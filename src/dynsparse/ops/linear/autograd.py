@@ -176,6 +176,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
                 products.record(p.row_ptr, x, dy)
             bias_sums = None if ctx.bias_dtype is None else sums
             dx, dw = products.backward(dy, x, values, p, need_input, *saved, sums=bias_sums)
+            if dw is not None and dw._version:
+                dw = dw.data  # of version 0: `capture` looks for later writes
         else:  # the operator has a second derivative, and disables autocast
             if p is not None:
                 index = p.index
