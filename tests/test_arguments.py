@@ -25,6 +25,7 @@ CALLED_BY_OTHERS = {
         "validate_environment",
     },  # transformers
     "dynsparse/integrations/huggingface.py": {
+        "on_init_end",
         "on_train_begin",
         "on_log",
         "on_train_end",
@@ -35,12 +36,12 @@ CALLED_BY_OTHERS = {
         "on_epoch_end",
         "on_train_end",
     },  # Keras
-    "dynsparse/integrations/lightning.py": {"on_fit_end", "on_exception"},  # Lightning
+    "dynsparse/integrations/lightning.py": {"setup", "on_fit_end", "on_exception"},  # Lightning
     "dynsparse/integrations/onnx/importing.py": {"_"},  # onnx2torch
     "dynsparse/_core/logs.py": {"stream"},  # logging.StreamHandler
     "popsparse/machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
     "dynsparse/nn/attend.py": {"load_pattern"},  # torch's hooks before a state is loaded
-    "dynsparse/nn/linear.py": {"__torch_dispatch__"},
+    "dynsparse/nn/linear.py": {"__torch_dispatch__", "weight"},  # torch; a setter that raises
     # Hooks of torch.
     "dynsparse/tracing/models.py": {"_begin_forward", "_end_forward", "_begin_backward"},
     "dynsparse/training/layer_shards.py": {
