@@ -92,6 +92,15 @@ def test_a_step_of_a_tiny_layer():
     assert f"of 16 x 16 takes {min(slower):.1f} to {max(slower):.1f} times as long" in text
 
 
+def test_experts():
+    rows = cells_of("make-your-model-sparse.md", "| density | training step ")
+    measured = figures("experts-xeon.json")
+    for density, *told in rows:
+        spreads = [measured[what][f"density {density}"] for what in ("step", "forward")]
+        assert told == ["{:.1f} ({:.1f} to {:.1f})".format(*spread) for spread in spreads]
+    assert len(rows) == 3
+
+
 def test_nerva():
     rows = cells_of("comparison.md", "| density | Nerva, ")
     measured = zip(
