@@ -180,6 +180,12 @@ def test_experts_without_tokens_keep_their_patterns():
         assert torch.equal(layer.pattern.to_mask(), before[i]) == (i not in called)
 
 
+def test_no_tokens():
+    experts = experts_of(split_experts(make()))[0]
+    chosen = torch.zeros(0, 2, dtype=torch.int64)
+    assert experts(torch.zeros(0, 32), chosen, torch.zeros(0, 2)).shape == (0, 32)
+
+
 def test_generation():
     model = split_and_sparse(make("Qwen3Moe"))
     options = {"max_new_tokens": 6, "do_sample": False}

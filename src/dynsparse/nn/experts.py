@@ -124,6 +124,8 @@ def forward(
     Returns:
         [tokens, hidden], the dtype of `hidden_states`.
     """
+    if not len(hidden_states):
+        return torch.zeros_like(hidden_states)
     k = top_k_index.shape[-1]
     chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)
