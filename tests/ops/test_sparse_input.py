@@ -136,7 +136,9 @@ def test_results_are_equal_for_any_number_of_threads():
         assert torch.equal(one, two)
 
 
-def test_bad_inputs():
+@pytest.mark.parametrize("largest_share", [0.0, 1.0])  # made dense, or read by the kernels
+def test_bad_inputs(largest_share, monkeypatch):
+    monkeypatch.setattr(sparse_input, "_LARGEST_SHARE", largest_share)
     layer = SparseLinear(8, 4, density=0.5)
     x = torch.ones(2, 8)
     with pytest.raises(TypeError, match=r"must be CSR or COO, got torch\.sparse_csc"):
@@ -162,7 +164,11 @@ def test_bad_inputs():
     )
     with pytest.raises(IndexError, match="row pointers of a sparse input must rise from 0"):
         layer(wrong)
-    y = layer(sparse(x))
+
+
+def test_changed_weights_need_another_forward():
+    layer = SparseLinear(8, 4, density=0.5)
+    y = layer(sparse(torch.ones(2, 8)))
     with torch.no_grad():
         layer.values.mul_(2)
     with pytest.raises(RuntimeError, match="call backward before"):

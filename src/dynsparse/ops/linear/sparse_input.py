@@ -45,6 +45,8 @@ def sparse_input_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Re
         raise TypeError(f"a sparse input must be CSR or COO, got {x.layout}")
     if x.dim() != 2 or x.shape[1] != p.in_features:
         raise ValueError(f"a sparse input must be [batch, {p.in_features}], got {list(x.shape)}")
+    if is_plain_eager(x, autocast=True):
+        _check_indices(x)
     is_float32 = x.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
     is_computed = read.plain and is_float32 and not x.requires_grad and is_plain_eager(x)
     is_dense = x._nnz() > _LARGEST_SHARE * x.numel()
@@ -112,18 +114,23 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
 def _by_samples(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pointers [batch + 1], features and values of the non-zeros, sample by sample."""
     if x.layout is torch.sparse_csr:
+        pointers, columns = x.crow_indices().int(), x.col_indices().int()
+        return pointers.contiguous(), columns.contiguous(), x.values().contiguous()
+    x = x.coalesce()
+    rows, columns = x.indices()
+    return _pointers(rows, x.shape[0]), columns.int().contiguous(), x.values().contiguous()
+
+
+def _check_indices(x: Tensor) -> None:
+    """Raise IndexError where the kernels, and PyTorch's `to_dense`, would leave the memory of x."""
+    if x.layout is torch.sparse_csr:
         columns, pointers = x.col_indices(), x.crow_indices()
-        _check_range("columns", columns, x.shape[1])
         if pointers[0] != 0 or pointers[-1] != len(columns) or bool((pointers.diff() < 0).any()):
             raise IndexError("the row pointers of a sparse input must rise from 0 to its non-zeros")
-        pointers = pointers.int().contiguous()
     else:
-        x = x.coalesce()
-        rows, columns = x.indices()
+        rows, columns = x._indices()  # `indices` refuses what is not coalesced
         _check_range("rows", rows, x.shape[0])
-        _check_range("columns", columns, x.shape[1])
-        pointers = _pointers(rows, x.shape[0])
-    return pointers, columns.int().contiguous(), x.values().contiguous()
+    _check_range("columns", columns, x.shape[1])
 
 
 def _check_range(what: str, indices: Tensor, count: int) -> None:
