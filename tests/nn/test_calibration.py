@@ -198,3 +198,22 @@ def test_padding_is_ignored(start, blocks):
         batch.pop("use_cache")
         ids = [{"input_ids": x} for x in ids]
     check_same(pruned(model, [batch], start=start), pruned(model, ids, start=start))
+
+
+def test_repair_ignores_padding():
+    dense = llama()
+    sparse = pruned(dense, [tokens(2, 9)])
+    mask = torch.arange(9) < torch.tensor([[9], [4], [6]])
+
+    def repaired(filler):
+        model = copy.deepcopy(sparse)
+        ids = tokens(3, 9).where(mask, filler)
+        batch = {"input_ids": ids, "attention_mask": mask.long()}
+        return model, repair(model, dense, [batch], epochs=3, verbose=False)
+
+    (one, errors), (other, other_errors) = repaired(0), repaired(5)
+    assert all(after < before for _, before, after in errors)
+    for first, second in zip(errors, other_errors, strict=True):
+        assert first[1:] == pytest.approx(second[1:])
+    for first, second in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(first, second)

@@ -25,6 +25,7 @@ class Blocks:
     Attributes:
         names: of the blocks in the model; none if its blocks are not a chain.
         inputs: the hidden states that each batch passes to the first block.
+        masks: the padding mask of each batch, as for `drop_padding`.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, int]) -> None:
@@ -37,6 +38,7 @@ class Blocks:
         self.model = model
         self.names = _longest_list(model, layers)
         self.inputs: list[Tensor] = []
+        self.masks = [_padding_mask(batch) for batch in batches]
         self._others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
         if not self.names:
             return
@@ -191,17 +193,16 @@ def sum_inputs(
         }
         if inside:
             with evaluation_mode(model), _observe(inside, products) as inputs:
-                for n, batch in enumerate(batches):
-                    inputs.mask = _padding_mask(batch)
-                    blocks.run(k, n, hidden[n])
+                for n, x in enumerate(hidden):
+                    inputs.mask = blocks.masks[n]
+                    blocks.run(k, n, x)
             yield _check_sums(inputs.sums, inside)
         if k + 1 < len(blocks.names):
             with evaluation_mode(model):
                 hidden = blocks.run_all(k, hidden)
     if left:
         with evaluation_mode(model), _observe(left, products) as inputs:
-            for batch in batches:
-                inputs.mask = _padding_mask(batch)
+            for batch, inputs.mask in zip(batches, blocks.masks, strict=True):
                 call(model, batch)
         yield _check_sums(inputs.sums, left)
 
@@ -210,6 +211,19 @@ def _padding_mask(batch: Any) -> Tensor | None:
     """The attention mask [samples, length] of a batch, which is 0 where it is padded."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def drop_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x as a matrix [positions, features], without the positions at which `mask` is 0.
+
+    Args:
+        x: [..., features]; all its positions are kept if it has others than the mask.
+        mask: [samples, length], or None.
+    """
+    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if mask is not None and shape in (mask.shape, (mask.numel(),)):
+        x = x[mask.flatten().to(x.device) != 0]
+    return x
 
 
 @dataclass
@@ -226,10 +240,7 @@ def _observe(groups: Groups, products: bool) -> Iterator[_Inputs]:
     sums = inputs.sums
 
     def observe(name: str, x: Tensor) -> None:
-        mask, shape = inputs.mask, x.shape[:-1]
-        x = x.detach().reshape(-1, x.shape[-1])
-        if mask is not None and shape in (mask.shape, (mask.numel(),)):
-            x = x[mask.flatten().to(x.device) != 0]
+        x = drop_padding(x.detach(), inputs.mask)
         x = x if x.dtype == torch.float64 else x.float()
         added = x.t() @ x if products else x.square().sum(0)
         sums[name] = sums[name] + added if name in sums else added

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynsparse._core.checks import check_integer, check_within, typed
-from dynsparse.nn.calibration import Blocks, evaluation_mode, list_batches
+from dynsparse.nn.calibration import Blocks, drop_padding, evaluation_mode, list_batches
 from dynsparse.nn.sparse_module import SparseModule
 
 
@@ -44,7 +44,8 @@ def repair(
     block those of the repaired blocks before it, and Adam with a cosine schedule minimises the mean
     squared difference (Guo et al. 2024, "EBFT: Effective and Block-Wise Fine-Tuning for Sparse
     LLMs"). All parameters of the block that require a gradient are trained, in evaluation mode;
-    patterns stay. A block that does not improve keeps its parameters.
+    patterns stay. A block that does not improve keeps its parameters. Positions where the
+    `attention_mask` [samples, length] of a batch is 0 do not count.
 
     Memory besides the two models: gradients and Adam's state of one sparse block, the activations
     of one batch, and three hidden states of every batch.
@@ -129,7 +130,7 @@ def _repair_block(
         for _ in range(epochs):
             for batch, (x, target) in enumerate(zip(hidden, targets, strict=True)):
                 optimizer.zero_grad()
-                functional.mse_loss(blocks.run(k, batch, x), target).backward()
+                functional.mse_loss(*_compute_pair(blocks, k, batch, x, target)).backward()
                 optimizer.step()
                 schedule.step()
         after = _error(blocks, k, hidden, targets)
@@ -142,10 +143,19 @@ def _repair_block(
     return before, min(before, after)
 
 
+def _compute_pair(
+    blocks: Blocks, k: int, batch: int, x: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output of block k for x and its target [positions, features], without padding."""
+    mask = blocks.masks[batch]
+    return drop_padding(blocks.run(k, batch, x), mask), drop_padding(target, mask)
+
+
 @torch.no_grad()
 def _error(blocks: Blocks, k: int, hidden: list[Tensor], targets: list[Tensor]) -> float:
     difference = norm = 0.0
     for batch, (x, target) in enumerate(zip(hidden, targets, strict=True)):
-        difference += float((blocks.run(k, batch, x) - target).square().sum(dtype=torch.float64))
+        output, target = _compute_pair(blocks, k, batch, x, target)
+        difference += float((output - target).square().sum(dtype=torch.float64))
         norm += float(target.square().sum(dtype=torch.float64))
     return difference / norm if norm else difference
