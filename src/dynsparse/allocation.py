@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dynsparse._core.checks import check_within, shorten, typed
+from dynsparse._core.checks import check_types, check_within, shorten
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -42,7 +42,7 @@ class _Layer:
         return self.elements // self.block
 
 
-@typed
+@check_types
 def allocate(
     shapes: Mapping[str, Sequence[int]],
     density: float | None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.ops.linear import linear, naive
 from dynsparse.ops.linear.products import use_kernel
 from dynsparse.pattern import SparsePattern
@@ -93,7 +93,7 @@ class Result:
         }
 
 
-@typed
+@check_types
 def run_checks(
     seed: int | None = None, tell: Callable[[str, list[Check]], object] | None = None
 ) -> Result:

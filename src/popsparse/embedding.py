@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer, is_number, shorten, typed
+from dynsparse._core.checks import check_integer, check_types, is_number, shorten
 from popsparse.encoding.partitioner import EncodedPattern, Partitioner
 from popsparse.formats import to_numpy
 from popsparse.machine import (
@@ -201,7 +201,7 @@ _COUNT = Codelet(
 _LEAST_INDICES = 32
 
 
-@typed
+@check_types
 def create_indices_tensor(
     graph: Graph, params: FullyConnectedParams, num_indices: int, *, name: str = "indices"
 ) -> Tensor:
@@ -217,7 +217,7 @@ def create_indices_tensor(
     return indices
 
 
-@typed
+@check_types
 def create_slice_tensor(
     graph: Graph,
     dtype: Any,
@@ -271,7 +271,7 @@ def _require(
     return plan
 
 
-@typed
+@check_types
 def embedding_slice(
     graph: Graph,
     weights: SparseTensor,
@@ -313,7 +313,7 @@ def embedding_slice(
     return layout.natural(slices)
 
 
-@typed
+@check_types
 def embedding_update_add(
     graph: Graph,
     weights: SparseTensor,
@@ -414,7 +414,7 @@ class EmbeddingLayer:
         ValueError: a plan of dense weights or of several groups.
     """
 
-    @typed
+    @check_types
     def __init__(self, plan: Plan, num_indices: int) -> None:
         self.plan, self.num_indices = plan, check_integer("num_indices", num_indices, 1)
         self.profiles: dict[str, Profile] = {}

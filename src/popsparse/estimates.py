@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn import SparseLinear
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
@@ -147,7 +147,7 @@ class ModelEstimate:
         """Cycles of one pattern update of all layers."""
         return sum(layer.update.cycles for layer in self.layers if layer.update is not None)
 
-    @typed
+    @check_types
     def update_share(self, interval: int) -> float:
         """The share of time spent on updates, with one update every `interval` steps."""
         steps = check_integer("interval", interval, 1) * self.cycles
@@ -228,7 +228,7 @@ def _figures(part: _Estimate) -> tuple[str, str]:
     return f"{part.cycles:,.0f}", f"{part.seconds * 1e6:,.1f}"
 
 
-@typed
+@check_types
 def estimate(
     model: Any,
     example_input: Any,

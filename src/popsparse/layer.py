@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from dynsparse._core.checks import check_kind, shorten, typed
+from dynsparse._core.checks import check_kind, check_types, shorten
 from dynsparse._core.files.atomic_write import atomic_write
 from dynsparse._core.files.limits import parse_json
 from dynsparse.nn.weights_file import read_tensors
@@ -103,7 +103,7 @@ class Layer:
             number of pieces.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         plan: Plan,
@@ -169,7 +169,7 @@ class Layer:
     def encoding(self) -> EncodedPattern | None:
         return None if self.plan.use_dense else self._encoded
 
-    @typed
+    @check_types
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the plan, the constructor's settings, and the weights that the machine holds.
 
@@ -200,7 +200,7 @@ class Layer:
         atomic_write(Path(file), lambda stream: stream.write(content))
 
     @classmethod
-    @typed
+    @check_types
     def load(cls, file: str | os.PathLike[str]) -> Layer:
         """Load a layer that `save` wrote, with its plan and target.
 
@@ -274,7 +274,7 @@ class Layer:
         if self.numerics:
             self.engine.write("values", encoded.nz_values)
 
-    @typed
+    @check_types
     def run(self, name: str) -> Profile:
         """Run a pass, "scores" or "rewire" on the data the machine holds."""
         self.profiles[name] = self.engine.run(name)

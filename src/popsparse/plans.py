@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, overload
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from popsparse import static_timing, timing
 from popsparse.planning.dense import DensePlan
 from popsparse.planning.plan import Plan, TileMemory
@@ -27,7 +27,7 @@ than one batch size."""
 def predict(plan: StaticPlan) -> PassTime: ...
 @overload
 def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]: ...
-@typed
+@check_types
 def predict(plan: Plan | StaticPlan, pattern: Any = None) -> dict[str, PassTime] | PassTime:
     """Predict the time of each pass of a plan, by name; of a static plan, the time of its one pass.
 
@@ -44,7 +44,7 @@ def predict(plan: Plan | StaticPlan, pattern: Any = None) -> dict[str, PassTime]
     return timing.predict(plan, pattern)
 
 
-@typed
+@check_types
 def tile_memory(plan: Plan | StaticPlan) -> TileMemory:
     """The memory a plan needs on the fullest tile.
 
@@ -79,7 +79,7 @@ def _runner_up(row: dict[str, Any], cycles: float, winner: dict[str, int]) -> di
     return {**fields, "behind": behind, "why": ", ".join(why) or "costs the same"}
 
 
-@typed
+@check_types
 def plan_report(plan: Plan | StaticPlan | DensePlan) -> dict[str, Any]:
     """A report of a plan as plain numbers and strings, ready for JSON.
 
@@ -179,7 +179,7 @@ def text_table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -
     ]
 
 
-@typed
+@check_types
 def plan_text(plan: Plan | StaticPlan | DensePlan, runners_up: int = 5) -> str:
     """The report as text for a terminal: the cut, cycles by pass and term, memory, runners-up."""
     report = plan_report(plan)

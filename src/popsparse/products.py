@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from popsparse.machine import Graph, Sequence, Tensor
 from popsparse.planning.dense import DensePlan, dense_pass
 from popsparse.planning.options import Options
@@ -31,7 +31,7 @@ from popsparse.programs.layout import (
 from popsparse.programs.product import add_product
 
 
-@typed
+@check_types
 def create_fully_connected_weights(
     graph: Graph,
     dtype: Any,
@@ -56,7 +56,7 @@ def create_fully_connected_weights(
     return operations(plan).create_weights(graph, plan, name)
 
 
-@typed
+@check_types
 def create_fully_connected_input(
     graph: Graph,
     dtype: Any,
@@ -74,7 +74,7 @@ def create_fully_connected_input(
     return operations(plan).create_operand(graph, plan, "y", name)
 
 
-@typed
+@check_types
 def fully_connected_forward(
     graph: Graph,
     weights: SparseTensor,
@@ -103,7 +103,7 @@ def fully_connected_forward(
     return operations(weights.plan).add_product(graph, weights, activations, program, "forward")
 
 
-@typed
+@check_types
 def fully_connected_grad_a(
     graph: Graph,
     weights: SparseTensor,
@@ -124,7 +124,7 @@ def fully_connected_grad_a(
     return operations(weights.plan).add_product(graph, weights, gradients, program, "grad_input")
 
 
-@typed
+@check_types
 def fully_connected_grad_w(
     graph: Graph,
     weights: SparseTensor | Tensor,
@@ -163,7 +163,7 @@ def fully_connected_grad_w(
     return add(graph, weights, gradients, activations, program)
 
 
-@typed
+@check_types
 def fully_connected_dense_grad_w_serial_splits(
     graph: Graph,
     dtype: Any,
@@ -199,7 +199,7 @@ def fully_connected_dense_grad_w_serial_splits(
     return 1, *splits
 
 
-@typed
+@check_types
 def create_sparse_dense_matmul_lhs(
     graph: Graph,
     dtype: Any,
@@ -224,7 +224,7 @@ def create_sparse_dense_matmul_lhs(
     return SparseTensor.create(graph, plan, name)
 
 
-@typed
+@check_types
 def create_sparse_dense_matmul_rhs(
     graph: Graph,
     dtype: Any,
@@ -255,7 +255,7 @@ def _as_operand(tensor: Tensor, layout: OperandLayout) -> Tensor:
     return Tensor(tensor.graph, tensor.dtype, at.shape, addresses=at)
 
 
-@typed
+@check_types
 def sparse_dense_matmul(
     graph: Graph,
     lhs: SparseTensor,

@@ -15,9 +15,9 @@ from dynsparse._core.checks import (
     check_choice,
     check_integer,
     check_kind,
+    check_types,
     is_number,
     shorten,
-    typed,
 )
 from popsparse.machine import (
     FLOAT,
@@ -145,7 +145,7 @@ OPERATIONS = {
 (a, b, c); "copy" casts to the type of `out`."""
 
 
-@typed
+@check_types
 def elementwise(
     graph: Graph,
     operation: str,
@@ -287,7 +287,7 @@ _REDUCE_START, _OUTPUT, _REDUCE_VECTOR = 32, 7, 3
 _KINDS = {"add": np.add, "max": np.maximum, "min": np.minimum}
 
 
-@typed
+@check_types
 def reduce(
     graph: Graph,
     tensor: Tensor,
@@ -388,7 +388,7 @@ def _reduce_codelet(operation: str, begins: np.ndarray, count: int) -> Codelet:
     return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.src.lengths)
 
 
-@typed
+@check_types
 def softmax(graph: Graph, tensor: Tensor, program: Program, *, name: str = "softmax") -> Tensor:
     """Add exp(x - max) / sum(exp(x - max)) along the last dimension to a program.
 
@@ -415,7 +415,7 @@ def softmax(graph: Graph, tensor: Tensor, program: Program, *, name: str = "soft
     return elementwise(graph, "divide", shares, steps, out=powers, name="divide by total")
 
 
-@typed
+@check_types
 def matmul(
     graph: Graph,
     a: Tensor,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_kind, shorten, typed
+from dynsparse._core.checks import check_kind, check_types, shorten
 from dynsparse.ops import capture
 from dynsparse.ops.embedding import record_rows
 from dynsparse.ops.torch_internals import refuse_transforms
@@ -319,7 +319,7 @@ class TargetOptions:
         return tuple(name for name, is_planned in zip(PASSES, planned, strict=True) if is_planned)
 
 
-@typed
+@check_types
 def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
     """The profiles of the last run of each pass of a layer with a target, by name; after a pattern
     update also those of "scores" and "rewire"."""

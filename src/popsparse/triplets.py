@@ -20,9 +20,9 @@ from dynsparse._core.checks import (
     check_integer,
     check_kind,
     check_sizes,
+    check_types,
     check_within,
     shorten,
-    typed,
 )
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
@@ -71,7 +71,7 @@ def _triplets_of(pattern: SparsePattern, values: Tensor) -> Triplets:
     return Triplets(rows[order], cols[order], blocks.numpy()[order])
 
 
-@typed
+@check_types
 def triplets_from_dense(matrix: Any, block_size: int = 1) -> Triplets:
     """The blocks of a matrix [in, out] that are not all zero, row-major.
 

@@ -221,7 +221,7 @@ def test_fields_of_cpuinfo():
     text = (
         "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu sse4_1\n\nvendor_id\t: other\n"
     )
-    first, none = processor.parse(text), processor.parse("")
+    first, none = processor.parse_cpuinfo(text), processor.parse_cpuinfo("")
     assert first.maker == "AuthenticAMD"
     assert first.flags == {"fpu", "sse4_1"}
     assert "model" not in first.name

@@ -198,13 +198,13 @@ def run_out_of_memory_on_one_rank(rank, size):
     trainer = ds.SET(model, optimizer, total_steps=9, update_interval=1)
     layer = layers_of(model)["2"]
     if rank == size - 1:
-        layer.prepare_moved = _no_room
+        layer.prepare_pattern = _no_room
     backward(model, optimizer, 1, rank, size)
     before = weights(model)
     with pytest.raises(RuntimeError, match="rank 1: layer '2': MemoryError: no room") as found:
         trainer.step()
     assert apart(before, weights(model))[0]
-    vars(layer).pop("prepare_moved", None)
+    vars(layer).pop("prepare_pattern", None)
     backward(model, optimizer, 2, rank, size)
     assert trainer.step() is not None
     return str(found.value)

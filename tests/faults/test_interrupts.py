@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.training.states import ALGORITHMS, backward, make, same, state_of
 
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 
 MOMENTS = int(os.environ.get("INTERRUPTS", "96"))
 EVERYWHERE = max(4, MOMENTS // 50)
@@ -47,7 +47,7 @@ def whole_step(trainer):
 
 def split_step(trainer):
     trainer.before_optimizer_step()
-    with uninterrupted():
+    with defer_signals():
         trainer.optimizer.step()
     trainer.after_optimizer_step()
 
@@ -201,8 +201,8 @@ def test_signals_at_lines_of_a_step(name, step):
 
 
 def raise_three_signals(heard):
-    with uninterrupted():
-        with uninterrupted():
+    with defer_signals():
+        with defer_signals():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
                 signal.raise_signal(number)
         assert heard == []
@@ -217,7 +217,7 @@ def test_signals_are_delayed_until_the_block_ends():
             raise_three_signals(heard)
         assert heard == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with uninterrupted():
+        with defer_signals():
             pass
         assert heard == [signal.SIGTERM]
     finally:
@@ -228,23 +228,23 @@ def test_handler_installed_inside_the_block_stays():
     def own(number, frame):
         raise AssertionError("not called")
 
-    with uninterrupted():
+    with defer_signals():
         signal.signal(signal.SIGINT, own)
     assert signal.getsignal(signal.SIGINT) is own
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
 def test_signal_while_a_block_begins_or_ends(moment):
-    """At any line of `uninterrupted` itself, the signal is delivered, and so are later ones."""
+    """At any line of `defer_signals` itself, the signal is delivered, and so are later ones."""
 
     def block(trainer):
-        with uninterrupted():
+        with defer_signals():
             pass
 
     hit = interrupt_at(moment, block, None)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    with uninterrupted():
+    with defer_signals():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert hit
@@ -254,7 +254,7 @@ def test_other_threads_keep_the_handler():
     seen = []
 
     def work():
-        with uninterrupted():
+        with defer_signals():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -8,7 +8,7 @@ import pytest
 from kernel_times import AMX, ARM, AVX2, AVX512, ZEN_3, ZEN_4, ZEN_5, timings
 
 from dynsparse._core import native
-from dynsparse._core.processor import Processor, parse
+from dynsparse._core.processor import Processor, parse_cpuinfo
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import cost_table, tuning
 from dynsparse.ops.linear.cost_table import FAMILIES, Cost, Table, family
@@ -226,10 +226,10 @@ def test_tables_are_complete_and_name_their_source():
 
 def test_processor_description():
     x86 = "vendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : EPYC\nflags : a b\n"
-    assert parse(x86 + "\nmodel name : other\n") == Processor(
+    assert parse_cpuinfo(x86 + "\nmodel name : other\n") == Processor(
         "AuthenticAMD", "EPYC, family 25 model 17", 25, frozenset("ab")
     )
-    arm = parse("Features : fp asimd\nCPU implementer : 0x41\nCPU part : 0xd40\n")
+    arm = parse_cpuinfo("Features : fp asimd\nCPU implementer : 0x41\nCPU part : 0xd40\n")
     assert arm.name.endswith(", implementer 0x41 part 0xd40")
     assert (arm.maker, arm.family, arm.flags) == ("", 0, {"fp", "asimd"})
-    assert parse("").name
+    assert parse_cpuinfo("").name

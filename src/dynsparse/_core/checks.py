@@ -31,15 +31,15 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 
 
 def shorten(value: Any) -> str:
-    """`repr(value)` on one line, with "..." for what is too long or too deeply nested to read.
+    """Return `repr(value)` on one line, with "..." in place of long texts and deep nesting.
 
-    `repr` of what comes from a file may have any length and depth; this takes time and memory only
-    for what it shows.
+    The `repr` of a value from a file may have any length and depth; this takes time and memory only
+    for the part that it returns.
     """
-    return _cut(_shown(value, _DEPTH), 2 * _TEXT)
+    return _truncate(_shorten(value, _DEPTH), 2 * _TEXT)
 
 
-def _shown(value: Any, depth: int) -> str:
+def _shorten(value: Any, depth: int) -> str:
     kind = type(value)
     if kind in (str, bytes):
         return repr(value) if len(value) <= _TEXT else f"{value[:_TEXT]!r}..."
@@ -47,7 +47,7 @@ def _shown(value: Any, depth: int) -> str:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print long ones
     kind = next((base for base in _BRACKETS if isinstance(value, base)), kind)
     if kind not in _BRACKETS:
-        return _cut(repr(value), _TEXT)
+        return _truncate(repr(value), _TEXT)
     if not value:
         return repr(value)
     opening, closing = _BRACKETS[kind]
@@ -58,24 +58,24 @@ def _shown(value: Any, depth: int) -> str:
         if len(items) == _ITEMS:
             items.append("...")
             break
-        shown = _shown(item, depth - 1)
+        text = _shorten(item, depth - 1)
         if kind is dict:
-            shown += f": {_shown(value[item], depth - 1)}"
-        items.append(shown)
+            text += f": {_shorten(value[item], depth - 1)}"
+        items.append(text)
     comma = "," if kind is tuple and len(items) == 1 else ""
     return f"{opening}{', '.join(items)}{comma}{closing}"
 
 
-def _cut(text: str, most: int) -> str:
+def _truncate(text: str, length: int) -> str:
     text = " ".join(text.split("\n"))
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 _LARGEST = 2**63
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an integer, of at least `least` if that is given; not a bool.
+    """Return `value` as an int, after checking that it is at least `least`, if given.
 
     Raises:
         TypeError: not an integer.
@@ -96,7 +96,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
-    """One size of at least 1 for each of some dimensions.
+    """Return `values` as a tuple, after checking that it has one size >= 1 for each of `dims`.
 
     Raises:
         ValueError, TypeError: another number of sizes, or an invalid size.
@@ -108,8 +108,10 @@ def check_sizes(name: str, values: Any, dims: Sequence[str]) -> tuple[int, ...]:
 
 
 def is_scipy(value: Any) -> bool:
-    """Whether `value` is a sparse matrix of SciPy. SciPy takes half a second to import, so this
-    asks it only if it is loaded, as it is wherever such a matrix exists."""
+    """Whether `value` is a sparse matrix of SciPy, without importing SciPy.
+
+    That takes half a second, and where such a matrix exists SciPy is imported already.
+    """
     library = sys.modules.get("scipy.sparse")
     return library is not None and bool(library.issparse(value))
 
@@ -120,7 +122,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_fraction(name: str, value: Any, *, zero: bool) -> float:
-    """`value`, which must lie in [0, 1], or in (0, 1] unless `zero` is allowed.
+    """Return `value`, after checking that it is in [0, 1], or in (0, 1] if `zero` is False.
 
     Raises:
         TypeError: not a number.
@@ -135,7 +137,7 @@ def check_fraction(name: str, value: Any, *, zero: bool) -> float:
 
 
 def check_within(name: str, value: Any, span: str) -> float:
-    """`value`, a number within `span`, which is written as usual: "[0, 1)" holds 0 and not 1.
+    """Return `value`, after checking that it is in the interval `span`, such as "[0, 1)".
 
     Raises:
         ValueError: not a number, or one outside; NaN is outside.
@@ -148,7 +150,7 @@ def check_within(name: str, value: Any, span: str) -> float:
 
 
 def check_not_negative(name: str, value: Any) -> float:
-    """`value`, a finite number of at least zero.
+    """Return `value`, after checking that it is a finite number of at least zero.
 
     Raises:
         ValueError: anything else.
@@ -159,7 +161,10 @@ def check_not_negative(name: str, value: Any) -> float:
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
-    """`value`, an instance of `kind`, which messages call `expected`: "a SparsePattern".
+    """Return `value`, after checking that it is an instance of `kind`.
+
+    Args:
+        expected: the kind in words, such as "a SparsePattern".
 
     Raises:
         TypeError: anything else.
@@ -170,7 +175,7 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: s
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
-    """`value`, a strided tensor.
+    """Return `value`, after checking that it is a strided tensor.
 
     Raises:
         TypeError: anything else, torch's sparse tensors included.
@@ -184,11 +189,11 @@ def check_tensor(name: str, value: Any) -> Tensor:
 def check_array(
     name: str, value: Any, kinds: str = "fiu", expected: str = "real numbers"
 ) -> np.ndarray:
-    """`value`, a tensor, an array or nested lists of numbers, as an array.
+    """Return `value`, a tensor, an array or nested lists of numbers, as an array.
 
     Args:
-        kinds: of NumPy's types, as `dtype.kind` has them; any of them if there is no element.
-        expected: what messages call these.
+        kinds: the allowed `dtype.kind` of NumPy; an empty array may be of any of "biuf".
+        expected: the kinds in words.
 
     Raises:
         TypeError: anything else.
@@ -208,7 +213,7 @@ def check_array(
 
 
 def check_generator(value: Any) -> Generator | None:
-    """`value`, a generator of random numbers or None.
+    """Return `value`, after checking that it is a `torch.Generator` or None.
 
     Raises:
         TypeError: anything else.
@@ -217,7 +222,7 @@ def check_generator(value: Any) -> Generator | None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """`value`, one of the `choices`.
+    """Return `value`, after checking that it is one of the `choices`.
 
     Raises:
         ValueError: anything else.
@@ -228,14 +233,14 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity."""
+    """Whether no entry of the tensor is NaN or infinite."""
     # Mostly the sum tells in one pass; that of finite numbers may overflow.
     total = tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None)
     return math.isfinite(total.item()) or bool(tensor.isfinite().all())
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value`, True or False.
+    """Return `value`, after checking that it is a bool.
 
     Raises:
         TypeError: anything else.
@@ -250,19 +255,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PLAIN = (type(None), bool, str, bytes, int, float, np.number)
 
 
-def typed(function: _Function) -> _Function:
-    """A public function, or the constructor of a class, with its arguments checked by annotation.
+def check_types(function: _Function) -> _Function:
+    """Check the arguments of a public function, or of a class's constructor, by their annotations.
 
-    Only types are checked: ranges and shapes are for the function to check. Where it expects a
+    A decorator. It checks types only: the function checks ranges and shapes. Where it expects a
     number it also checks None, bools and text itself, since its message says what it expects. A
-    call takes some microseconds more, so this is not for what runs in every step.
+    call takes some microseconds more, so do not use it for functions that run in every step.
 
     Raises:
         TypeError: an argument of a type that the annotation excludes; `sparsity=` where `density=`
             is meant, as other libraries have it.
     """
     if isinstance(function, type):
-        function.__init__ = typed(function.__init__)  # type: ignore[misc]
+        function.__init__ = check_types(function.__init__)  # type: ignore[misc]
         return function
 
     @functools.wraps(function)
@@ -285,9 +290,10 @@ def typed(function: _Function) -> _Function:
 
 @functools.cache
 def _hints(function: Callable[..., Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-    """Names and types of the positional parameters, and the type of each parameter by name. Read at
-    the first call: by then every module is imported, and a program calls few of the public
-    functions."""
+    """Return (name, type) of each positional parameter, and name -> type of all parameters.
+
+    Annotations are resolved at the first call of a function, when every module is imported.
+    """
     types = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
     hints = {name: types.get(name, Any) for name in parameters}
@@ -306,7 +312,7 @@ def _check(name: str, value: Any, hint: Any) -> None:
     elif hint is Tensor:
         check_tensor(name, value)
     elif not _fits(value, hint):
-        raise TypeError(f"{name} must be {_words(hint)}, got {shorten(value)}")
+        raise TypeError(f"{name} must be {_describe_type(hint)}, got {shorten(value)}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -350,10 +356,11 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def _words(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_words(member) for member in typing.get_args(hint)))
+        members = (_describe_type(member) for member in typing.get_args(hint))
+        return " or ".join(dict.fromkeys(members))
     kind = hint if origin is None else origin
     name = str(getattr(kind, "__name__", kind))
     return _NAMES.get(kind) or (name if name.endswith("s") else f"a {name}")

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 def html_table(
     rows: Sequence[Sequence[str]], head: Sequence[str] = (), below: Sequence[str] = ()
 ) -> str:
-    """A table of texts; numbers stand to the right.
+    """Return an HTML table; all columns but the first are aligned to the right.
 
     Args:
-        rows: of cells.
-        head: what stands over the columns.
+        rows: the texts of the cells.
+        head: the titles of the columns.
         below: lines under the table.
     """
-    from html import escape  # it brings all of HTML's names along, which few programs want
+    from html import escape  # also imports all of HTML's character names
 
     def line(cells: Sequence[str], tag: str) -> str:
         tags = (

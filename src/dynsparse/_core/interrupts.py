@@ -1,4 +1,4 @@
-"""Changes that a signal must not split."""
+"""Blocks that a signal must not interrupt."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import threading
 from types import FrameType
 from typing import Any
 
-# Those that programs turn into exceptions: Ctrl-C, and being asked to end.
+# Those that programs turn into exceptions: Ctrl-C, and a request to terminate.
 _SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 
-# The functions behind those of `signal`, which make enumerations of numbers at ten times the cost.
+# `signal.signal` converts numbers to enumerations, which takes ten times as long.
 _get, _set = signal._signal.getsignal, signal._signal.signal  # type: ignore[attr-defined]
 
 _inside = False
 _handlers: dict[int, Any] = {}
-"""What handles a signal where `_note` stands in for it."""
-_caught: dict[int, FrameType | None] = {}
-"""Where each signal came that waits; as in the system, several of a kind are one."""
+"""Signal -> its handler, while `_record_signal` is installed in its place."""
+_pending: dict[int, FrameType | None] = {}
+"""Deferred signal -> its frame; as in the system, several of a kind are one."""
 
 
-class uninterrupted:
-    """Signals whose handlers are Python functions wait until the block has ended.
+class defer_signals:
+    """Defer signals whose handlers are Python functions until the block has ended.
 
     Python runs such handlers in the main thread, between any two of its instructions: there Ctrl-C
     becomes a KeyboardInterrupt. In other threads, and inside another such block, this does nothing.
@@ -35,44 +35,44 @@ class uninterrupted:
         self._outermost = False
         if _inside or threading.get_ident() != threading.main_thread().ident:
             return
-        # A signal may come here, too. Then the block does not begin, and a stand-in that is left
-        # behind passes on what it gets until the next block takes it away.
+        # A signal may come here, too. Then the block does not begin, and a `_record_signal` that
+        # stays installed passes signals on until the next block removes it.
         for number in _SIGNALS:
             handler = _get(number)
-            if callable(handler) and handler is not _note:
+            if callable(handler) and handler is not _record_signal:
                 _handlers[number] = handler
-                _set(number, _note)
+                _set(number, _record_signal)
         self._outermost = True
-        _inside = True  # from here on signals wait
+        _inside = True  # from here on signals are deferred
 
     def __exit__(self, *_: object) -> None:
         global _inside
         if not self._outermost:
             return
-        _inside = False  # from here on they do not
+        _inside = False  # from here on they are delivered
         try:
             for number, handler in _handlers.items():
-                if _get(number) is _note:
+                if _get(number) is _record_signal:
                     _set(number, handler)
         finally:
-            if _caught:
-                waiting = dict(_caught)
-                _caught.clear()
-                _deliver(waiting)
+            if _pending:
+                signals = dict(_pending)
+                _pending.clear()
+                _deliver(signals)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _record_signal(number: int, frame: FrameType | None) -> None:
     if _inside:
-        _caught[number] = frame
+        _pending[number] = frame
     else:
         _handlers[number](number, frame)
 
 
-def _deliver(waiting: dict[int, FrameType | None]) -> None:
-    # A handler may raise: the others are called all the same.
-    if waiting:
-        number, frame = waiting.popitem()
+def _deliver(signals: dict[int, FrameType | None]) -> None:
+    # A handler may raise; the others are called all the same.
+    if signals:
+        number, frame = signals.popitem()
         try:
             _handlers[number](number, frame)
         finally:
-            _deliver(waiting)
+            _deliver(signals)

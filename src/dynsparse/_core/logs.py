@@ -29,7 +29,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _logger = logging.getLogger("dynsparse")
 _logger.addHandler(logging.NullHandler())
-_done: tuple[str, str] | None = None
+_configured: tuple[str, str] | None = None
 
 
 class _Stream(logging.StreamHandler):
@@ -62,15 +62,15 @@ def _package_of(frame: FrameType) -> str:
 
 
 def configure() -> None:
-    """Do what the environment asks for, once.
+    """Set up logging as the environment variables say, if they have changed.
 
     Raises:
         ValueError: an invalid level or destination.
     """
-    global _done
+    global _configured
     level = os.environ.get("DYNSPARSE_LOG_LEVEL", "").strip()
     place = os.environ.get("DYNSPARSE_LOG_DEST", "").strip()
-    if (level, place) == _done:
+    if (level, place) == _configured:
         return
     if level and level.upper() not in _LEVELS:
         raise ValueError(
@@ -81,8 +81,8 @@ def configure() -> None:
             "DYNSPARSE_LOG_DEST: expected DYNSPARSE_LOG_LEVEL with it, got none: set it to OFF, "
             "ERROR, WARNING, INFO or DEBUG"
         )
-    handler = _handler(place or "stderr") if level else None
-    for old in [one for one in _logger.handlers if getattr(one, "of_dynsparse", False)]:
+    handler = _make_handler(place or "stderr") if level else None
+    for old in [h for h in _logger.handlers if getattr(h, "of_dynsparse", False)]:
         _logger.removeHandler(old)
         old.close()
     _logger.propagate = handler is None
@@ -91,18 +91,18 @@ def configure() -> None:
         handler.of_dynsparse = True  # type: ignore[attr-defined]
         handler.setFormatter(logging.Formatter(_FORMAT))
         _logger.addHandler(handler)
-    _done = level, place
+    _configured = level, place
 
 
 def configure_quietly() -> None:
-    """`configure` at import, without its errors: they are raised when the library is first used."""
+    """Call `configure` at import and ignore its errors, which the first use raises."""
     try:
         configure()
     except ValueError:
         return
 
 
-def _handler(place: str) -> logging.Handler:
+def _make_handler(place: str) -> logging.Handler:
     if place in _STREAMS:
         return _Stream(place)
     try:

@@ -146,8 +146,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def _x86_levels(cpuinfo: str) -> list[str]:
-    """The x86-64 levels, best first, that the `flags` line of /proc/cpuinfo allows."""
-    flags = processor.parse(cpuinfo).flags
+    """Return the x86-64 levels, best first, that the `flags` line of /proc/cpuinfo allows."""
+    flags = processor.parse_cpuinfo(cpuinfo).flags
     levels: list[str] = []
     for level in ("v2", "v3", "v4"):
         if not _X86_LEVELS[level] <= flags:
@@ -158,7 +158,7 @@ def _x86_levels(cpuinfo: str) -> list[str]:
 
 @cache
 def supported_isas() -> tuple[str, ...]:
-    """The instruction sets this machine can run, best first, built or not."""
+    """Return the instruction sets that this machine can run, best first, built or not."""
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return ("neon",)  # part of every such processor
@@ -195,7 +195,7 @@ _REMEDY = "reinstall dynsparse where GCC 12 or Clang 12 is (CXX=g++-12 pip insta
 
 
 def _why_absent() -> str:
-    """Why this installation has no kernels, as far as it says."""
+    """Return the reason why this installation has no kernels, as its build recorded it."""
     try:
         return (_FOLDER / "left_out.txt").read_text(encoding="utf-8").strip()
     except OSError:
@@ -204,7 +204,7 @@ def _why_absent() -> str:
 
 @cache
 def load_isa(isa: str) -> ctypes.CDLL:
-    """The library of one instruction set, with the signatures of its functions set.
+    """Load the library of one instruction set, and set the signatures of its functions.
 
     Raises:
         ValueError: a name that is not an instruction set, or one this machine cannot run.
@@ -222,7 +222,11 @@ def load_isa(isa: str) -> ctypes.CDLL:
 
 
 def _existing_library(isa: str, kind: str = "") -> Path:
-    """The library of one instruction set, not loaded. Raises ValueError, OSError as `load_isa`."""
+    """Return the path of the library of one instruction set.
+
+    Raises:
+        ValueError, OSError: as `load_isa`.
+    """
     if isa not in _ISAS:
         raise ValueError(
             f"DYNSPARSE_ISA must be one of v2, v3, v4, neon, base or none, got {isa!r}: "
@@ -246,10 +250,10 @@ def _existing_library(isa: str, kind: str = "") -> Path:
 
 
 def find_library(kind: str) -> Path:
-    """The library of this kind for DYNSPARSE_ISA or the best instruction set, not loaded.
+    """Return the path of the library for DYNSPARSE_ISA, or for the best instruction set.
 
     Args:
-        kind: "" for that of the kernels, "onnxruntime_" for that of the operator.
+        kind: "" for the kernels, "onnxruntime_" for the operator of ONNX Runtime.
 
     Raises:
         ValueError, OSError: as `load_isa`.
@@ -287,7 +291,7 @@ class _Choice(NamedTuple):
 @cache
 def _choose() -> _Choice:
     logs.configure()  # the first use of the library: errors in the environment are raised here
-    choice = _chosen()
+    choice = _load_best()
     if choice.library is None:
         _log.info("no compiled kernels: %s", choice.reason)
     else:
@@ -295,7 +299,7 @@ def _choose() -> _Choice:
     return choice
 
 
-def _chosen() -> _Choice:
+def _load_best() -> _Choice:
     requested = _requested_isa()
     if requested == "none":
         return _Choice("none", None, "DYNSPARSE_ISA=none")
@@ -322,7 +326,7 @@ def _chosen() -> _Choice:
 
 
 def warn_if_absent() -> None:
-    """Warn at the import of a package that was installed without kernels; they are not loaded yet.
+    """Warn, at import, if the package was installed without kernels; load nothing.
 
     If DYNSPARSE_ISA is set, the first use reports what is missing.
     """
@@ -332,13 +336,13 @@ def warn_if_absent() -> None:
 
 @cache  # without a call of a Python function: every product asks
 def load() -> ctypes.CDLL | None:
-    """The library for this machine, loaded once; None where everything runs through plain torch.
+    """Load the library for this machine, once; return None if everything runs in plain torch.
 
-    Warns once, with a RuntimeWarning, where no compiled library can be used although none was
-    asked for.
+    Warns once, with a RuntimeWarning, if no compiled library can be used and DYNSPARSE_ISA is not
+    "none".
 
     Raises:
-        ValueError: DYNSPARSE_ISA names something unknown, or what this machine cannot run.
+        ValueError: DYNSPARSE_ISA is unknown, or an instruction set that this machine cannot run.
         OSError: DYNSPARSE_ISA names an instruction set whose library is missing.
     """
     return _choose().library
@@ -348,8 +352,8 @@ def load() -> ctypes.CDLL | None:
 def use_isa(isa: str) -> Iterator[None]:
     """Compute with the kernels of one instruction set inside this block, in the whole process.
 
-    To check and to compare them; "none" is plain torch. Layers remember what computes them, and
-    those made inside are not to be used outside.
+    For checks and comparisons; "none" is plain torch. Layers remember which kernels compute them:
+    do not use a layer outside that was made inside.
 
     Raises:
         ValueError, OSError: as `load_isa`.
@@ -388,8 +392,11 @@ def _bfloat16_unit_of(library: ctypes.CDLL) -> str:
 
 
 def bfloat16_unit() -> str:
-    """What multiplies bfloat16 blocks of 16 to 128: "AMX" (matrix units), "AVX-512" (dot products
-    of pairs) or "float32", to which they are widened."""
+    """Return the unit that multiplies bfloat16 blocks of 16 to 128.
+
+    "AMX" (matrix units), "AVX-512" (dot products of pairs), or "float32", to which they are
+    widened.
+    """
     library = load()
     return "float32" if library is None else _bfloat16_unit_of(library)
 
@@ -400,17 +407,18 @@ def _expands_masks_of(library: ctypes.CDLL) -> bool:
 
 
 def expands_masks() -> bool:
-    """Whether the kernels expand bit masks in hardware; elsewhere they read them bit by bit."""
+    """Whether the kernels expand bit masks in hardware; otherwise they read them bit by bit."""
     library = load()
     return library is not None and _expands_masks_of(library)
 
 
 def describe() -> dict[str, object]:
-    """What computes on the CPU, for `dynsparse info` and for records of measurements.
+    """Describe the kernels in use, for `dynsparse info` and for records of measurements.
 
-    `backend` is "native" or "fallback"; `isa` the chosen instruction set or "none"; `available`
-    those that are both built and runnable; `reason` why the backend is the fallback, else empty;
-    `bfloat16` as `bfloat16_unit`; `threads` the number torch uses now.
+    Returns:
+        `backend`: "native" or "fallback"; `isa`: the chosen instruction set or "none"; `available`:
+        the instruction sets that are both built and runnable; `reason`: why the backend is the
+        fallback, else empty; `bfloat16`: see `bfloat16_unit`; `threads`: the number torch uses now.
     """
     isa, library, reason = _choose()
     return {

@@ -14,9 +14,9 @@ class Processor(NamedTuple):
 
     Attributes:
         maker: "GenuineIntel", "AuthenticAMD" and so on; empty if unknown.
-        name: its own, and family and model where there are such numbers.
-        family: 0 where there is none.
-        flags: what it can do, by the names of /proc/cpuinfo.
+        name: the model's name, with the numbers of family and model if there are any.
+        family: the number of the family; 0 if there is none.
+        flags: its features, by the names of /proc/cpuinfo.
     """
 
     maker: str
@@ -27,15 +27,15 @@ class Processor(NamedTuple):
 
 @cache
 def processor() -> Processor:
-    """The first one of this machine."""
+    """Return the first processor of this machine."""
     try:
-        return parse(Path("/proc/cpuinfo").read_text())
+        return parse_cpuinfo(Path("/proc/cpuinfo").read_text())
     except OSError:
-        return parse("")
+        return parse_cpuinfo("")
 
 
-def parse(cpuinfo: str) -> Processor:
-    """The first processor in the text of /proc/cpuinfo."""
+def parse_cpuinfo(cpuinfo: str) -> Processor:
+    """Return the first processor in the text of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -59,7 +59,7 @@ def parse(cpuinfo: str) -> Processor:
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be allocated without swapping; None where the system does not say."""
+    """Return the bytes that can still be allocated without swapping; None if unknown."""
     free: list[int] = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

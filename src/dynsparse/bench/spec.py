@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dynsparse._core.checks import shorten, typed
+from dynsparse._core.checks import check_types, shorten
 from dynsparse.bench.cells import DTYPES, Cell
 from dynsparse.bench.timing import Effort
 from dynsparse.options import TEXT, Kind, choice, integer, many, number, options_of
@@ -168,7 +168,7 @@ def find_spec() -> Path:
     )
 
 
-@typed
+@check_types
 def read_spec(file: Path) -> Spec:
     """The checked benchmarks of a YAML file.
 

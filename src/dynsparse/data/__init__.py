@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.data.images import (
     CIFAR_PIXELS,
     CLASSES,
@@ -53,7 +53,7 @@ COUNTS = {
 """How many training and test images each of them has."""
 
 
-@typed
+@check_types
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     """The data set `name`: "digits", "mnist", "fashion-mnist" or "cifar-10".
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse._core.files.folders import cache_folder
 from dynsparse._core.files.limits import check_regular
 from dynsparse.data.download import DAMAGE, fetch, read_unpacked
@@ -75,7 +75,7 @@ class DataSet(NamedTuple):
 _UNSIGNED_BYTE = 8
 
 
-@typed
+@check_types
 def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
     """The array in an IDX file of unsigned bytes, plain or gzip (detected by content): uint8.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.distributed.placement import (
     Borders,
     Chain,
@@ -39,7 +39,7 @@ from dynsparse.ranks import (
 from dynsparse.training.rank_consistency import broadcast_layers
 
 
-@typed
+@check_types
 def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> DistributedDataParallel:
     """`torch.nn.parallel.DistributedDataParallel` of a model with sparse layers.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn import (
     Dropout,
     SparseConv1d,
@@ -27,7 +27,7 @@ from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import Placement, RankGrid, Ranks
 
 
-@typed
+@check_types
 def balance(loads: Sequence[int], parts: int) -> tuple[int, ...]:
     """Borders 0 = c_0 < c_1 < ... < c_parts = len(loads) of contiguous parts of equal load.
 

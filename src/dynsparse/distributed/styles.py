@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.distributed.distribute import check_same_layers, check_unsharded, make_shards
 from dynsparse.distributed.placement import Bundle, Chain
 from dynsparse.distributed.sharded_layer import keep_shard, split_heads
@@ -85,7 +85,7 @@ class SplitPair(_Style):
         first, second: names in the module that the style is applied to.
     """
 
-    @typed
+    @check_types
     def __init__(self, first: str, second: str) -> None:
         super().__init__()
         self.first, self.second = first, second

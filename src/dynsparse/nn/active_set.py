@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core import logs
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.autograd import explain
 from dynsparse.ops.linear.layer_index import register_index
@@ -34,7 +34,7 @@ class ActiveSet:
         ValueError: slots outside the pattern, not sorted or not distinct.
     """
 
-    @typed
+    @check_types
     def __init__(self, pattern: SparsePattern, slots: Tensor, device: torch.device) -> None:
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.is_meta:
             raise ValueError(

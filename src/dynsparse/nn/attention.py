@@ -16,8 +16,8 @@ from dynsparse._core.checks import (
     check_fraction,
     check_integer,
     check_kind,
+    check_types,
     shorten,
-    typed,
 )
 from dynsparse.nn.attend import (
     ScoreMod,
@@ -49,7 +49,7 @@ class Dropout(nn.Dropout):
     differs. With sparse layers torch's own dropout is a large part of a training step on a CPU.
     """
 
-    @typed
+    @check_types
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__(check_fraction("p", p, zero=True), inplace)
 
@@ -119,7 +119,7 @@ class SparseMultiheadAttention(nn.Module):
     _attention_pattern: SparsePattern | None = None
     exported_mask: Tensor | None = None  # the pattern as a mask, for export to other runtimes
 
-    @typed
+    @check_types
     def __init__(
         self,
         embed_dim: int,
@@ -213,7 +213,7 @@ class SparseMultiheadAttention(nn.Module):
         self.bias_k, self.bias_v = (None, None) if extra_keys is None else extra_keys
 
     @classmethod
-    @typed
+    @check_types
     def from_projections(
         cls, attention: nn.MultiheadAttention, projections: Mapping[str, nn.Module]
     ) -> SparseMultiheadAttention:
@@ -454,7 +454,7 @@ class SparseTransformerLayer(nn.Module):
         ValueError: as `SparseMultiheadAttention` and `SparseLinear`.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         features: int,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["big_bird", "longformer", "sliding_window", "strided"]
@@ -44,7 +44,7 @@ def _in_window(count: int, window: int, block_size: int) -> Tensor:
     return (_block_distance(count).abs() - 1) * block_size + 1 <= window
 
 
-@typed
+@check_types
 def sliding_window(
     tokens: int, window: int, *, block_size: int = 32, causal: bool = False
 ) -> SparsePattern:
@@ -59,7 +59,7 @@ def sliding_window(
     return _to_pattern(_in_window(count, window, block_size), block_size, causal)
 
 
-@typed
+@check_types
 def longformer(
     tokens: int, window: int, global_tokens: int, *, block_size: int = 32, causal: bool = False
 ) -> SparsePattern:
@@ -83,7 +83,7 @@ def longformer(
     return _to_pattern(present, block_size, causal)
 
 
-@typed
+@check_types
 def strided(
     tokens: int, stride: int, *, block_size: int = 32, causal: bool = True
 ) -> SparsePattern:
@@ -106,7 +106,7 @@ def strided(
     return _to_pattern((apart < step) | (apart % step == 0), block_size, causal)
 
 
-@typed
+@check_types
 def big_bird(
     tokens: int,
     *,

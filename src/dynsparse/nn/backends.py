@@ -2,7 +2,7 @@
 
 `SparseLinear.executor` holds the executor of a layer: the active subset of Top-KAST, or one that a
 backend made. Backends call `register_backend`; `import popsparse` registers the tile machine.
-`target_named` imports what the entry points `dynsparse.backends` name.
+`make_target` imports what the entry points `dynsparse.backends` name.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def register_backend(
         name: name of the backend; registering a name again replaces the backend.
         target_class: the class of its targets.
         make: makes the executor of a layer.
-        targets: functions that make a target, by the name that `target_named` takes.
+        targets: functions that make a target, by the name that `make_target` takes.
         compile: compiles the training steps of a whole model, if the backend can.
     """
     _backends[name] = _Backend(target_class, make, targets, compile)
 
 
-def target_named(name: str, **settings: Any) -> Any:
+def make_target(name: str, **settings: Any) -> Any:
     """A target by its name, such as "bow", of any installed backend.
 
     Args:
@@ -123,7 +123,7 @@ def target_named(name: str, **settings: Any) -> Any:
     return makers[check_choice("target", name, makers)](**settings)
 
 
-def executor_for(
+def make_executor(
     target: Any, dtype: torch.dtype, options: Mapping[str, Any] | None = None
 ) -> Executor | None:
     """The executor of a layer of this dtype on `target`; None without a target.
@@ -150,7 +150,7 @@ def executor_for(
     )
 
 
-def compile_steps(target: Any) -> CompileSteps:
+def find_step_compiler(target: Any) -> CompileSteps:
     """What compiles the training steps of a whole model for `target`.
 
     Raises:

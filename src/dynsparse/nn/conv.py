@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional
 
-from dynsparse._core.checks import check_choice, check_integer, check_kind, typed
-from dynsparse.nn.init import block_count, select_largest_blocks
+from dynsparse._core.checks import check_choice, check_integer, check_kind, check_types
+from dynsparse.nn.init import count_blocks, select_largest_blocks
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops import conv as ops
@@ -36,7 +36,7 @@ class _SparseConv(SparseLinear):
     # The memory format of the outputs; set by `to(memory_format=...)`, as for a dense weight.
     memory_format: torch.memory_format = torch.contiguous_format
 
-    @typed
+    @check_types
     def __init__(
         self,
         in_channels: int,
@@ -227,7 +227,7 @@ class _SparseConv(SparseLinear):
             y = y.squeeze(2)
         return y.squeeze(0) if single else y
 
-    @typed
+    @check_types
     def kernel(
         self,
         batch: int,
@@ -281,7 +281,7 @@ class _SparseConv(SparseLinear):
 
     @classmethod
     @torch.no_grad()
-    @typed
+    @check_types
     def from_dense(cls, conv: nn.Module, density: float, block_size: int = 1) -> _SparseConv:
         """A sparse layer that keeps the weights of `conv` with the largest magnitudes.
 
@@ -296,7 +296,7 @@ class _SparseConv(SparseLinear):
         if not isinstance(conv, cls.dense_class):
             raise TypeError(f"conv must be an nn.{cls.dense_class.__name__}, got {conv!r:.80}")
         matrix = to_matrix(conv.weight)
-        nnz = block_count(tuple(matrix.shape), density, block_size)
+        nnz = count_blocks(tuple(matrix.shape), density, block_size)
         pattern = select_largest_blocks(matrix, nnz, block_size)
         layer = from_dense_conv(conv, pattern, pattern.values_of(matrix))
         if conv.bias is not None:
@@ -377,7 +377,7 @@ def from_dense_conv(
     return layer
 
 
-def dense_conv(layer: _SparseConv) -> nn.Module:
+def to_dense_conv(layer: _SparseConv) -> nn.Module:
     """A dense layer with the options, the weight and the bias Parameter of a sparse one."""
     dense = layer.dense_class(
         layer.in_channels,
@@ -398,7 +398,7 @@ def dense_conv(layer: _SparseConv) -> nn.Module:
     return dense.train(layer.training)
 
 
-@typed
+@check_types
 @torch.no_grad()
 def fuse_conv_bn_eval(
     conv: SparseConv1d | SparseConv2d, bn: nn.BatchNorm1d | nn.BatchNorm2d

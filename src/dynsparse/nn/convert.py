@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_choice, check_flag, check_generator, typed
+from dynsparse._core.checks import check_choice, check_flag, check_generator, check_types
 from dynsparse.allocation import allocate
 from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
-from dynsparse.nn.backends import executor_for
+from dynsparse.nn.backends import make_executor
 from dynsparse.nn.calibration import Groups, list_batches, sum_inputs
 from dynsparse.nn.candidates import (
     Candidate,
@@ -22,7 +22,7 @@ from dynsparse.nn.candidates import (
     resolve_overrides,
     select,
 )
-from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv, from_dense_conv
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, from_dense_conv, to_dense_conv
 from dynsparse.nn.embedding import SparseEmbedding, TiedHead
 from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
 from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
@@ -44,7 +44,7 @@ from dynsparse.ranks import ShardSpec
 _BATCH = 512
 
 
-@typed
+@check_types
 @torch.no_grad()
 def sparsify(
     model: nn.Module,
@@ -276,7 +276,7 @@ def _put_on_target(
                 f"the convolution {name!r} cannot run on a target, only linear layers can: exclude "
                 "it, or leave target out"
             )
-        layer.executor = executor_for(target, layer.values.dtype, options)
+        layer.executor = make_executor(target, layer.values.dtype, options)
 
 
 def _allocate(
@@ -425,7 +425,7 @@ def _dense_layer(layer: nn.Module) -> nn.Module:
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         return layer.dense()
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
-        return dense_conv(layer)
+        return to_dense_conv(layer)
     if isinstance(layer, SparseEmbedding):
         freeze = not layer.values.requires_grad
         return nn.Embedding.from_pretrained(layer.to_dense(), freeze, layer.padding_idx)

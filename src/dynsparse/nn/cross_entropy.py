@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from dynsparse._core.checks import check_choice, check_fraction, check_integer, typed
+from dynsparse._core.checks import check_choice, check_fraction, check_integer, check_types
 from dynsparse.nn.embedding import SparseEmbedding
 
 # Logits of a chunk, 128 MiB in float32, and of rows that are computed together.
@@ -71,7 +71,7 @@ def _row_blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, _upcast(logits[rows])
 
 
-@typed
+@check_types
 def linear_cross_entropy(
     hidden: Tensor,
     head: nn.Module,

@@ -10,7 +10,7 @@ from torch.fx import Proxy
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops.embedding import embedding
@@ -35,7 +35,7 @@ class SparseEmbedding(SparseLinear):
             integers and IndexError for ids outside the table.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         num_embeddings: int,
@@ -59,7 +59,7 @@ class SparseEmbedding(SparseLinear):
 
     @classmethod
     @torch.no_grad()
-    @typed
+    @check_types
     def from_dense(  # type: ignore[override]
         cls, table: nn.Embedding, density: float, block_size: int = 1
     ) -> SparseEmbedding:
@@ -130,7 +130,7 @@ class TiedHead(nn.Module):
 
     bias: nn.Parameter | None
 
-    @typed
+    @check_types
     def __init__(self, table: SparseEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self._tables = (table,)  # a tuple, so that it is not registered as a submodule
@@ -187,7 +187,7 @@ class TiedEmbedding(nn.Module):
     sparse one as in `SparseLinear`.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         num_embeddings: int,

@@ -7,12 +7,12 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.nn.sparse_module import SparseModule
 
 
-@typed
+@check_types
 @torch.no_grad()
 def freeze(model: nn.Module) -> nn.Module:
     """Prepare a trained model for inference, in place.

@@ -31,7 +31,7 @@ def select_largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePa
     return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=b)
 
 
-def block_count(shape: tuple[int, ...], density: float, block_size: int) -> int:
+def count_blocks(shape: tuple[int, ...], density: float, block_size: int) -> int:
     """The number of blocks of a pattern of this density, at least 1."""
     check_within("density", density, "(0, 1]")
     _, _, (height, width) = block_grid(shape, block_size)
@@ -41,7 +41,7 @@ def block_count(shape: tuple[int, ...], density: float, block_size: int) -> int:
 def random_pattern(
     shape: tuple[int, int], density: float, block_size: int, generator: torch.Generator | None
 ) -> SparsePattern:
-    nnz = block_count(shape, density, block_size)
+    nnz = count_blocks(shape, density, block_size)
     return SparsePattern.random(shape, nnz=nnz, block_size=block_size, generator=generator)
 
 
@@ -62,7 +62,7 @@ def even_pattern(
     Raises:
         ValueError: as `SparseLinear` does.
     """
-    nnz = block_count(shape, density, block_size)
+    nnz = count_blocks(shape, density, block_size)
     _, _, (height, width) = block_grid(shape, block_size)
     # Along the diagonals of the torus, whose length is the least common multiple of the sides.
     steps = torch.arange(nnz, device="cpu")
@@ -109,7 +109,7 @@ def _replace(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePatter
 
 
 @contextmanager
-def memory_for_meta_tensors(model: nn.Module) -> Iterator[None]:
+def materialize_meta_tensors(model: nn.Module) -> Iterator[None]:
     """Allocate CPU memory for tensors on the meta device; an error frees it again."""
     allocated: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []

@@ -13,10 +13,10 @@ from torch.fx import Proxy
 from torch.nn import Parameter, functional
 
 from dynsparse._core import logs
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn.active_set import ActiveSet
-from dynsparse.nn.backends import executor_for
-from dynsparse.nn.init import block_count, random_pattern, select_largest_blocks, uniform
+from dynsparse.nn.backends import make_executor
+from dynsparse.nn.init import count_blocks, random_pattern, select_largest_blocks, uniform
 from dynsparse.nn.sharded import require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
@@ -199,7 +199,7 @@ class SparseLinear(SparseModule):
             pattern of another shape, an option that the target does not have.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         in_features: int,
@@ -245,7 +245,7 @@ class SparseLinear(SparseModule):
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}")
         if target is not None or target_options is not None:
-            self.executor = executor_for(target, dtype, target_options)
+            self.executor = make_executor(target, dtype, target_options)
         self.in_features = in_features
         self.out_features = out_features
         self.values = nn.Parameter(torch.empty(pattern.values_shape, device=device, dtype=dtype))
@@ -264,7 +264,7 @@ class SparseLinear(SparseModule):
                 self._reset_bias(self._initial_bounds(), generator)
 
     @torch.no_grad()
-    @typed
+    @check_types
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Redraw values and bias, uniform in +-1/sqrt(fan-in of the output)."""
         bound = self._initial_bounds()
@@ -418,7 +418,7 @@ class SparseLinear(SparseModule):
         """The gradient of the bias, in its dtype."""
         return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
 
-    @typed
+    @check_types
     def kernel(
         self, batch: int, *, backward: bool = False, dtype: torch.dtype | None = None
     ) -> str:
@@ -445,7 +445,7 @@ class SparseLinear(SparseModule):
 
     @classmethod
     @torch.no_grad()
-    @typed
+    @check_types
     def from_dense(cls, linear: nn.Linear, density: float, block_size: int = 1) -> SparseLinear:
         """A sparse layer that keeps the weights of `linear` with the largest magnitudes.
 
@@ -456,7 +456,7 @@ class SparseLinear(SparseModule):
                 in the weights.
         """
         weight = linear.weight
-        nnz = block_count(tuple(weight.shape), density, block_size)
+        nnz = count_blocks(tuple(weight.shape), density, block_size)
         pattern = select_largest_blocks(weight, nnz, block_size)
         layer = cls(
             linear.in_features,

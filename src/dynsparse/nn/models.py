@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dynsparse._core.checks import check_not_negative, typed
+from dynsparse._core.checks import check_not_negative, check_types
 from dynsparse._core.html import html_table
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d
@@ -37,7 +37,7 @@ class Description(str):
         return html_table(self.rows, self.head, self.below)
 
 
-@typed
+@check_types
 def describe(model: nn.Module, batch: int | None = None) -> Description:
     """A table of a model's sparse layers, of dense layers that could be sparse, and the total.
 
@@ -214,7 +214,7 @@ def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-@typed
+@check_types
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups for an optimizer: with and without weight decay.
 
@@ -242,7 +242,7 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
     ]
 
 
-@typed
+@check_types
 def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
     """Let the sparse layers of `copy` follow every pattern change of those of `model`.
 

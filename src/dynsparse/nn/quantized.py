@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from dynsparse._core.checks import check_choice, check_kind, check_tensor, typed
+from dynsparse._core.checks import check_choice, check_kind, check_tensor, check_types
 from dynsparse.nn.candidates import check_patterns, matches_name
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sharded import is_sharded
@@ -92,7 +92,7 @@ class QuantizedSparseLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    @typed
+    @check_types
     def from_float(cls, layer: SparseLinear, activations: str = "float32") -> QuantizedSparseLinear:
         """The layer with its weights rounded to int8, at most half a step of `scale` off.
 
@@ -238,7 +238,7 @@ def _check_layer(name: str, layer: SparseLinear) -> None:
         raise ValueError(f"the values of {name} have entries that are NaN or infinite")
 
 
-@typed
+@check_types
 def quantize(
     model: nn.Module, activations: str = "float32", *, exclude: str | Iterable[str] = ()
 ) -> nn.Module:

@@ -24,7 +24,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def require_unsharded(values: Tensor) -> Tensor:
-    """The values, which products need in full.
+    """Return `values`, after checking that they are not sharded.
 
     Raises:
         RuntimeError: they are sharded.
@@ -38,25 +38,27 @@ def require_unsharded(values: Tensor) -> Tensor:
 
 
 def gather_full(values: Tensor) -> Tensor:
-    """The full tensor; if the values are sharded, a collective of all ranks."""
+    """Return the full tensor; if it is sharded, this is a collective of all ranks."""
     return values.full_tensor() if is_sharded(values) else values  # type: ignore[attr-defined]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The shard of this rank, which shares memory; the tensor itself if it is not sharded."""
+    """Return this rank's shard, which shares memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def rows_dimension(tensor: Tensor) -> int | None:
-    """The mesh dimension along which a DTensor is sharded by rows, as `torch.chunk` does; None if
-    it is sharded otherwise or not at all."""
+    """Return the mesh dimension along which a DTensor is sharded by rows, as by `torch.chunk`.
+
+    None if it is sharded otherwise or not at all.
+    """
     placements = tensor.placements  # type: ignore[attr-defined]
     sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     return sharded[0] if len(sharded) == 1 and placements[sharded[0]].is_shard(0) else None
 
 
 def shard_dimension(values: Tensor) -> int:
-    """The mesh dimension along which values are sharded.
+    """Return the mesh dimension along which values are sharded.
 
     Raises:
         RuntimeError: they are not sharded by slots.
@@ -72,17 +74,23 @@ def shard_dimension(values: Tensor) -> int:
 
 
 def local_range(tensor: Tensor, count: int | None = None) -> tuple[int, int]:
-    """The rows [first, last) that this rank holds of a DTensor that is sharded by rows, or would
-    hold if it had `count` rows."""
+    """Return the rows [first, last) that this rank holds of a DTensor that is sharded by rows.
+
+    Args:
+        count: the number of rows; defaults to that of the tensor.
+    """
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     dimension = shard_dimension(tensor)
     count = len(tensor) if count is None else count
     return chunk(count, mesh.size(dimension), mesh.get_local_rank(dimension))
 
 
-def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """The rows [first, last) of a DTensor that this rank counts: those it holds, or none if a
-    replica of them is on an earlier rank."""
+def primary_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the rows [first, last) of a DTensor of which this rank holds the first replica.
+
+    These are the rows of `local_range`, or none if another rank holds the first replica of them.
+    Over all ranks every row is in one range.
+    """
     mesh, dimension = tensor.device_mesh, shard_dimension(tensor)  # type: ignore[attr-defined]
     first, last = local_range(tensor)
     leads = all(mesh.get_local_rank(i) == 0 for i in range(mesh.ndim) if i != dimension)
@@ -95,9 +103,11 @@ def shard_like(
     rows: Callable[[int, int], Tensor],
     count: int | None = None,
 ) -> Tensor:
-    """A DTensor of `dtype` that is sharded as `like`, with `count` rows (as many by default).
+    """Return a DTensor of `dtype` that is sharded as `like`.
 
-    `rows` returns the rows [first, last) on the CPU.
+    Args:
+        rows: called with first and last; returns the rows [first, last) on the CPU.
+        count: number of rows; defaults to that of `like`.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
 
@@ -113,7 +123,7 @@ def shard_like(
 
 
 def device_of(values: Tensor) -> torch.device:
-    """The device that computes the products, even if the shards are offloaded to the CPU."""
+    """Return the device that computes the products, even if shards are offloaded to the CPU."""
     if not is_sharded(values):
         return values.device
     kind = values.device_mesh.device_type  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.backends import Executor
 from dynsparse.nn.sharded import device_of, gather_full, is_sharded, require_unsharded
 from dynsparse.ops import capture
@@ -48,7 +48,7 @@ def drop_references(values: Tensor) -> None:
 
 # Held while values and pattern of a layer change or are read together. One lock for all layers, as
 # it is held only for moments.
-changing = threading.RLock()
+update_lock = threading.RLock()
 
 
 class LayerState:
@@ -250,7 +250,7 @@ class SparseModule(nn.Module):
 
     def _refresh(self) -> LayerState:
         """Rebuild the state after a change of pattern, device, or memory of the values."""
-        with changing:
+        with update_lock:
             values = self.values
             pattern, before = self._pattern, self._state
             if before is not None and before.version != before.watched._version:
@@ -356,8 +356,8 @@ class SparseModule(nn.Module):
             switches.append(follower.prepare(Rewiring.between(follower.pattern, pattern)))
 
         def switch() -> None:
-            with torch.no_grad(), uninterrupted():
-                with changing:
+            with torch.no_grad(), defer_signals():
+                with update_lock:
                     new = state
                     if before is not None:
                         self._pattern._device_index = saved_index
@@ -432,7 +432,7 @@ class SparseModule(nn.Module):
             check_consistent(ranks_of(mesh.get_group(dimension)), digests, advice, shown=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        with changing:
+        with update_lock:
             state = self._state_to_copy()
             # Pickle reads the Parameter later, after other threads may have changed the pattern.
             # To a process that is being spawned torch sends each memory once.
@@ -455,7 +455,7 @@ class SparseModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModule:
         copied = self.__new__(type(self))
         memo[id(self)] = copied
-        with changing:
+        with update_lock:
             state = copy.deepcopy(self._state_to_copy(), memo)
         copied.__setstate__(state)
         if _is_made_for_averaging():
@@ -467,7 +467,7 @@ class SparseModule(nn.Module):
         alive = (reference for reference in self._followers if reference() is not None)
         self._followers = (*alive, weakref.ref(other))
 
-    def thin_index(self) -> None:
+    def shrink_index(self) -> None:
         """If the values are sharded on CPUs, keep only 4 bytes of index per block.
 
         Backward then computes the order by columns at each call, and panels and masks are not
@@ -536,7 +536,7 @@ class SparseModule(nn.Module):
         pattern._check_values(values)
         self._install(pattern, values.to(require_unsharded(self.values), copy=True))
 
-    def prepare_moved(self, pattern: SparsePattern) -> Callable[[], None]:
+    def prepare_pattern(self, pattern: SparsePattern) -> Callable[[], None]:
         """As `prepare`, for a pattern whose values the caller changes: sharded values move between
         ranks."""
         self._check_capacity(pattern)
@@ -598,7 +598,7 @@ class SparseModule(nn.Module):
         """
         if is_compiling() or is_sharded(self.values):  # no compiler traces locks and hooks
             return self._pattern.to_dense(gather_full(self.values))
-        with changing:
+        with update_lock:
             pattern = self._pattern
             dense = pattern.to_dense(self.values)
         if dense.requires_grad:
@@ -610,7 +610,7 @@ class SparseModule(nn.Module):
             raise RuntimeError(capture.CHANGED)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        with changing:
+        with update_lock:
             self._load(*arguments)
 
     def _load(
@@ -678,7 +678,7 @@ class SparseModule(nn.Module):
         return np.array_equal(rows.numpy(), np.arange(len(counts)).repeat(counts))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with changing:
+        with update_lock:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             pattern = self._pattern
         if self._omits_pattern:

@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_kind, shorten, typed
-from dynsparse._core.files.atomic_write import replaced
+from dynsparse._core.checks import check_kind, check_types, shorten
+from dynsparse._core.files.atomic_write import replace_file
 from dynsparse._core.files.limits import check_regular, parse_json, read_limit
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.candidates import Candidate, find_candidates
 from dynsparse.nn.convert import (
@@ -51,7 +51,7 @@ from dynsparse.nn.convert import (
 )
 from dynsparse.nn.embedding import TiedHead
 from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
-from dynsparse.nn.init import memory_for_meta_tensors
+from dynsparse.nn.init import materialize_meta_tensors
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.quantized import ACTIVATIONS, QuantizedSparseLinear, replace_by_quantized
 from dynsparse.nn.transformers_import import convert_names, set_quantizers
@@ -115,13 +115,13 @@ def save_safetensors(
         "aliases": json.dumps(aliases),
         "user": json.dumps(user),
     }
-    with replaced(Path(path)) as temporary:
+    with replace_file(Path(path)) as temporary:
         # Opened here first: a missing folder is then an OSError that names it.
         temporary.touch()
         save_file(tensors, temporary, header)
 
 
-@typed
+@check_types
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, str]:
     """Load a file of `save_safetensors` into `model`, whose layers are sparse as in the file.
 
@@ -151,14 +151,14 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
                 "use dynsparse.load_pretrained, with the dense model"
             )
     try:
-        with uninterrupted():
+        with defer_signals():
             _load(model, file.tensors, file.layers, {})
     except ValueError as error:
         raise ValueError(f"{path} does not fit the model: {error}") from None
     return file.metadata
 
 
-@typed
+@check_types
 def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) -> nn.Module:
     """Load a saved sparse model into `model`; layers that are sparse in the file become sparse.
 
@@ -187,7 +187,7 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
     try:
         if layers is None:
             tensors = convert_names(model, tensors)
-        with uninterrupted():
+        with defer_signals():
             _load(model, tensors, layers, find_candidates(model))
     except ValueError as error:
         raise ValueError(f"{path} does not fit the model: {error}") from None
@@ -401,7 +401,7 @@ def _load(
             for part in (*_PARTS, *PACKED):  # which the layer has already
                 tensors.pop(_key(name, part), None)
         _check_state(model, tensors, names, {_key(name, "values") for name in loaded})
-        with memory_for_meta_tensors(model):
+        with materialize_meta_tensors(model):
             model.load_state_dict(tensors, strict=False)
             if quantized:
                 _quantize_layers(model, quantized, described)

@@ -121,7 +121,7 @@ def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
         )
 
 
-def not_in_onnx_export(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def refuse_onnx_export(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The forward function of an operator, for `Library.impl`, refused in `torch.onnx.export`:
     that calls it before its own error, which names no way out."""
 
@@ -172,7 +172,7 @@ def is_recording() -> bool:
     return torch.is_grad_enabled() or _is_forward_mode()
 
 
-def below_autograd() -> AbstractContextManager:
+def skip_autograd() -> AbstractContextManager:
     """Calls of operators inside skip autograd, as `torch.library.register_autograd` does it; that
     has no derivatives in forward mode."""
     return torch._C._AutoDispatchBelowAutograd()

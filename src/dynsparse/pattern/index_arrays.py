@@ -82,7 +82,7 @@ def by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tens
     return col_ptr, csc_rows, csc_slots
 
 
-def unpacked(
+def unpack_entries(
     packed: Tensor, gaps: bool, grid: tuple[int, int], nnz: int
 ) -> tuple[SortedEntries, Tensor] | None:
     """The entries of a pattern in a file, see `pattern.packed`, and col_ptr [width + 1].

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dynsparse._core.checks import shorten
 from dynsparse.pattern.coordinates import block_grid
-from dynsparse.pattern.index_arrays import unpacked
+from dynsparse.pattern.index_arrays import unpack_entries
 from dynsparse.pattern.sparse_pattern import SparsePattern
 
 PACKED = ("gaps", "mask")
@@ -70,7 +70,7 @@ def unpack(
         raise ValueError(f"{name} must be uint8 [n], got {shorten(packed)}")
     shape, block, grid = block_grid(shape, block)
     bytes_ = packed.detach().cpu().contiguous()
-    if (entries := unpacked(bytes_, name == "gaps", grid, len(values))) is not None:
+    if (entries := unpack_entries(bytes_, name == "gaps", grid, len(values))) is not None:
         return SparsePattern._from_entries(*entries, shape=shape, block_size=block)
     read = _read_gaps if name == "gaps" else _read_mask
     flat = read(bytes_.numpy(), grid[0] * grid[1], len(values))

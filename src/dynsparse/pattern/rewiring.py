@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_kind, check_tensor, shorten, typed
+from dynsparse._core.checks import check_kind, check_tensor, check_types, shorten
 from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
     SortedEntries,
@@ -175,7 +175,7 @@ class Rewiring:
         return self.source.to(device) if held is None or held.device != device else held
 
     @classmethod
-    @typed
+    @check_types
     def make(
         cls, pattern: SparsePattern, drop: Tensor, grow: Tensor, *, row_major: bool = False
     ) -> Rewiring:
@@ -218,7 +218,7 @@ class Rewiring:
         return cls._made(pattern, after, _reused=reused)
 
     @classmethod
-    @typed
+    @check_types
     def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
         """The rewiring that leads from one pattern to another of the same shape and block size."""
         _check_alike(before, after)

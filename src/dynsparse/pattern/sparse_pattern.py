@@ -19,10 +19,10 @@ from dynsparse._core.checks import (
     check_integer,
     check_kind,
     check_tensor,
+    check_types,
     check_within,
     is_scipy,
     shorten,
-    typed,
 )
 from dynsparse._core.html import html_table
 from dynsparse.pattern.coordinates import (
@@ -215,7 +215,7 @@ class SparsePattern:
         return pattern
 
     @classmethod
-    @typed
+    @check_types
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
         """From sorted, distinct flat block positions (row * (in/b) + col), int64 [nnz]."""
         shape, block_size, grid = block_grid(shape, block_size)
@@ -233,7 +233,7 @@ class SparsePattern:
         return pattern
 
     @classmethod
-    @typed
+    @check_types
     def random(
         cls,
         shape: Sequence[int],
@@ -579,7 +579,7 @@ class SparsePattern:
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable
 
-    @typed
+    @check_types
     def contains(self, flat: Tensor) -> Tensor:
         """Whether each flat block position (int64 [n]) is present: bool [n]."""
         if flat.is_complex() or flat.is_meta:

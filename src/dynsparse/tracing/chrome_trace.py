@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dynsparse._core.checks import check_integer, check_kind, typed
+from dynsparse._core.checks import check_integer, check_kind, check_types
 from dynsparse._core.files.atomic_write import atomic_write
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 from dynsparse._core.version import __version__
 from dynsparse.tracing.models import hook_models
 from dynsparse.tracing.spans import Lane, Mark, Recorder, active_recorder, set_recorder
@@ -31,7 +31,7 @@ _LIMIT = 1_000_000
 _PART = 10_000  # events per write
 
 
-@typed
+@check_types
 @contextmanager
 def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None]:
     """Write the spans and counters inside the block to `file`, in the Chrome trace format.
@@ -72,7 +72,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
             yield
     finally:
         set_recorder(None)
-        with uninterrupted():
+        with defer_signals():
             _write(path, recorder, time.perf_counter_ns())
 
 

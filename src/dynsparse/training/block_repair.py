@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynsparse._core.checks import check_integer, check_within, typed
+from dynsparse._core.checks import check_integer, check_types, check_within
 from dynsparse.nn.calibration import Blocks, drop_padding, evaluation_mode, list_batches
 from dynsparse.nn.sparse_module import SparseModule
 
@@ -28,7 +28,7 @@ class RepairedBlock(NamedTuple):
     after: float
 
 
-@typed
+@check_types
 def repair(
     model: nn.Module,
     dense: nn.Module,

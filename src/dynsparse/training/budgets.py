@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_choice, check_within, typed
+from dynsparse._core.checks import check_choice, check_types, check_within
 from dynsparse.allocation import allocate
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import fetch_scalars
@@ -169,7 +169,7 @@ class GlobalBudget(Budget):
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         _check_one_block_size(patterns, "a global budget")
 
-    @typed
+    @check_types
     def counts(self, survey: Survey) -> dict[str, Counts]:
         patterns = survey.patterns
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
@@ -241,7 +241,7 @@ class GradualBudget(Budget):
 
     changes_capacity = True
 
-    @typed
+    @check_types
     def __init__(
         self,
         final_density: float | None,

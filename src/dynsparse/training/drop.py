@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_not_negative, check_tensor, typed
-from dynsparse.nn.sharded import gather_full, is_sharded, local_part, own_rows
+from dynsparse._core.checks import check_not_negative, check_tensor, check_types
+from dynsparse.nn.sharded import gather_full, is_sharded, local_part, primary_range
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import by_slots, empty, membership_mask, nonzero_positions
@@ -83,7 +83,7 @@ class MagnitudeGradient:
         return score.add_(magnitude(values.grad), alpha=self.gradient_weight)
 
 
-@typed
+@check_types
 def lowest(scores: Tensor, count: int) -> Tensor:
     """The slots of the `count` lowest of `scores` [nnz], ascending, int64 [count], on the CPU.
 
@@ -253,7 +253,7 @@ def _local_scores(
     orders = [torch.zeros(0, device="cpu")] * len(scores) if orders is None else orders
     for full, shard, order in zip(scores, shards, orders, strict=True):
         if is_sharded(full):
-            first, last = own_rows(full)
+            first, last = primary_range(full)
             part = local_part(full.detach())[: last - first]
         else:
             first, last = chunk_of(ranks, len(full))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core.checks import check_integer, check_within
-from dynsparse.ops.conv.patches import are_patches, copied, features_of, matrices
+from dynsparse.ops.conv.patches import are_patches, clone_view, features_of, matrices
 from dynsparse.ops.grow.scores import Pair, add_rows
 from dynsparse.ops.linear import grad_weight
 from dynsparse.ops.linear.cuda.dense import lines_of
@@ -141,7 +141,7 @@ class WindowMomentum(History):
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
         # Copies: a later step may reuse an input buffer, and zero a gradient.
-        copies = [(copied(x), copied(dy)) for x, dy in pairs]
+        copies = [(clone_view(x), clone_view(dy)) for x, dy in pairs]
         self._steps.setdefault(layer, self._deque()).append(copies)
 
     def _deque(self, steps: Any = ()) -> deque[list[Pair]]:

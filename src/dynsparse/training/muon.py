@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse._core.checks import check_not_negative, check_within, shorten, typed
+from dynsparse._core.checks import check_not_negative, check_types, check_within, shorten
 from dynsparse.nn.candidates import check_patterns, find_candidates, matches_name
 from dynsparse.nn.models import param_groups
 
@@ -40,7 +40,7 @@ class MuonAdamW(torch.optim.Optimizer):
         RuntimeError: torch before 2.9, which has no Muon.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         model: nn.Module,

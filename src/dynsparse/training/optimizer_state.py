@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import logs
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring
 
 
-@typed
+@check_types
 @torch.no_grad()
 def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring) -> None:
     """Apply `rewiring` to every state tensor of the Parameter `values`, in place if its size stays.

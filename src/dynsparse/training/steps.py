@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import logs
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import OFF, counter, is_traced, span
@@ -250,13 +250,13 @@ class OptimizerSteps:
             )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            with uninterrupted():
+            with defer_signals():
                 self._begin()
             return None
 
         def closure_and_begin() -> Any:
             loss = closure()
-            with uninterrupted():
+            with defer_signals():
                 self._begin()
             return loss
 
@@ -278,7 +278,7 @@ class OptimizerSteps:
         if self._by_hand:
             self._passed = True
         else:
-            with uninterrupted():
+            with defer_signals():
                 self._end()
                 if self._caller != _STEP:
                     self._end_span()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear.naive import rows_of
 from dynsparse.pattern import Rewiring
@@ -44,7 +44,7 @@ class Telemetry:
         trainer: watched from now on, with the patterns its layers have now as the first ones.
     """
 
-    @typed
+    @check_types
     def __init__(self, trainer: SparseTrainer) -> None:
         self._watched = {name: _Layer(layer) for name, layer in trainer.layers.items()}
         trainer.on_update.append(self._update)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import check_flag, check_kind
 from dynsparse._core.html import html_table
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops import capture
@@ -152,7 +152,7 @@ class SparseTrainer:
             self.layers = find_sparse_layers(model)
             watch(model)
             for layer in self.layers.values():
-                layer.thin_index()
+                layer.shrink_index()
             self.optimizer, self._given = unwrap_optimizer(optimizer), optimizer
             check_optimizer(
                 self.optimizer, {name: layer.values for name, layer in self.layers.items()}
@@ -238,7 +238,7 @@ class SparseTrainer:
 
     def _step_by(self, take: Callable[[], Any] | None) -> dict[str, Rewiring] | None:
         """`step`, with a function that steps the optimizer in place of its own `step`."""
-        with uninterrupted():
+        with defer_signals():
             self._take_over()
             return self._steps.step(take)
 
@@ -255,7 +255,7 @@ class SparseTrainer:
                 and another trainer with another optimizer trains a layer, or each rank has a
                 different gradient.
         """
-        with uninterrupted():
+        with defer_signals():
             self._take_over()
             self._steps.prepare()
 
@@ -272,7 +272,7 @@ class SparseTrainer:
             TypeError, ValueError: initial values of grown weights, scores or optimizer state do not
                 fit the layer, or hold NaN.
         """
-        with uninterrupted():
+        with defer_signals():
             return self._steps.finish()
 
     def stop(self) -> None:
@@ -512,7 +512,7 @@ class SparseTrainer:
                 nothing is changed.
         """
         self.check_state(state, {name: layer.pattern for name, layer in self.layers.items()})
-        with uninterrupted():
+        with defer_signals():
             undo = self._undo(planning=False)
             try:
                 self._load_own_state(state["own_state"])

@@ -451,7 +451,7 @@ class Change:
 
             return apply
 
-        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after)], move_then_apply)
+        return PreparedChange(values, [self.layer.prepare_pattern(rewiring.after)], move_then_apply)
 
     def _prepare_refill(self, following: Sequence[tuple[Tensor, float | Tensor]]) -> PreparedChange:
         """As `_prepare_shards`, where survivors stay: each rank fills its own grown slots."""
@@ -473,7 +473,7 @@ class Change:
             for local, slots, fill in writes:
                 local[slots] = fill
 
-        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after), apply])
+        return PreparedChange(values, [self.layer.prepare_pattern(rewiring.after), apply])
 
     def _resize_shards(self, shards: Sequence[Tensor]) -> None:
         """Apply shards of another length: of the values, the gradient where there is one, and the
@@ -509,7 +509,7 @@ class PreparedChange:
     Attributes:
         values: of the layer.
         parts: functions that apply values, pattern, optimizer state and gradient; to be called
-            within `uninterrupted`.
+            within `defer_signals`.
         move: for sharded values whose survivors change their slots: gathers them, and returns one
             part more; all ranks of the shards call it.
     """

@@ -27,7 +27,7 @@ from dynsparse._core.checks import (
     check_flag,
     check_integer,
     check_sizes,
-    typed,
+    check_types,
 )
 from dynsparse.pattern import SparsePattern
 from popsparse.machine import Target
@@ -464,7 +464,7 @@ class BlockSparsePlan:
         )
 
 
-@typed
+@check_types
 def plan(
     params: MatmulParams, target: Target | None = None, options: Any = None
 ) -> BlockSparsePlan:

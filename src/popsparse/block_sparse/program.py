@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from popsparse.block_sparse.partition import BlockSparsePlan, MatmulParams, plan
 from popsparse.machine import (
     Codelet,
@@ -354,7 +354,7 @@ def _add_operand(
     return add_blocks(graph, plan.params.dtype, home, shape, name)
 
 
-@typed
+@check_types
 def create_matmul_lhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "lhs"
 ) -> Tensor:
@@ -374,7 +374,7 @@ def create_matmul_lhs(
     return join_blocks(_add_operand(graph, product, "a", shape, rows * blocks, name), rows)
 
 
-@typed
+@check_types
 def create_matmul_rhs(
     graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "rhs"
 ) -> Tensor:
@@ -388,7 +388,7 @@ def create_matmul_rhs(
     return join_blocks(_add_operand(graph, product, "b", shape, rows * params.grid[2], name), rows)
 
 
-@typed
+@check_types
 def matmul(
     graph: Graph,
     params: MatmulParams,

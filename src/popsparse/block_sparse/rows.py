@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, check_sizes, typed
+from dynsparse._core.checks import check_choice, check_integer, check_sizes, check_types
 from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
 from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (
@@ -35,7 +35,7 @@ from popsparse.planning.params import ceil_div, data_type
 from popsparse.programs.layout import execute
 
 
-@typed
+@check_types
 def softmax(
     graph: Graph,
     values: Tensor,
@@ -70,7 +70,7 @@ def softmax(
     return out
 
 
-@typed
+@check_types
 def softmax_in_place(
     graph: Graph,
     values: Tensor,
@@ -88,7 +88,7 @@ def softmax_in_place(
     rows.add_softmax(values, values, program, subblock_mask)
 
 
-@typed
+@check_types
 def softmax_grad(
     graph: Graph,
     out: Tensor,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.nn import SparseLinear
 from dynsparse.training import SparseTrainer
 from dynsparse.training.drop import MagnitudeGradient
@@ -390,7 +390,7 @@ class CompiledModel:
 
     # Steps.
 
-    @typed
+    @check_types
     def step(self, *data: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Train on a batch.
 
@@ -596,7 +596,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-@typed
+@check_types
 def compile(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | SparseTrainer,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
 from popsparse.encoding.buckets import (
@@ -201,7 +201,7 @@ class Partitioner:
         ValueError: a plan that keeps its weights dense, or blocks that do not divide each other.
     """
 
-    @typed
+    @check_types
     def __init__(
         self,
         plan: Plan | BucketLayout,
@@ -227,7 +227,7 @@ class Partitioner:
             )
 
     @classmethod
-    @typed
+    @check_types
     def for_params(
         cls,
         target: Any,

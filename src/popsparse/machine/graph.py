@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_array, check_integer, check_kind, shorten, typed
+from dynsparse._core.checks import check_array, check_integer, check_kind, check_types, shorten
 from popsparse.machine.dtypes import DType, MappingError, OutOfMemoryError, as_dtype
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
@@ -453,7 +453,7 @@ class Graph:
 
     # Vertices.
 
-    @typed
+    @check_types
     def add_compute_set(self, name: str) -> ComputeSet:
         return ComputeSet(self, name)
 
@@ -538,14 +538,14 @@ class Graph:
 
     # Host access.
 
-    @typed
+    @check_types
     def add_handle(self, name: str, tensor: Tensor) -> None:
         """Let the host read and write a tensor by this name, outside programs and for free."""
         if name in self.handles:
             raise ValueError(f"the handle {name!r} exists already")
         self.handles[name] = self._check_own(tensor)
 
-    @typed
+    @check_types
     def add_stream(self, name: str, dtype: Any, numel: int, *, to_device: bool) -> Stream:
         """Add a stream for `Copy`: `numel` elements at a time, to or from the machine."""
         if name in self.streams:
@@ -554,7 +554,7 @@ class Graph:
         self.streams[name] = stream
         return stream
 
-    @typed
+    @check_types
     def add_remote_buffer(self, name: str, dtype: Any, numel: int, rows: int = 1) -> RemoteBuffer:
         """Add memory beside the processor for `Copy`: `rows` of `numel` elements, initially zero.
 

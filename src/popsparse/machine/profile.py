@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse._core.checks import check_kind, shorten, typed
+from dynsparse._core.checks import check_kind, check_types, shorten
 from popsparse.machine import program as programs
 from popsparse.machine.memory import Contents, MemoryUse
 from popsparse.machine.target import Target
@@ -455,7 +455,7 @@ class Profile:
             busy=np.asarray(parallel.get("busy", []), float),
         )
 
-    @typed
+    @check_types
     def summary(self, max_steps: int = 30) -> str:
         """A readable text: target, memory, cycles by kind, the costliest steps."""
         target, use = self.target, self.memory

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, shorten, typed
+from dynsparse._core.checks import check_choice, check_integer, check_types, shorten
 from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
 
 
@@ -322,7 +322,7 @@ class Target:
         return cls(**{"name": "bow", "clock_hz": 1.85e9, **changes})
 
     @classmethod
-    @typed
+    @check_types
     def pod(
         cls, processors: int, processor: str = "bow", tiles: int = 1472, **changes: Any
     ) -> Target:
@@ -349,7 +349,7 @@ class Target:
         """Cost of a synchronisation of all processors."""
         return self.sync_cycles if self.processors == 1 else self.link_sync_cycles
 
-    @typed
+    @check_types
     def share(self, replicas: int) -> Target:
         """The target of one replica: its share of the processors.
 
@@ -367,7 +367,7 @@ class Target:
         return self.with_(tiles=self.tiles // count, processors=self.processors // count)
 
     @classmethod
-    @typed
+    @check_types
     def named(cls, name: str, **changes: Any) -> Target:
         """The preset of this name: "mk2" or "bow"."""
         preset: Target = getattr(cls, check_choice("target", name, PRESETS))(**changes)
@@ -396,7 +396,7 @@ class Target:
         128 for half, 32 for float, 0 for integers."""
         return {HALF: 128.0, FLOAT: 32.0}.get(as_dtype(dtype), 0.0)
 
-    @typed
+    @check_types
     def seconds(self, cycles: float) -> float:
         """Convert cycles to seconds."""
         if not isinstance(cycles, (int, float, np.number)) or isinstance(cycles, bool):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dynsparse._core.checks import check_integer, check_kind, typed
+from dynsparse._core.checks import check_integer, check_kind, check_types
 from popsparse.machine.dtypes import DType
 from popsparse.machine.intervals import Runs
 
@@ -298,7 +298,7 @@ def _join(parts: list[Runs]) -> Runs:
     return Runs(starts[first], np.add.reduceat(lengths, first) if len(first) else lengths)
 
 
-@typed
+@check_types
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Concatenate tensors along `axis`. Unless long stretches [n] are joined, the result keeps an
     address per element, so for large operands prefer one variable and its slices, or a `Copy` of
@@ -324,7 +324,7 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     return Tensor(first.graph, first.dtype, addresses.shape, addresses=addresses)
 
 
-@typed
+@check_types
 def rotation(
     source: Tensor, destination: Tensor, shift: int, axis: int = 0
 ) -> list[tuple[Tensor, Tensor]]:

@@ -17,9 +17,9 @@ from dynsparse._core.checks import (
     check_array,
     check_integer,
     check_kind,
+    check_types,
     is_number,
     shorten,
-    typed,
 )
 from popsparse.machine.dtypes import HALF, DType, ProgramError, as_dtype
 from popsparse.machine.intervals import Runs
@@ -60,7 +60,7 @@ def InOut(*dtypes: Any) -> Field:
     return Field("inout", tuple(as_dtype(d) for d in dtypes) or None)
 
 
-@typed
+@check_types
 @dataclass(frozen=True, eq=False)
 class Codelet:
     """What a vertex computes and how long it takes.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer, check_within, typed
+from dynsparse._core.checks import check_integer, check_types, check_within
 from popsparse.machine.dtypes import DType
 from popsparse.machine.exchange import link_cycles
 from popsparse.machine.target import Target
@@ -365,7 +365,7 @@ class DensePlan:
         }
 
 
-@typed
+@check_types
 def plan(
     m: int,
     k: int,

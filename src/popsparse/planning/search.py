@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import shorten, typed
+from dynsparse._core.checks import check_types, shorten
 from popsparse.machine.dtypes import DType
 from popsparse.machine.target import Target
 from popsparse.planning.cost import (
@@ -70,7 +70,7 @@ class _Candidate:
         return int(np.broadcast_to(value, self.cycles.shape)[place])
 
 
-@typed
+@check_types
 def make_plan(
     target: Target,
     dtype: Any,
@@ -98,7 +98,7 @@ def make_plan(
     return _search(*key) if cache is None else cache.find(key, lambda: _search(*key))
 
 
-@typed
+@check_types
 def matmul_plan(
     target: Target,
     dtype: Any,
@@ -297,7 +297,7 @@ def parse_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in PASSES if name in names or name == "forward")
 
 
-@typed
+@check_types
 def plan(
     out: int,
     in_: int,

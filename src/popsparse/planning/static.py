@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.pattern import SparsePattern
 from popsparse.formats import SparseMatrix
 from popsparse.machine.dtypes import DType
@@ -180,7 +180,7 @@ _log = logging.getLogger("dynsparse.popsparse")
 _RUNNERS_UP = 10  # Runners-up kept for the report.
 
 
-@typed
+@check_types
 def make_plan(
     target: Any,
     dtype: Any,

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from dynsparse._core.checks import check_kind, shorten
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.backends import executor_for
+from dynsparse.nn.backends import make_executor
 from dynsparse.training import SparseTrainer
 from popsparse.poptorch.options import ConnectionType, Options, OutputMode, ReductionType
 from popsparse.report import write_layer_report
@@ -456,4 +456,4 @@ def _executors(
     if any(layer.executor is not None for layer in layers):
         raise ValueError("a layer has its own target or active subset: leave out target here")
     options = None if memory is None else {"available_memory_proportion": memory}
-    return [(layer, executor_for(target, layer.values.dtype, options)) for layer in layers]
+    return [(layer, make_executor(target, layer.values.dtype, options)) for layer in layers]

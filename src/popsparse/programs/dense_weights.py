@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.pattern import SparsePattern
 from popsparse.encoding.partitioner import Encoded, EncodedPattern, Partitioner
 from popsparse.formats import COOMatrix, SparseMatrix
@@ -109,7 +109,7 @@ class DensePartitioner(Partitioner):
         plan: a plan with `use_dense`.
     """
 
-    @typed
+    @check_types
     def __init__(self, plan: Plan) -> None:
         if not plan.use_dense:
             raise ValueError("this plan has buckets: use Partitioner")

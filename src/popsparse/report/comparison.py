@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynsparse._core.checks import check_kind, typed
+from dynsparse._core.checks import check_kind, check_types
 from popsparse.machine import Profile
 from popsparse.report.charts import esc, number, table, words
 from popsparse.report.data import StoredProfile, read_profiles
@@ -194,7 +194,7 @@ _WIDTH = 96
 _MOST_STEPS = 12
 
 
-@typed
+@check_types
 def profile_text(title: str, profiles: Sequence[Profile]) -> str:
     """Text with the summary and three findings of each pass."""
     check_kind("profiles", profiles, (list, tuple), "a list of Profile")
@@ -213,7 +213,7 @@ def profile_text(title: str, profiles: Sequence[Profile]) -> str:
     return "\n".join(line.replace("\u00a0", " ").rstrip() for line in lines)
 
 
-@typed
+@check_types
 def comparison_text(comparison: Comparison) -> str:
     """The figures of both as text, and the changes from A to B."""
     lines = [f"A: {comparison.first}", f"B: {comparison.second}"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynsparse._core.checks import check_kind, shorten, typed
+from dynsparse._core.checks import check_kind, check_types, shorten
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.limits import parse_json
 from popsparse.machine import Profile
@@ -73,7 +73,7 @@ class StoredProfile:
     page: dict[str, Any]
 
 
-@typed
+@check_types
 def save_profile(
     path: str | os.PathLike[str],
     *,
@@ -107,7 +107,7 @@ def save_profile(
     return Path(path)
 
 
-@typed
+@check_types
 def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
     """Read a file that `save_profile`, `dynsparse matmul --profile` or an engine's `autoReport`
     wrote.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse._core.checks import check_kind, typed
+from dynsparse._core.checks import check_kind, check_types
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.version import __version__
 from popsparse.machine import Profile
@@ -243,7 +243,7 @@ def _numbers(values: np.ndarray) -> list[float | int]:
     return [int(v) if float(v).is_integer() else round(float(v), 2) for v in values.tolist()]
 
 
-@typed
+@check_types
 def layer_page(
     layer: Any,
     *,

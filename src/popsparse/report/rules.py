@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from popsparse.machine import Profile, StepProfile
 from popsparse.report.charts import esc, number, percent, words
 from popsparse.report.steps import short_names
@@ -304,7 +304,7 @@ RULES: dict[str, Rule] = {
 """Every rule by name."""
 
 
-@typed
+@check_types
 def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list[Finding]:
     """The findings of a run, the costliest first; insufficient memory comes before all others.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from popsparse.machine import Contents, Profile, ProgramNode, StepProfile, Target
 from popsparse.machine.profile import PARTS
 from popsparse.report.charts import bar, esc, indent, legend, number, percent, table
@@ -97,7 +97,7 @@ class Operation:
         return sum(self.parts.values())
 
 
-@typed
+@check_types
 def operations(profile: Profile, depth: int = 1) -> list[Operation]:
     """The operations of a run, in the order of the program.
 
@@ -215,7 +215,7 @@ def _steps_of(program: list[ProgramNode]) -> list[int]:
     return list(order)
 
 
-@typed
+@check_types
 def memory_steps(profile: Profile) -> list[int]:
     """The steps that hold memory, in the order of the program; of all programs if none ran."""
     live, tree = profile.contents.live, profile.tree()
@@ -223,7 +223,7 @@ def memory_steps(profile: Profile) -> list[int]:
     return [step for step in order if step in live]
 
 
-@typed
+@check_types
 def peak_step(profile: Profile, tile: int | None = None) -> int | None:
     """The step with the most live bytes, on a tile or on all together; None if there is none."""
     steps = memory_steps(profile)

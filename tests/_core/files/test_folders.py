@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from dynsparse._core.files.folders import LOCK, BusyError, only_writer
+from dynsparse._core.files.folders import LOCK, BusyError, lock_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from dynsparse._core.files.folders import only_writer
-with only_writer(Path(sys.argv[1])):
+from dynsparse._core.files.folders import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(600)
 """
@@ -33,7 +33,7 @@ def holder(tmp_path):
 
 def test_second_writer_raises_with_the_first_writers_process(tmp_path, holder):
     with pytest.raises(BusyError, match=rf"process {holder.pid} on .*choose another") as error:
-        only_writer(tmp_path).__enter__()
+        lock_folder(tmp_path).__enter__()
     assert "\n" not in str(error.value)
     assert (tmp_path / LOCK).exists()
 
@@ -43,17 +43,17 @@ def test_killed_writer_leaves_no_lock(tmp_path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert (tmp_path / LOCK).exists()
-    with only_writer(tmp_path):
+    with lock_folder(tmp_path):
         assert f"process {os.getpid()} on " in (tmp_path / LOCK).read_text()
     assert not (tmp_path / LOCK).exists()
 
 
 def test_within_one_process(tmp_path):
-    with only_writer(tmp_path):
+    with lock_folder(tmp_path):
         with pytest.raises(BusyError):
-            only_writer(tmp_path).__enter__()
+            lock_folder(tmp_path).__enter__()
         assert (tmp_path / LOCK).exists()
-    with only_writer(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
@@ -68,11 +68,11 @@ def test_lock_file_removed_by_its_holder_is_recreated(tmp_path, monkeypatch):
         lock(handle, kind)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with only_writer(tmp_path):
+    with lock_folder(tmp_path):
         assert len(calls) == 2
         monkeypatch.undo()
         with pytest.raises(BusyError):
-            only_writer(tmp_path).__enter__()
+            lock_folder(tmp_path).__enter__()
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", none)
     expected = pytest.warns(RuntimeWarning, match="without locks .*no other training writes there")
-    with expected, only_writer(tmp_path):
+    with expected, lock_folder(tmp_path):
         pass
 
 
@@ -89,10 +89,10 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / LOCK).symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match=LOCK):
-        only_writer(tmp_path).__enter__()
+        lock_folder(tmp_path).__enter__()
     assert (tmp_path / "precious").read_text() == "text"
 
 
 def test_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
-        only_writer(tmp_path / "none").__enter__()
+        lock_folder(tmp_path / "none").__enter__()

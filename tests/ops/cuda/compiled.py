@@ -193,7 +193,7 @@ def _activations(b: int, dtype: torch.dtype, lie: str) -> torch.Tensor:
         "ragged": lambda: torch.empty(500, 4 * b, dtype=dtype),
         "even": lambda: torch.empty(512, 4 * b, dtype=dtype),
     }[lie]()
-    return blocks.readable(x)
+    return blocks.ensure_aligned(x)
 
 
 def rows_jobs(

@@ -201,20 +201,20 @@ def test_float32_bias_gradient_uses_torch():
 def test_aligned_operands_are_not_copied():
     x = torch.randn(64, 48).bfloat16()
     for lies in (x, x.t(), x[::2], x[:, 16:], x[:, :7], x[:1], x[:0], x[5:6, 8:9]):
-        assert blocks.readable(lies) is lies
+        assert blocks.ensure_aligned(lies) is lies
 
 
 def test_unaligned_operands_are_copied():
     x, wide = torch.randn(64, 48).bfloat16(), torch.randn(64, 49).bfloat16()
     expanded = x[:1].expand(64, 48), x[:1, :1].expand(64, 48)
     for odd in (wide[:, :48], wide.t()[:48], x[:, 1:17], x[:, ::2], x.view(-1)[1:97].view(2, 48)):
-        made = blocks.readable(odd)
+        made = blocks.ensure_aligned(odd)
         assert torch.equal(made, odd)
         assert made.is_contiguous()
         assert made.data_ptr() % 16 == 0
         assert made.data_ptr() != odd.data_ptr()
     for odd in expanded:
-        made = blocks.readable(odd)
+        made = blocks.ensure_aligned(odd)
         assert torch.equal(made, odd)
         assert made.stride() == (48, 1)
 

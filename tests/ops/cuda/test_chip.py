@@ -86,9 +86,9 @@ def test_supported_block_sizes_and_dtypes(pretend):
         pattern = SparsePattern.random((b, b), 1.0, block_size=b)
         p = LayerIndex(pattern.index, torch.empty(pattern.values_shape))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert blocks.serves(p, dtype, CUDA) == (b in (16, 32, 64, 128))
-        assert not blocks.serves(p, torch.float64, CUDA)
-        assert not blocks.serves(p, torch.float32, torch.device("cpu"))
+            assert blocks.supports(p, dtype, CUDA) == (b in (16, 32, 64, 128))
+        assert not blocks.supports(p, torch.float64, CUDA)
+        assert not blocks.supports(p, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("current", "switched"), [(0, True), (1, False)])

@@ -15,10 +15,11 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write a file to; without an error it replaces `path`.
+def replace_file(path: Path) -> Iterator[Path]:
+    """Replace the file `path` atomically: write the new one to the yielded temporary path.
 
-    The file is flushed to the disk before it is renamed, and its folder after.
+    A context manager. At its end it flushes the file to the disk, renames it to `path`, and flushes
+    the folder. After an error it removes the temporary file, and `path` stays as it was.
 
     Raises:
         OSError: `path` is a folder, the folder around it is missing or cannot be written, or the
@@ -53,7 +54,7 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with open(path, "wb") as file:
             write(file)
         return
-    with replaced(path) as temporary, open(temporary, "xb") as file:
+    with replace_file(path) as temporary, open(temporary, "xb") as file:
         write(file)
 
 
@@ -63,9 +64,9 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files that kills have left in `folder`.
+    """Remove the temporary files of killed processes from `folder`.
 
-    Call it only where nobody else writes to the folder.
+    Call it only while no other process writes to the folder.
     """
     for file in folder.iterdir():
         if re.fullmatch(rf"\..+\.[0-9a-f]{{8}}{re.escape(TEMPORARY_SUFFIX)}", file.name):
@@ -73,9 +74,9 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name, too, must survive a power cut."""
+    """Flush a folder to the disk, so that new names in it survive a power cut."""
     if os.name != "posix":
-        return  # there a folder cannot be opened
+        return  # other systems cannot open a folder
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

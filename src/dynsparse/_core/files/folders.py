@@ -23,7 +23,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def cache_folder() -> Path:
-    """DYNSPARSE_CACHE_DIR, or the user's cache folder: for downloads and measured figures."""
+    """Return the folder for downloads and measurements: DYNSPARSE_CACHE_DIR or the user cache."""
     import platformdirs
 
     path = os.environ.get("DYNSPARSE_CACHE_DIR")
@@ -35,10 +35,11 @@ class BusyError(ValueError):
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, which the system releases after a kill.
+def lock_folder(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder, which the system releases if the process is killed.
 
-    Yields whether it is held: where the file system has no locks there is a RuntimeWarning instead.
+    A context manager. It yields True, or on a file system without locks False, with a
+    RuntimeWarning.
 
     Raises:
         BusyError: another process holds it.
@@ -52,14 +53,15 @@ def only_writer(folder: Path) -> Iterator[bool]:
         yield handle is not None
     finally:
         if handle is not None:
-            # While it is held: whoever has opened the file by now finds it gone, and tries again.
+            # Before the lock is released: a process that has opened the file sees that it is gone
+            # and tries again.
             with suppress(OSError):
                 path.unlink()
             os.close(handle)
 
 
 def _open_locked(path: Path) -> int | None:
-    """The open and locked file `path`; None where there are no locks."""
+    """Open and lock the file `path`; return its descriptor, or None if there are no locks."""
     while True:
         # Not through a symbolic link, which an untrusted folder may hold.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
@@ -99,7 +101,7 @@ def _lock(handle: int, path: Path) -> bool:
 
 
 def _is_current(handle: int, path: Path) -> bool:
-    """Whether the open file still has the name; its last holder may have removed it."""
+    """Whether the open file is still the one at `path`: its last holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -107,7 +109,7 @@ def _is_current(handle: int, path: Path) -> bool:
 
 
 def _write_holder(handle: int) -> None:
-    """Write down who holds the lock; on a full disk it is held all the same."""
+    """Write the id of this process into the lock file; ignore a full disk."""
     with suppress(OSError):
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

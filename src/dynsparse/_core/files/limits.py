@@ -28,23 +28,19 @@ _SIGNS = re.compile(r'[\[\]{}"]|\\.', re.DOTALL)
 
 
 class LimitError(ValueError):
-    """A file that would take more than it may; the message is one line."""
+    """Reading a file would exceed a limit; the message is one line."""
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is not a file, such as a named pipe, from which a reader would wait forever.
-
-    Raises:
-        OSError: neither a file nor missing.
-    """
+    """Raise OSError if `path` exists and is not a file: reading a named pipe would never end."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: expected a file, got a folder, pipe or device: remove it")
 
 
 def read_limit(size: int = 0) -> int:
-    """How many bytes the content of a file of `size` bytes may take once it is unpacked.
+    """Return how many bytes the unpacked content of a file of `size` bytes may take.
 
-    64 times its size, and 256 MiB in any case; DYNSPARSE_READ_LIMIT, where it is set, instead.
+    It is DYNSPARSE_READ_LIMIT if that is set, otherwise 64 times the size, at least 256 MiB.
 
     Raises:
         ValueError: DYNSPARSE_READ_LIMIT is not a number of bytes.
@@ -58,10 +54,10 @@ def read_limit(size: int = 0) -> int:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What `json.loads` returns; bytes are UTF-8.
+    """Parse JSON text, or bytes in UTF-8, within limits of length and depth.
 
-    `json.loads` recurses into any nesting, and an object takes some twenty times the memory of its
-    text.
+    `json.loads` recurses into any nesting, and its result takes about twenty times the memory of
+    the text.
 
     Raises:
         LimitError: nested deeper than 100, or longer than a 16th of `read_limit()` (16 MiB).
@@ -80,7 +76,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _check_depth(text: str) -> None:
-    """Brackets outside strings; where the text is not JSON, `json.loads` will say so."""
+    """Raise LimitError if brackets outside of strings are nested too deep."""
     depth = 0
     inside = False
     for match in _SIGNS.finditer(text):

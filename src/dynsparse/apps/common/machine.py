@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.apps.common.options import MachineOptions
-from dynsparse.nn.backends import CompiledSteps, compile_steps, target_named
+from dynsparse.nn.backends import CompiledSteps, find_step_compiler, make_target
 from dynsparse.training import SparseTrainer
 
 
@@ -40,9 +40,9 @@ class MachineSteps:
     ) -> None:
         assert options.target is not None
         tiles = {} if options.tiles is None else {"tiles": options.tiles}
-        target = target_named(options.target, **tiles)
+        target = make_target(options.target, **tiles)
         self._compile: Callable[[], CompiledSteps] = partial(
-            compile_steps(target), model, trained, loss, target,
+            find_step_compiler(target), model, trained, loss, target,
             clip_grad_norm=clip_grad_norm, return_output=True,
         )  # fmt: skip
         self._programs: dict[tuple[torch.Size, ...], CompiledSteps] = {}

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dynsparse._core.files.atomic_write import atomic_write_text, remove_temporary_files
-from dynsparse._core.files.folders import only_writer
+from dynsparse._core.files.folders import lock_folder
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint, find_others, save
 from dynsparse.apps.common.training import Stopped, Training
@@ -223,7 +223,7 @@ class Outputs:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         for folder in sorted({folder.resolve() for folder in folders}):
-            if self._locks.enter_context(only_writer(folder)):
+            if self._locks.enter_context(lock_folder(folder)):
                 remove_temporary_files(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.integrations.keras.optimizer import KerasOptimizer, update_shape
 from dynsparse.nn import SparseConv2d, SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
@@ -131,7 +131,7 @@ class SparseLayer(keras.layers.Layer):
     sparse: SparseLinear
     trainable: Any
 
-    @typed
+    @check_types
     def __init__(
         self,
         outputs: tuple[str, int],

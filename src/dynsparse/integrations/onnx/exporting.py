@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynsparse._core.checks import shorten, typed
+from dynsparse._core.checks import check_types, shorten
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     ignore_warnings,
@@ -22,7 +22,7 @@ from dynsparse.integrations.onnx.graph import (
     write_model,
 )
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, to_dense_conv
 from dynsparse.nn.convert import make_linear
 from dynsparse.nn.embedding import TiedHead
 from dynsparse.nn.quantized import QuantizedSparseLinear
@@ -31,7 +31,7 @@ from dynsparse.pattern import SparsePattern
 FORMS = ("dense", "sparse", "operator")
 
 
-@typed
+@check_types
 def export(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -137,7 +137,7 @@ def _dense_copy(
 
 def _dense_layer(layer: SparseLinear | QuantizedSparseLinear) -> nn.Module:
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
-        return dense_conv(layer)
+        return to_dense_conv(layer)
     weight = layer.to_dense().detach()
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(weight)

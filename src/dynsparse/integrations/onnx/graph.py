@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import shorten
-from dynsparse._core.files.atomic_write import atomic_write, replaced
+from dynsparse._core.files.atomic_write import atomic_write, replace_file
 from dynsparse._core.files.limits import (
     HOW_TO_RAISE,
     LimitError,
@@ -113,7 +113,7 @@ def write_model(model: Any, path: str | os.PathLike[str]) -> None:
         onnx.save_model(model, str(written), save_as_external_data=True, location=data)
         onnx.checker.check_model(str(written))
         for name in (data, path.name):
-            with replaced(path.with_name(name)) as temporary:
+            with replace_file(path.with_name(name)) as temporary:
                 (Path(folder) / name).replace(temporary)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dynsparse._core import logs
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.integrations.onnx.graph import (
     densify_initializers,
     fuse_linears,
@@ -85,7 +85,7 @@ def register_trilu() -> None:
             )
 
 
-@typed
+@check_types
 def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
     """Import an ONNX file of any exporter as a trainable module.
 

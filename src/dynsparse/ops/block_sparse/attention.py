@@ -14,7 +14,7 @@ from dynsparse._core.checks import check_flag, check_kind, check_within, is_numb
 from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.products import check_operand
-from dynsparse.ops.linear.autograd import under_autocast
+from dynsparse.ops.linear.autograd import register_autocast
 from dynsparse.ops.linear.layer_index import TensorCache
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
@@ -189,7 +189,7 @@ torch.library.register_autograd(
 )
 
 
-under_autocast(_library, "block_attention", cast=(0, 1, 2, 5))  # query, key, value and bias
+register_autocast(_library, "block_attention", cast=(0, 1, 2, 5))  # query, key, value and bias
 
 
 def bias_of(key_padding_mask: Tensor | None, like: Tensor, shape: tuple[int, int]) -> Tensor | None:

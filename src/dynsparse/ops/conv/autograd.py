@@ -17,9 +17,9 @@ from dynsparse.ops.linear.autograd import (
     features,
     flop_formulas,
     prepare,
-    under_autocast,
+    register_autocast,
 )
-from dynsparse.ops.torch_internals import is_gradient_needed, not_in_onnx_export
+from dynsparse.ops.torch_internals import is_gradient_needed, refuse_onnx_export
 
 _library = torch.library.Library("dynsparse", "FRAGMENT")
 _library.define(f"conv(Tensor x, Tensor values, {INDEX}, Tensor? bias, int[] geometry) -> Tensor")
@@ -50,7 +50,7 @@ def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple
     return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
 
 
-_library.impl("conv", not_in_onnx_export(_forward), "CompositeExplicitAutograd")
+_library.impl("conv", refuse_onnx_export(_forward), "CompositeExplicitAutograd")
 _library.impl("conv_backward", _backward, "CompositeExplicitAutograd")
 
 
@@ -75,7 +75,7 @@ def _backward_shapes(
     return dx, values.new_empty(0) if x is None else torch.empty_like(values)
 
 
-_library.impl("conv", not_in_onnx_export(_forward_shapes), "Meta")
+_library.impl("conv", refuse_onnx_export(_forward_shapes), "Meta")
 _library.impl("conv_backward", _backward_shapes, "Meta")
 
 
@@ -140,7 +140,7 @@ torch.library.register_autograd(
 )
 
 
-under_autocast(_library, "conv")
+register_autocast(_library, "conv")
 
 
 def _flops(x: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:

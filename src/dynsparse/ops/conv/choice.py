@@ -17,7 +17,7 @@ from dynsparse._core import native
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.products import forced
+from dynsparse.ops.linear.products import forced_kind
 
 KINDS = ("sparse", "dense")
 
@@ -147,7 +147,7 @@ def route(
         return "dense"
     if batch * size[0] * size[1] == 0:
         return "dense"
-    if forced() in KINDS:
-        return str(forced())
+    if forced_kind() in KINDS:
+        return str(forced_kind())
     layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
     return cheapest(layer, g, batch, size, backward, vector_width())

@@ -58,7 +58,7 @@ def samples_of(x: Tensor) -> int:
     return len(x) if x.dim() == 2 else x.shape[1:4].numel()
 
 
-def copied(x: Tensor) -> Tensor:
+def clone_view(x: Tensor) -> Tensor:
     """A copy of one side of a pair, of no more memory than the tensor that it is a view of."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     if x.dim() == 2 or not x.numel() or span >= x.numel():

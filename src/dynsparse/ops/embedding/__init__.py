@@ -14,7 +14,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.embedding import products
 from dynsparse.ops.linear.layer_index import LayerIndex, check_contents
 from dynsparse.ops.linear.naive import block_size_of
-from dynsparse.ops.torch_internals import is_plain_eager, not_in_onnx_export, refuse_transforms
+from dynsparse.ops.torch_internals import is_plain_eager, refuse_onnx_export, refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["embedding"]
@@ -68,7 +68,7 @@ def record_rows(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> Non
     capture.record(row_ptr, x, one_hot)
 
 
-_library.impl("embedding", not_in_onnx_export(_forward), "CompositeExplicitAutograd")
+_library.impl("embedding", refuse_onnx_export(_forward), "CompositeExplicitAutograd")
 _library.impl("embedding_backward", _backward, "CompositeExplicitAutograd")
 
 
@@ -84,7 +84,7 @@ def _backward_shapes(
     return torch.empty_like(values)
 
 
-_library.impl("embedding", not_in_onnx_export(_forward_shapes), "Meta")
+_library.impl("embedding", refuse_onnx_export(_forward_shapes), "Meta")
 _library.impl("embedding_backward", _backward_shapes, "Meta")
 
 

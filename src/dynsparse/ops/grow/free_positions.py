@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.pattern import SparsePattern, sample_without_replacement
 from dynsparse.pattern.on_device import flat_positions, to_device
 
@@ -36,7 +36,7 @@ def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
     return flat_positions(row_ptr, pattern.sorted_cols[low:high], pattern.grid[1])
 
 
-@typed
+@check_types
 def random_outside(
     pattern: SparsePattern,
     k: int,

@@ -18,7 +18,7 @@ from torch import Tensor
 from dynsparse.ops.conv.patches import are_patches, matrices
 from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.grow.selection import select_on_device
-from dynsparse.ops.linear.cuda.blocks import readable
+from dynsparse.ops.linear.cuda.blocks import ensure_aligned
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.cuda.dense import has_accumulators
 from dynsparse.pattern import SparsePattern
@@ -135,6 +135,6 @@ def block_scores(pairs: Sequence[Pair], b: int, pooling: str = "sum") -> Tensor:
     from dynsparse.ops.grow import cuda
 
     dtype = functools.reduce(torch.promote_types, (t.dtype for pair in pairs for t in pair))
-    xs = [readable(x.to(dtype)) for x, _ in pairs]
-    dys = [readable(dy.to(dtype)) for _, dy in pairs]
+    xs = [ensure_aligned(x.to(dtype)) for x, _ in pairs]
+    dys = [ensure_aligned(dy.to(dtype)) for _, dy in pairs]
     return cuda.block_scores(dys, xs, b, pooling)

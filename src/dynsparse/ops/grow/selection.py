@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse._core.checks import check_integer, typed
+from dynsparse._core.checks import check_integer, check_types
 from dynsparse.pattern.index_arrays import empty
 
 _LARGEST_INDEX = 0xFFFFFFFF
 _KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@typed
+@check_types
 def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
     """The positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
 

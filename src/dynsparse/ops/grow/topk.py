@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_tensor, is_finite, shorten, typed
+from dynsparse._core.checks import check_tensor, check_types, is_finite, shorten
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.on_device import topk_on_device
@@ -33,7 +33,7 @@ class GrowCandidates(NamedTuple):
     scores: Tensor
 
 
-@typed
+@check_types
 def topk_outside(
     pairs: Sequence[Pair],
     pattern: SparsePattern,
@@ -82,7 +82,7 @@ def topk_outside(
     return _order(candidates.flat, candidates.scores, sort)
 
 
-@typed
+@check_types
 def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:
     """The `k` positions of the largest scores that are not in `pattern`: flat, int64 [k], in order.
 

@@ -29,7 +29,6 @@ from dynsparse.ops import capture
 from dynsparse.ops.linear import naive, products
 from dynsparse.ops.linear.layer_index import LayerIndex, Read, check_contents, find_index
 from dynsparse.ops.torch_internals import (
-    below_autograd,
     dispatch_modes,
     fast_apply,
     has_modes,
@@ -39,8 +38,9 @@ from dynsparse.ops.torch_internals import (
     is_plain_eager,
     is_recording,
     is_transformed,
-    not_in_onnx_export,
     raw_apply,
+    refuse_onnx_export,
+    skip_autograd,
 )
 from dynsparse.pattern import PatternIndex, SparsePattern
 
@@ -115,10 +115,10 @@ def _backward_shapes(
     )
 
 
-_library.impl("linear", not_in_onnx_export(_forward), "CompositeExplicitAutograd")
+_library.impl("linear", refuse_onnx_export(_forward), "CompositeExplicitAutograd")
 _library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
 # `register_fake` inspects every loaded module to find its caller.
-_library.impl("linear", not_in_onnx_export(_forward_shapes), "Meta")
+_library.impl("linear", refuse_onnx_export(_forward_shapes), "Meta")
 _library.impl("linear_backward", _backward_shapes, "Meta")
 
 
@@ -224,7 +224,7 @@ class LinearFunction(Function):
 
     @staticmethod
     def forward(*operands: Any) -> Tensor:
-        with below_autograd():
+        with skip_autograd():
             y: Tensor = _OPS.linear(*operands)
         return y
 
@@ -268,7 +268,7 @@ class LinearBackwardFunction(Function):
 
     @staticmethod
     def forward(*operands: Any) -> tuple[Tensor, Tensor]:
-        with below_autograd():
+        with skip_autograd():
             dx, dw = _OPS.linear_backward(*operands)
         return dx, dw
 
@@ -350,7 +350,7 @@ def _register_derivatives(name: str, function: type[Function]) -> None:
         if is_recording():
             return apply(*operands)
         # In compiled code, for example, whose graph has been made: half the time of a small layer.
-        with below_autograd():
+        with skip_autograd():
             return operator(*operands)
 
     _library.impl(name, call, "Autograd")
@@ -484,7 +484,9 @@ def grad_weight(
 # Autocast.
 
 
-def under_autocast(library: torch.library.Library, name: str, cast: Sequence[int] = (0,)) -> None:
+def register_autocast(
+    library: torch.library.Library, name: str, cast: Sequence[int] = (0,)
+) -> None:
     """Register the autocast behaviour of `name` and `name`_backward, on every device.
 
     Args:
@@ -513,7 +515,7 @@ def under_autocast(library: torch.library.Library, name: str, cast: Sequence[int
     register("cuda")
 
 
-under_autocast(_library, "linear")
+register_autocast(_library, "linear")
 
 
 # FLOPs: two for each non-zero and sample.

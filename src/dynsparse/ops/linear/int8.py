@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import TensorCache
-from dynsparse.ops.torch_internals import empty_on_cpu, not_in_onnx_export
+from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 
 QUAD = 4
 """Columns of a block that lie together in `arrange`."""
@@ -212,5 +212,5 @@ def _shapes(x: Tensor, values: Tensor, scale: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], scale.shape[0])
 
 
-_library.impl("linear_int8", not_in_onnx_export(linear_int8), "CompositeExplicitAutograd")
-_library.impl("linear_int8", not_in_onnx_export(_shapes), "Meta")
+_library.impl("linear_int8", refuse_onnx_export(linear_int8), "CompositeExplicitAutograd")
+_library.impl("linear_int8", refuse_onnx_export(_shapes), "Meta")

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.ops import capture
 from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.cost_table import SMALL_BLOCKS, Layer, choose
@@ -50,11 +50,11 @@ KINDS = ("sparse", "small", "dense")
 DEVICE_KINDS = cuda_costs.KINDS
 ROUTES = (*KINDS, "bfloat16", "torch", "blocks")
 
-_forced: str | None = None
+_forced_kind: str | None = None
 
 
 @contextmanager
-@typed
+@check_types
 def use_kernel(kind: str) -> Iterator[None]:
     """Compute with one kind inside this context, in the whole process, to compare and to measure.
 
@@ -65,20 +65,20 @@ def use_kernel(kind: str) -> Iterator[None]:
     Raises:
         ValueError: a kind that does not exist.
     """
-    global _forced
+    global _forced_kind
     kinds = dict.fromkeys((*KINDS, *DEVICE_KINDS))
     if kind not in kinds:
         raise ValueError(f"kind must be one of {', '.join(kinds)}, got {kind!r}")
-    before, _forced = _forced, kind
+    before, _forced_kind = _forced_kind, kind
     try:
         yield
     finally:
-        _forced = before
+        _forced_kind = before
 
 
-def forced() -> str | None:
+def forced_kind() -> str | None:
     """The kind set by `use_kernel`, or None."""
-    return _forced
+    return _forced_kind
 
 
 # Choices kept per layer; they are cleared beyond this number of batch sizes.
@@ -91,15 +91,15 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     if not p.on_cpu:
         return _route_on_device(p, batch, backward, dtype)
     key = batch if backward else ~batch
-    if dtype is _FLOAT32 and _forced is None and native.load() is not None:  # most calls
+    if dtype is _FLOAT32 and _forced_kind is None and native.load() is not None:  # most calls
         kind = p.choices[0].get(key)
         if kind is not None:
             return kind
     low = dtype is torch.bfloat16
     if not (dtype is torch.float32 or low or dtype is torch.float16) or native.load() is None:
         return "torch"
-    if _forced in KINDS and (_forced != "small" or p.block_size in SMALL_BLOCKS):
-        return "bfloat16" if low and _forced == "sparse" else _forced
+    if _forced_kind in KINDS and (_forced_kind != "small" or p.block_size in SMALL_BLOCKS):
+        return "bfloat16" if low and _forced_kind == "sparse" else _forced_kind
     choices = p.choices[low]
     kind = choices.get(key)
     if kind is None:
@@ -119,9 +119,9 @@ def _log_choice(kind: str, layer: Layer, batch: int, backward: bool) -> None:
 def _route_on_device(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """On an accelerator."""
     device = p.cols.device
-    if _forced == "dense" or not blocks.serves(p, dtype, device):
+    if _forced_kind == "dense" or not blocks.supports(p, dtype, device):
         return "dense"
-    if _forced == "blocks":
+    if _forced_kind == "blocks":
         return "blocks"
     choices = p.choices[0]
     key = (batch, backward, dtype)

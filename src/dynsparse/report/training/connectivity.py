@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse._core.files.atomic_write import atomic_write
 from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib, save
 from dynsparse.report.training.curves import draw_curves
@@ -33,7 +33,7 @@ _SPELLING = {
 Frame = tuple[int, np.ndarray]
 
 
-@typed
+@check_types
 def visualise(
     records_path: str | os.PathLike[str],
     output_dir: str | os.PathLike[str] | None = None,

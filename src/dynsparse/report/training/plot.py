@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 from dynsparse.report.figure import MUTED, figure, need_matplotlib
@@ -27,7 +27,7 @@ _LINES = 6  # largest number of layers whose curves are distinguishable
 _CELLS = 256  # largest number of cells along each side of a matrix
 
 
-@typed
+@check_types
 def plot(source: Any, what: str = "density", *, layer: str | None = None) -> Any:
     """A matplotlib `Figure`, independent of pyplot; notebooks display it, `savefig` writes it.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import check_fraction, check_not_negative
-from dynsparse._core.interrupts import uninterrupted
+from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.sharded import device_of, gather_full, is_sharded, local_part, local_range
@@ -255,7 +255,7 @@ class TopKAST(SparseTrainer):
                 with layer_errors(name):
                     changes[name] = Change.plan(layer, rewiring, 0.0, self.optimizer)
         layers = [change.layer for change in changes.values()]
-        with uninterrupted():
+        with defer_signals():
             before = [layer.resizable for layer in layers]
             try:
                 for layer in layers:

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynsparse._core.checks import shorten
-from dynsparse._core.files.atomic_write import replaced
+from dynsparse._core.files.atomic_write import replace_file
 from dynsparse._core.files.limits import check_regular, parse_json
 from dynsparse.nn.sharded import is_sharded, local_part, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, chunk, chunk_of, collective_errors
@@ -249,7 +249,7 @@ def write_shards(
         with collective_errors(ranks):
             content = to_bytes(header, tensors)
             size = len(content)
-            file = stack.enter_context(replaced(shard_path(path, token, ranks.rank)))
+            file = stack.enter_context(replace_file(shard_path(path, token, ranks.rank)))
             with open(file, "xb") as stream:
                 stream.write(content)
             del content

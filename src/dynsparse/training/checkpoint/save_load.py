@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_flag, typed
+from dynsparse._core.checks import check_flag, check_types
 from dynsparse.nn.sharded import gather_full, is_sharded, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, collective_errors
 from dynsparse.tracing import spanned
@@ -81,7 +81,7 @@ class Saving:
 _in_flight: Saving | None = None
 
 
-@typed
+@check_types
 @spanned("checkpoint")
 def save_checkpoint(
     path: str | os.PathLike[str],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dynsparse._core.checks import shorten
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import gather_full, is_sharded, local_part, own_rows
+from dynsparse.nn.sharded import gather_full, is_sharded, local_part, primary_range
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import DimShard, Ranks, ShardSpec, check_consistent, chunk, chunk_of
@@ -249,7 +249,7 @@ def _rebalance(
     begin, end = 0, len(slots) if ranks.is_lead_rank(spec.axes) else 0
     sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
     if sharded is not None and ranks.is_lead_group(spec.axes):
-        begin, end = own_rows(sharded)
+        begin, end = primary_range(sharded)
     local = [
         local_part(t)[: end - begin] if is_sharded(t) else t[begin:end]
         for t in tensors

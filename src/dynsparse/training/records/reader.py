@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dynsparse._core.checks import typed
+from dynsparse._core.checks import check_types
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.records.files import (
     RecordedLayer,
@@ -52,7 +52,7 @@ class Records:
     telemetry: list[dict[str, Any]]
 
     @classmethod
-    @typed
+    @check_types
     def load(cls, path: str | os.PathLike[str], *, updates: int | None = None) -> Records:
         """Read a record; positions are read when they are needed.
 
@@ -84,12 +84,12 @@ class Records:
     def __repr__(self) -> str:
         return f"Records({str(self.path)!r}, layers={list(self.layers)}, patterns={len(self)})"
 
-    @typed
+    @check_types
     def initial(self, layer: str) -> np.ndarray:
         """The flat block positions at index 0: sorted int64 [nnz]."""
         return self._positions(0, f"positions/{layer}", self._layer(layer))
 
-    @typed
+    @check_types
     def changes(self, layer: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """What each update dropped and grew: two arrays of sorted flat positions, int64.
 
@@ -102,7 +102,7 @@ class Records:
                 self._positions(index, f"grown/{layer}", info),
             )
 
-    @typed
+    @check_types
     def patterns(self, layer: str) -> Iterator[tuple[int, SparsePattern]]:
         """(step, pattern) for every index, each made from the one before it.
 
@@ -122,7 +122,7 @@ class Records:
             flat = after
             yield self.steps[index], _pattern(flat, info)
 
-    @typed
+    @check_types
     def pattern(self, layer: str, index: int) -> SparsePattern:
         """The pattern at one index, counted from the end when negative.
 
@@ -139,7 +139,7 @@ class Records:
                 return pattern
         raise AssertionError("unreachable: every index below len(self) is visited")
 
-    @typed
+    @check_types
     def churn(self, layer: str) -> np.ndarray:
         """The share of the connections each update replaced: float64 [updates].
 
@@ -153,7 +153,7 @@ class Records:
             nnz += len(grown) - len(dropped)
         return np.array(shares, np.float64)
 
-    @typed
+    @check_types
     def exploration(self, layer: str) -> np.ndarray:
         """The share of all positions that were active at that index or before: float64 [indices].
 
@@ -166,7 +166,7 @@ class Records:
         new = np.bincount(index[first], minlength=len(arrivals))
         return np.cumsum(new) / self._layer(layer).total
 
-    @typed
+    @check_types
     def dead_units(self, layer: str) -> DeadUnits:
         """How many inputs and outputs have no connection at each index."""
         info = self._layer(layer)

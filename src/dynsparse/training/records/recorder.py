@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse._core.checks import check_flag, check_integer, check_kind, typed
+from dynsparse._core.checks import check_flag, check_integer, check_kind, check_types
 from dynsparse._core.files.atomic_write import atomic_write, atomic_write_text
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
@@ -54,7 +54,7 @@ class Recorder:
         TypeError: metadata that JSON cannot hold.
     """
 
-    @typed
+    @check_types
     def __init__(
         self, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None
     ) -> None:
@@ -88,7 +88,7 @@ class Recorder:
         more = more or bool(self._waiting)
         return more or (telemetry.exists() and telemetry.stat().st_size > 0)
 
-    @typed
+    @check_types
     def start(
         self, patterns: Mapping[str, SparsePattern], step: int = 0, *, overwrite: bool = False
     ) -> None:
@@ -136,7 +136,7 @@ class Recorder:
         self._write(step, arrays)
         self._patterns = dict(patterns)
 
-    @typed
+    @check_types
     def update(self, step: int, rewirings: Mapping[str, Rewiring]) -> None:
         """Record one pattern update; layers that did not change may be left out.
 
@@ -190,7 +190,7 @@ class Recorder:
             arrays[f"grown/{name}"] = _compact(grown.sort().values, before)
         self._write(step, arrays)
 
-    @typed
+    @check_types
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add one line of telemetry, such as {"loss": 0.3}. Any step, any keys but "step".
 
@@ -207,7 +207,7 @@ class Recorder:
             file.flush()
             os.fsync(file.fileno())
 
-    @typed
+    @check_types
     def truncate(self, step: int, patterns: Mapping[str, SparsePattern] | None = None) -> None:
         """Remove everything recorded after `step`, and continue from there.
 

@@ -30,7 +30,7 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def serves(p: LayerIndex, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(p: LayerIndex, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels compute this layer for activations of `dtype` on `device`: blocks of 16,
     32, 64 or 128, and no float64. Warns once if a CUDA device lacks something for them."""
     return p.block_size in BLOCKS and dtype in DTYPES and runs_triton(device)
@@ -53,7 +53,7 @@ def _launch() -> ModuleType:
     return launch
 
 
-def readable(x: Tensor) -> Tensor:
+def ensure_aligned(x: Tensor) -> Tensor:
     """`x` [any, any], or a contiguous copy if the kernels could not read 16 bytes at a time: for
     expanded gradients, such as those of `sum`, and slices with unaligned addresses or strides. The
     copy takes a tenth of the time of reading number by number."""
@@ -87,7 +87,7 @@ def forward(
     if keep is not None and rounded.dtype is not values.dtype:
         keep.append(rounded)
     bias = None if bias is None else bias.contiguous()
-    return _launch().forward(readable(x), rounded, p, bias)
+    return _launch().forward(ensure_aligned(x), rounded, p, bias)
 
 
 def backward(
@@ -111,11 +111,11 @@ def backward(
             for 16-bit activations: dY is read anyway.
     """
     dx = dw = None
-    dy = readable(dy)
+    dy = ensure_aligned(dy)
     if need_input:
         if rounded is None or rounded.dtype is not dy.dtype:
             rounded = _align(values.to(dy.dtype).contiguous())
         dx = _launch().grad_input(dy, rounded, p)
     if need_values:
-        dw = _launch().grad_weight(dy, readable(x), p, values.dtype, sums=sums)
+        dw = _launch().grad_weight(dy, ensure_aligned(x), p, values.dtype, sums=sums)
     return dx, dw

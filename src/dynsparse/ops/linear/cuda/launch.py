@@ -34,8 +34,10 @@ _AT_ONCE = 1024
 
 
 def _in_tiles(x: Tensor) -> bool:
-    """Whether the copy engine reads these `readable` activations, for Hopper and later: by samples,
-    with rows at multiples of 16 bytes."""
+    """Whether the copy engine can load aligned activations as tiles, on Hopper and later.
+
+    Samples must be rows, at multiples of 16 bytes.
+    """
     return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
 
 
@@ -88,12 +90,15 @@ def _rows(
 def forward(
     x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, config: Rows | None = None
 ) -> Tensor:
-    """y [batch, out] of `readable` x [batch, in], values of its dtype, and a contiguous bias."""
+    """Return y [batch, out] of x [batch, in], values of its dtype, and a contiguous bias.
+
+    x is aligned, see `blocks.ensure_aligned`.
+    """
     return _rows(x, values, bias, (rows_by_length(p), p.cols, p.slots), True, config)
 
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
-    """dx [batch, in] of `readable` dy [batch, out] and values of its dtype."""
+    """Return dx [batch, in] of an aligned dy [batch, out] and values of its dtype."""
     lists = (columns_by_length(p), *p.by_columns())
     # Tensor cores read tf32 along the sum only; transposing the blocks first takes half the time.
     transposed = dy.dtype is torch.float32
@@ -110,9 +115,10 @@ def grad_weight(
     config: Gradient | None = None,
     sums: list[Tensor] | None = None,
 ) -> Tensor:
-    """dvalues [nnz, b, b] of `dtype`, of `readable` dy and x.
+    """Return dvalues [nnz, b, b] of `dtype`, of aligned dy and x.
 
-    The sum of dy over the samples, float32 [out], is appended to `sums` if both are of 16 bits.
+    If `sums` is given and x has 16 bits, the sum of dy over the samples, float32 [out], is appended
+    to it.
 
     If samples are split among programs, their sums are added up in float32 in a fixed order, so
     every run gives the same bits.
