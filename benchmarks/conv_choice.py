@@ -144,7 +144,7 @@ def check(args: argparse.Namespace) -> None:
     for backward, way in enumerate(("forward", "backward")):
         found = []
         for c in read(args.file):
-            kind = choice.cheapest(*place(c), bool(backward), choice.vector_width())
+            kind = choice.cheapest_kind(*place(c), bool(backward), choice.vector_width())
             times = c["times"][backward]
             found.append((times[kind] / min(times.values()), kind, c))
         above = np.array([f[0] for f in found])

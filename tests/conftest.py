@@ -93,7 +93,7 @@ def off_cpu(monkeypatch):
         if self._is_on(device):
             return index_on(self, device)
         held = self.row_ptr, self.sorted_cols, self.slots
-        return self._thin(*(tensor.to(device, copy=True) for tensor in held))
+        return self._make_csr_index(*(tensor.to(device, copy=True) for tensor in held))
 
     monkeypatch.setattr(LayerIndex, "__init__", elsewhere)
     monkeypatch.setattr(SparsePattern, "_index_on", of_its_own)

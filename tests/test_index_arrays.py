@@ -9,10 +9,10 @@ from kernels_of import ISAS, with_library
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.index_arrays import (
     SortedEntries,
-    by_columns,
     membership_mask,
     merge,
     move_entries,
+    sort_by_columns,
 )
 from dynsparse.pattern.packed import pack, unpack
 
@@ -64,9 +64,9 @@ def check_merge(pattern, drop, grow, generator):
 def check_by_columns(pattern, generator):
     slots = torch.randperm(pattern.nnz, generator=generator).int()
     entries = SortedEntries(pattern.row_ptr, pattern.sorted_cols, slots)
-    assert_same(lambda: by_columns(entries, pattern.grid[1]))
-    assert_same(lambda: by_columns(entries._replace(slots=slots[:0]), pattern.grid[1]))
-    col_ptr, rows, order = by_columns(entries, pattern.grid[1])
+    assert_same(lambda: sort_by_columns(entries, pattern.grid[1]))
+    assert_same(lambda: sort_by_columns(entries._replace(slots=slots[:0]), pattern.grid[1]))
+    col_ptr, rows, order = sort_by_columns(entries, pattern.grid[1])
     cols = torch.arange(pattern.grid[1]).repeat_interleave(col_ptr.diff())
     flat = torch.empty(pattern.nnz, dtype=torch.int64)
     flat[slots.long()] = pattern.sorted_flat
@@ -161,7 +161,7 @@ def test_unpack(out, features, density, seed):
 
     def entries():
         unpacked = unpack({form: packed}, "", pattern.shape, values)
-        return unpacked._thin_index()
+        return unpacked._csr_index()
 
     assert_same(entries)
     assert unpack({form: packed}, "", pattern.shape, values) == pattern

@@ -28,7 +28,7 @@ def patterns(draw):
 def patterns_in_any_slots(draw):
     pattern = draw(patterns())
     order = torch.randperm(pattern.nnz, generator=torch.Generator().manual_seed(0))
-    return SparsePattern._by_slots(pattern.flat[order], pattern)
+    return SparsePattern._from_slots(pattern.flat[order], pattern)
 
 
 def values_for(pattern, dtype=torch.float64):
@@ -347,7 +347,7 @@ def test_dropped_position_may_grow_again():
 )
 def test_wrong_rewirings(drop, grow, message):
     before = SparsePattern([0, 0], [0, 1], shape=(1, 4))
-    for pattern in (before, before._with_slots()):
+    for pattern in (before, before._to_explicit_slots()):
         with pytest.raises(ValueError, match=message):
             Rewiring.make(pattern, torch.tensor(drop), torch.tensor(grow))
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def pattern_on_device(pattern):
     """Return the pattern as if an update on a device had created it."""
-    return SparsePattern._on_device(pattern.sorted_flat, pattern, pattern.slots)
+    return SparsePattern._from_device(pattern.sorted_flat, pattern, pattern.slots)
 
 
 def update(pattern, dropped, grown, seed=0):
@@ -39,7 +39,7 @@ def test_the_index(shape, density, b):
         assert all(tensor.dtype is torch.int32 for tensor in index)
         for own, other in zip(pattern.index[:3], index[:3], strict=True):
             assert torch.equal(own, other)
-        order = on_device.by_columns(*index[:2], pattern.grid[1])
+        order = on_device.sort_by_columns(*index[:2], pattern.grid[1])
         for own, other in zip(pattern.index[3:5], order, strict=True):
             assert torch.equal(own, other)
             assert other.dtype is torch.int32
@@ -73,7 +73,7 @@ def check_update(pattern, drop, grow, row_major):
     """Compare an update with the CPU; return the pattern afterwards."""
     wanted = Rewiring.make(pattern, drop, grow, row_major=row_major)
     for before in (pattern, pattern_on_device(pattern)):
-        made = Rewiring._on_device(before, drop, grow, row_major=row_major)
+        made = Rewiring._from_device(before, drop, grow, row_major=row_major)
         assert made.after.nnz == wanted.after.nnz
         assert made.after._has_slots_of(wanted.after)
         assert torch.equal(made.source, wanted.source)
@@ -89,10 +89,12 @@ def check_update(pattern, drop, grow, row_major):
 
 def test_position_dropped_and_grown_keeps_its_slot():
     pattern = SparsePattern([0, 1, 1], [1, 0, 2], shape=(2, 3))  # flat 1, 3, 5
-    made = Rewiring._on_device(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]))
+    made = Rewiring._from_device(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]))
     assert made.after.flat.tolist() == [4, 3, 5]
     assert made.source.tolist() == [-1, 1, 2]
-    made = Rewiring._on_device(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]), row_major=True)
+    made = Rewiring._from_device(
+        pattern, torch.tensor([0, 2]), torch.tensor([5, 4]), row_major=True
+    )
     assert made.after.flat.tolist() == [3, 4, 5]
     assert made.source.tolist() == [1, -1, 2]
 
@@ -114,7 +116,7 @@ def test_copied_to_the_cpu_on_demand():
         copy.copy(pattern_on_device(pattern)),
     ):
         assert other == pattern
-    made = Rewiring._on_device(there, *update(pattern, 3, 3))
+    made = Rewiring._from_device(there, *update(pattern, 3, 3))
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert torch.equal(other.source, made.source)
     with pytest.raises(AttributeError, match="nothing"):
@@ -126,16 +128,16 @@ def test_no_host_waits():
     sizes = [*(len(tensor) for tensor in pattern.index[:3]), 0, 0, pattern.nnz]
     with FakeTensorMode():
         held = torch.empty(pattern.nnz, dtype=torch.int64, device="cuda")
-        before = SparsePattern._on_device(held, pattern)
+        before = SparsePattern._from_device(held, pattern)
         cuda = held.device
         drop, grow = (torch.empty(5, dtype=torch.int64, device="cuda") for _ in range(2))
-        made = Rewiring._on_device(before, drop, grow)
+        made = Rewiring._from_device(before, drop, grow)
         assert made.keeps_size
         assert made.after._flat_on(cuda).device == cuda
         assert Rewiring.between(before, made.after)._source_on(cuda).shape == (before.nnz,)
         index = made.after._index_on(cuda)
         assert [len(tensor) for tensor in index] == sizes
-        assert on_device.by_columns(*index[:2], pattern.grid[1]).device == cuda
+        assert on_device.sort_by_columns(*index[:2], pattern.grid[1]).device == cuda
         assert all(tensor.device == cuda for tensor in index)
         state = torch.empty(pattern.nnz, 2, 2, device="cuda")
         assert made.apply(state, 0.5).device == cuda

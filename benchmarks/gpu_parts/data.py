@@ -35,10 +35,10 @@ class Data:
         out = n if out is None else out
         generator = torch.Generator().manual_seed(n + b)
         random = SparsePattern.random((out, n), density, block_size=b, generator=generator)
-        self.pattern = random._with_slots()  # as a trainer makes it
+        self.pattern = random._to_explicit_slots()  # as a trainer makes it
         if shuffled:
             order = torch.randperm(random.nnz, generator=generator)
-            self.pattern = SparsePattern._by_slots(random.flat[order], random)
+            self.pattern = SparsePattern._from_slots(random.flat[order], random)
         self.device, self.b, self.batch, self.density, self.n = device, b, batch, density, n
         self.values = self._random(*self.pattern.values_shape, dtype=dtype)
         index = type(self.pattern.index)(*(t.to(device) for t in self.pattern.index))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dynsparse.apps import lm
 from dynsparse.apps.image_classification import cifar, mnist, transformer
-from dynsparse.options import flag, listed_options, methods_of, options_of
+from dynsparse.options import flag, list_options, methods_of, options_of
 
 COMMANDS: dict[str, type] = {
     "mnist": mnist.Options,
@@ -40,7 +40,7 @@ def option_table(command: str, beside: str | None = None) -> str:
 def _lines(command: str) -> list[str]:
     options_type = COMMANDS[command]
     methods, lines = methods_of(options_type), []
-    for name, option, default in listed_options(options_type):
+    for name, option, default in list_options(options_type):
         names = ", ".join(f"`{one}`" for one in option.flags(name))
         shown = option.describe_default(default).replace("|", "\\|")
         lines.append(f"| {names} | {shown} | {option.describe(methods)} |")

@@ -1,6 +1,6 @@
 """Options of commands: each is declared once, as a field of a dataclass.
 
-From the declaration come the command's flag and help (`with_flags`), the check of its value
+From the declaration come the command's flag and help (`add_flags`), the check of its value
 (`check_values`), the refusal of an option that would have no effect (`check_applies`), and the
 tables of the documentation.
 """
@@ -43,7 +43,7 @@ class Kind:
     choices: tuple[Any, ...] = ()
     example: str = ""
 
-    def violation(self, value: Any) -> tuple[str, Any] | None:
+    def find_violation(self, value: Any) -> tuple[str, Any] | None:
         """(what is expected, the wrong value) of the first rule that `value` breaks."""
         is_list = self.is_list and isinstance(value, (list, tuple))
         for expected, is_valid in self.rules:
@@ -54,7 +54,7 @@ class Kind:
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError, naming the flag, for a value that breaks a rule."""
-        if violation := self.violation(value):
+        if violation := self.find_violation(value):
             expected, wrong = violation
             shown = wrong if isinstance(wrong, os.PathLike) else repr(wrong)
             raise ValueError(f"--{name}: expected {expected}, got {shown}")
@@ -93,7 +93,7 @@ def integer(least: int, most: int = 2**31 - 1, within: str = "") -> Kind:
     return Kind(int, rules)
 
 
-def between(least: int, most: int, words: str = "an integer between") -> Kind:
+def integer_between(least: int, most: int, words: str = "an integer between") -> Kind:
     """An integer, with one message for both ends."""
     return Kind(
         int, ((f"{words} {least} and {most}", lambda v: _is_integer(v) and least <= v <= most),)
@@ -123,7 +123,7 @@ def choice(*values: Any) -> Kind:
     return Kind(type(values[0]), (rule,), choices=values)
 
 
-def many(kind: Kind, words: str) -> Kind:
+def list_of(kind: Kind, words: str) -> Kind:
     """Several values of a kind; `words` is what the message expects of each."""
     rules = tuple((words, is_valid) for _, is_valid in kind.rules)
     return dataclasses.replace(kind, rules=rules, is_list=True)
@@ -192,7 +192,7 @@ class Option:
         """The flags that take the value of the option `name`."""
         return tuple(f"--{flag(alias)}" for alias in (*self.also, name))
 
-    def complementary(self, name: str, default: float) -> tuple[Option, float]:
+    def make_complement(self, name: str, default: float) -> tuple[Option, float]:
         """The option for one minus the value of `name`, and its default."""
         share = _one_minus(default)
         words = f"Share of the weights that are present, in place of --{flag(name)}."
@@ -260,7 +260,7 @@ def methods_of(options_type: type) -> tuple[str, ...]:
     return () if known is None else known.kind.choices
 
 
-def listed_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
+def list_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
     """(name, option, default) as help and documentation list them: complements too, by panel.
 
     The panels are in the order of the attribute `panels`, or else of the fields.
@@ -272,7 +272,7 @@ def listed_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
     for name in sorted(options, key=lambda name: panels.index(options[name].panel)):
         known = options[name]
         if known.complement is not None:
-            yield known.complement, *known.complementary(name, defaults[name])
+            yield known.complement, *known.make_complement(name, defaults[name])
         yield name, known, defaults[name]
 
 
@@ -325,7 +325,7 @@ def check_applies(options: Any, given: Collection[str]) -> None:
 Command = Callable[..., None]
 
 
-def with_flags(
+def add_flags(
     options_type: type, first: Mapping[str, Any] | None = None
 ) -> Callable[[Command], Command]:
     """Make f(values, **first) a command of typer with a flag for every option.
@@ -340,7 +340,7 @@ def with_flags(
     options, methods = options_of(options_type), methods_of(options_type)
     annotations: dict[str, Any] = dict(first or {})
     required = set()
-    for name, known, default in listed_options(options_type):
+    for name, known, default in list_options(options_type):
         annotations[name] = _annotation(name, known, default, methods)
         if default is dataclasses.MISSING:
             required.add(name)

@@ -270,7 +270,7 @@ class TileMachine:
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
 
-    def after(self, pattern: SparsePattern) -> TileMachine:
+    def for_pattern(self, pattern: SparsePattern) -> TileMachine:
         """Returns itself: every run uses the layer's current pattern."""
         return self
 

@@ -107,7 +107,7 @@ def test_memory_by_hand(generator):
     optimizer = torch.optim.Adam(net.parameters(), fused=True)
     net(torch.rand(2, 784)).sum().backward()
     optimizer.step()
-    net.fc2._current().index.by_columns()  # which kernels that read by columns have made
+    net.fc2._current().index.column_order()  # which kernels that read by columns have made
     got = memory(net, optimizer)
     weights, biases = 25088 + 960, 330
     assert got["sparse"]["weights"] == 4 * (weights + biases)

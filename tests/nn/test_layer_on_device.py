@@ -43,7 +43,7 @@ def rewiring_on_device(layer, k=5):
     """Make a rewiring on the device."""
     pattern = layer.pattern
     free = [i for i in range(pattern.total) if i not in set(pattern.flat.tolist())]
-    return Rewiring._on_device(
+    return Rewiring._from_device(
         pattern, torch.arange(k), torch.tensor(free[1 : 1 + k]), row_major=True
     )
 
@@ -81,7 +81,7 @@ def test_index_matches_the_pattern(layer):
     index, wanted = layer.index, layer.pattern.index
     for name in ("row_ptr", "cols", "col_ptr"):
         assert torch.equal(getattr(index, name), getattr(wanted, name))
-    rows, slots = layer._state.index.by_columns()
+    rows, slots = layer._state.index.column_order()
     assert torch.equal(rows, wanted.csc_rows)
     assert torch.equal(slots, wanted.csc_perm)
 
@@ -101,7 +101,7 @@ def test_earlier_patterns_do_not_share_the_index(layer):
     assert third._device_index[1] is layer.index.cols
     assert "cols" not in vars(third)
     held, none = layer.index.cols.clone(), torch.zeros(0, dtype=torch.int64)
-    layer.rewire(Rewiring._on_device(third, none, none, row_major=True))
+    layer.rewire(Rewiring._from_device(third, none, none, row_major=True))
     assert third._device_index[1] is not layer.index.cols
     layer.rewire(rewiring_on_device(layer))
     assert torch.equal(held, third.cols)

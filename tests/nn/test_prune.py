@@ -10,7 +10,7 @@ import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.calibration import sum_inputs
 from dynsparse.nn.candidates import find_candidates
-from dynsparse.nn.prune import block_scores, select_best_blocks, sparsegpt
+from dynsparse.nn.prune import score_blocks, select_best_blocks, sparsegpt
 
 
 def pruned(*shape, keep, block=1, seed=0):
@@ -125,14 +125,14 @@ def test_report_names_kernel_and_speedup(capsys):
 def test_wanda_by_hand():
     weight = torch.tensor([[1.0, -2.0, 3.0], [4.0, 1.0, -1.0]])
     squares = torch.tensor([100.0, 1.0, 4.0])
-    scores = block_scores(weight, squares, 1)
+    scores = score_blocks(weight, squares, 1)
     assert scores.tolist() == [[10, 2, 6], [40, 1, 2]]
     assert select_best_blocks(scores, 4, per_row=True).tolist() == [0, 2, 3, 5]
     assert select_best_blocks(scores, 3, per_row=True).tolist() == [0, 2, 3]  # 6 is more than 2
     assert select_best_blocks(scores, 4, per_row=False).tolist() == [0, 1, 2, 3]
     assert select_best_blocks(scores, 6, per_row=True).tolist() == [0, 1, 2, 3, 4, 5]
     weight = torch.tensor([[1.0, 1.0, 5.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
-    assert block_scores(weight, torch.tensor([1.0, 4.0, 1.0, 9.0]), 2).tolist() == [[6, 5]]
+    assert score_blocks(weight, torch.tensor([1.0, 4.0, 1.0, 9.0]), 2).tolist() == [[6, 5]]
 
 
 def test_sparsegpt_by_hand():
@@ -315,7 +315,7 @@ def test_models_without_a_chain_use_dense_inputs():
     squares = x.square().sum(0)
     weight = model.parts[1].weight.detach().clone()
     ds.sparsify(model, 0.25, start="wanda", calibration=[x], verbose=False)
-    kept = select_best_blocks(block_scores(weight, squares, 1), 16, per_row=True)
+    kept = select_best_blocks(score_blocks(weight, squares, 1), 16, per_row=True)
     assert torch.equal(model.parts[1].pattern.flat, kept)
 
 

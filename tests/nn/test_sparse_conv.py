@@ -138,7 +138,7 @@ def test_kernels_equal_the_sum_over_nonzeros(case, threads):
             dx = ds.ops.conv.grad_input(dy, values, index, g, x.shape[2:])
             dw = ds.ops.conv.grad_weight(dy, x, values, index, g)
             both = torch.ops.dynsparse.conv_backward(
-                dy, x, values, *index, g.numbers(), x.shape[2:], True
+                dy, x, values, *index, g.to_list(), x.shape[2:], True
             )
     finally:
         torch.set_num_threads(before)
@@ -204,7 +204,7 @@ def test_second_derivatives():
 def test_opcheck():
     layer = SparseConv2d(4, 4, 3, 2, 1, density=0.3)
     x = torch.randn(2, 4, 6, 6, requires_grad=True)
-    numbers = layer.geometry.numbers()
+    numbers = layer.geometry.to_list()
     arguments = (x, layer.values, *layer.index, layer.bias, numbers)
     torch.library.opcheck(torch.ops.dynsparse.conv, arguments)
     dy = layer(x).detach().requires_grad_()

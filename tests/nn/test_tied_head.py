@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import dynsparse as ds
 from dynsparse.nn import SparseEmbedding, TiedHead
-from dynsparse.nn.prune import block_scores, select_best_blocks
+from dynsparse.nn.prune import score_blocks, select_best_blocks
 
 VOCABULARY, FEATURES = 20, 16
 BOTH = ["embed", "head"]
@@ -135,7 +135,7 @@ def test_wanda_uses_the_inputs_of_the_head():
     model = sparse(include=BOTH, start="wanda", calibration=batches, model=copy.deepcopy(dense))
     with torch.no_grad():
         hidden = torch.cat([dense.body(dense.embed(ids)).relu().flatten(0, 1) for ids in batches])
-        scores = block_scores(dense.embed.weight, hidden.square().sum(0), 1)
+        scores = score_blocks(dense.embed.weight, hidden.square().sum(0), 1)
     expected = select_best_blocks(scores, model.embed.pattern.nnz, per_row=True)
     assert torch.equal(model.embed.pattern.flat, expected)
 

@@ -12,7 +12,7 @@ def timings(costs, cells=MANY, speed=1.0, spoil=None):
     found = []
     for out, in_, block, density, batch in cells:
         layer = Layer(out, in_, round(density * out * in_ / block**2), block)
-        kinds = {*cost_table.candidates(layer, batch), "dense"}
+        kinds = {*cost_table.candidate_kinds(layer, batch), "dense"}
         for backward in (False, True):
             times = {}
             for kind in sorted(kinds):

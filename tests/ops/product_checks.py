@@ -48,7 +48,7 @@ def activations(
 def shuffle_slots(pattern: SparsePattern, generator: torch.Generator) -> SparsePattern:
     """Return the same blocks with their slots in another order."""
     order = torch.randperm(pattern.nnz, generator=generator)
-    return SparsePattern._by_slots(pattern.flat[order], pattern)
+    return SparsePattern._from_slots(pattern.flat[order], pattern)
 
 
 def dense_weight(pattern: SparsePattern, values: Tensor) -> Tensor:

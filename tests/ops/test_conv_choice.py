@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dynsparse._core import native
 from dynsparse.ops.conv import choice
-from dynsparse.ops.conv.choice import KINDS, cheapest
+from dynsparse.ops.conv.choice import KINDS, cheapest_kind
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.cost_table import Layer
 
@@ -61,7 +61,9 @@ def test_choice_switches_to_dense_once_with_density(
     inputs = channels * block * kernel**2
     total = out * channels * kernel**2
     chosen = [
-        cheapest(Layer(out * block, inputs, nnz, block), g, batch, (height, width), backward, 16)
+        cheapest_kind(
+            Layer(out * block, inputs, nnz, block), g, batch, (height, width), backward, 16
+        )
         for nnz in range(1, total + 1, max(1, total // 8))
     ]
     assert set(chosen) <= set(KINDS)

@@ -43,17 +43,17 @@ def fast(monkeypatch):
 
 def test_measurement_is_active_in_the_next_process(warm, monkeypatch, caplog):
     fast(monkeypatch)
-    before = cost_table.active()
+    before = cost_table.active_table()
     assert before == ZEN_4
     seen = []
     found = tuning.tune(on_progress=lambda done, cells: seen.append((done, cells)))
     assert found.enabled
     assert seen[-1][1] == len(MANY)
     assert len(list((warm / "kernel-costs").iterdir())) == 1
-    assert cost_table.active() == before  # settled for this one
+    assert cost_table.active_table() == before  # settled for this one
     cost_table._active = None
     with caplog.at_level(logging.INFO, "dynsparse"):
-        now = cost_table.active()
+        now = cost_table.active_table()
     assert now.measured_here
     assert now.costs == found.costs
     assert "measured here on" in now.origin
@@ -61,7 +61,7 @@ def test_measurement_is_active_in_the_next_process(warm, monkeypatch, caplog):
     assert cost_table.delete_measurement()
     assert not cost_table.delete_measurement()
     cost_table._active = None
-    assert cost_table.active() == ZEN_4
+    assert cost_table.active_table() == ZEN_4
 
 
 def kept(monkeypatch, **changes):
@@ -83,11 +83,11 @@ def kept(monkeypatch, **changes):
 )
 def test_measurement_is_ignored_on_another_processor_version_or_build(warm, monkeypatch, other):
     kept(monkeypatch, enabled=True)
-    assert cost_table.active().measured_here
+    assert cost_table.active_table().measured_here
     here = cost_table.environment()
     monkeypatch.setattr(cost_table, "environment", lambda: here | other)
     cost_table._active = None
-    assert cost_table.active() == ZEN_4
+    assert cost_table.active_table() == ZEN_4
     assert cost_table.load_measurement() is None
 
 
@@ -115,8 +115,8 @@ def test_invalid_file_is_ignored(warm, monkeypatch, caplog, content):
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(content)
     with caplog.at_level(logging.INFO, "dynsparse"):
-        assert cost_table.active() == ZEN_4
-        cost_table.active()
+        assert cost_table.active_table() == ZEN_4
+        cost_table.active_table()
     words = [one for one in caplog.messages if "cannot be read" in one]
     assert len(words) == 1
 
@@ -125,7 +125,7 @@ def test_damaged_file_is_ignored(warm, monkeypatch):
     kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert cost_table.active() == ZEN_4
+    assert cost_table.active_table() == ZEN_4
 
 
 def test_pipe_is_ignored(warm, monkeypatch):
@@ -133,7 +133,7 @@ def test_pipe_is_ignored(warm, monkeypatch):
     (file,) = (warm / "kernel-costs").iterdir()
     file.unlink()
     os.mkfifo(file)
-    assert cost_table.active() == ZEN_4
+    assert cost_table.active_table() == ZEN_4
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e10, "1", None, True])
@@ -147,7 +147,7 @@ def test_invalid_constants_raise(wrong):
 
 def test_unusable_measurement_is_not_active(warm, monkeypatch):
     kept(monkeypatch, enabled=False)
-    assert cost_table.active() == ZEN_4
+    assert cost_table.active_table() == ZEN_4
     assert cost_table.load_measurement() is not None
 
 
@@ -164,10 +164,10 @@ def test_unusable_measurement_keeps_the_earlier_one(warm, monkeypatch):
 def test_ranks_use_the_supplied_table(warm, monkeypatch):
     kept(monkeypatch, enabled=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cost_table.active() == ZEN_4
+    assert cost_table.active_table() == ZEN_4
     monkeypatch.setenv("WORLD_SIZE", "1")
     cost_table._active = None
-    assert cost_table.active().measured_here
+    assert cost_table.active_table().measured_here
 
 
 def test_unwritable_folder_warns(warm, monkeypatch):

@@ -99,7 +99,7 @@ def test_panels_of_any_size(size: int) -> None:
     values = torch.randn(pattern.nnz, generator=generator)
     x, dy = torch.randn(200, 700, generator=generator), torch.randn(200, 500, generator=generator)
     p = LayerIndex(pattern.index, values)
-    rows, perm = p.by_columns()
+    rows, perm = p.column_order()
     p.panels = [
         (0, panels.make_panels(False, 500, 700, p.cols, p.row_ptr, p.slots, size=size)),
         (0, panels.make_panels(True, 700, 500, rows, p.col_ptr, perm, size=size)),
@@ -199,7 +199,7 @@ def prepared(density: float = 0.3, block_size: int = 1) -> tuple[SparsePattern, 
 
 
 def by_columns(p: LayerIndex, batch: int) -> torch.Tensor | None:
-    return panels.column_panels(p, batch, p.by_columns())
+    return panels.column_panels(p, batch, p.column_order())
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")

@@ -43,7 +43,7 @@ def test_random_numbers_in_float64_and_float32():
 @given(st.integers(0, 40), st.integers(0, 99))
 def test_random_positions_equal_the_cpu(k, seed):
     pattern = SparsePattern.random((10, 12), 0.4)
-    there = SparsePattern._on_device(pattern.flat, pattern)
+    there = SparsePattern._from_device(pattern.flat, pattern)
     wanted, got = (
         random_outside(p, k, generator=torch.Generator().manual_seed(seed))
         for p in (pattern, there)
@@ -60,7 +60,7 @@ def test_no_host_waits(monkeypatch, dtype, b, panel_bytes):
     like = SparsePattern.random((64, 128), 0.1, block_size=b)
     with FakeTensorMode():
         held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")
-        pattern = SparsePattern._on_device(held, like)
+        pattern = SparsePattern._from_device(held, like)
         x = torch.empty(8, 128, device="cuda", dtype=dtype)
         dy = torch.empty(8, 64, device="cuda", dtype=dtype)
         found = topk_outside([(x, dy), (x, dy)], pattern, 20)

@@ -67,7 +67,7 @@ def test_equals_the_dense_gradient(problem, chunk_bytes, sample_from):
         dtype = torch.float64 if pairs[0][0].dtype == torch.float64 else torch.float32
         assert plain.scores.dtype == dtype
         order = flat.sort().indices
-        for placed in (pattern, SparsePattern._on_device(pattern.flat, pattern)):
+        for placed in (pattern, SparsePattern._from_device(pattern.flat, pattern)):
             found = on_device.topk_on_device(pairs, placed, k, pooling, dtype)
             assert torch.equal(found[0], flat[order])
             assert torch.equal(found[1], scores[order])
@@ -203,7 +203,7 @@ def test_threshold_guess(b, guess, monkeypatch, generator):
     k = pattern.total // 30
     dense = topk_outside_naive([(x, dy)], pattern, pattern.total - pattern.nnz)[1]
     scorer = Scorer([(x, dy)], b, "sum", torch.float64, 8)
-    low, high = guess_thresholds(scorer.sample, pattern, k)
+    low, high = guess_thresholds(scorer.score_submatrix, pattern, k)
     # The fewer rows are sampled, the more room their differences need.
     assert k <= int((dense > low).sum()) < (2 if b == 1 else 3) * k
     assert k >= int((dense > high).sum())
@@ -230,14 +230,14 @@ def test_overflow_raises():
 
 def test_memory_is_one_chunk_of_the_gradient(monkeypatch, generator):
     n, sizes = 512, []
-    real = Scorer.chunk
+    real = Scorer.score_rows
 
     def spy(*arguments):
         scores = real(*arguments)
         sizes.append(scores.numel() * scores.itemsize)
         return scores
 
-    monkeypatch.setattr(Scorer, "chunk", spy)
+    monkeypatch.setattr(Scorer, "score_rows", spy)
     monkeypatch.setattr(search, "CHUNK_BYTES", 16 * n * 4)
     pattern = SparsePattern.random((n, n), density=0.05, generator=generator)
     x, dy = torch.randn(8, n, generator=generator), torch.randn(8, n, generator=generator)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 from torch import Tensor
 
-from dynsparse.ops.linear.int8 import arrange, linear_int8, rearrange, to_dense
+from dynsparse.ops.linear.int8 import from_kernel_order, linear_int8, to_dense, to_kernel_order
 from dynsparse.pattern import SparsePattern
 
 BLOCKS = [1, 2, 3, 4, 5, 8, 12, 16, 20, 24, 32, 64]
@@ -37,7 +37,7 @@ class Layer:
             across = slice(int(col) * block, (int(col) + 1) * block)
             self.dense[int(row) * block : (int(row) + 1) * block, across] = part.double()
         self.dense *= self.scale.double()[:, None]
-        self.values = arrange(values.to(torch.int8).view(pattern.values_shape))
+        self.values = to_kernel_order(values.to(torch.int8).view(pattern.values_shape))
         self.row_ptr, self.cols = pattern.row_ptr, pattern.sorted_cols
 
     @property
@@ -135,7 +135,7 @@ def test_the_largest_products_do_not_saturate(library, weight):
         x = torch.full((5, 32), 127.0 * sign)
         y = with_library(
             library,
-            lambda: linear_int8(x, arrange(values), *operands, cols, None, 32, True),  # noqa: B023
+            lambda: linear_int8(x, to_kernel_order(values), *operands, cols, None, 32, True),  # noqa: B023
         )
         assert bool((y == 32 * 127 * sign * weight).all())
 
@@ -159,8 +159,8 @@ def test_samples_of_zeros_nan_and_infinity(library):
 def test_kernel_layout(block):
     shape = (3,) if block == 1 else (3, block, block)
     values = torch.randint(-128, 128, shape, dtype=torch.int8)
-    arranged = arrange(values)
-    assert torch.equal(rearrange(arranged), values)
+    arranged = to_kernel_order(values)
+    assert torch.equal(from_kernel_order(arranged), values)
     if block % 8 == 0:
         assert arranged.shape == (3, block // 4, block, 4)
         assert arranged[1, 1, 2, 3] == values[1, 2, 7]
@@ -194,7 +194,7 @@ def test_mismatched_operands_raise():
     refused(fit, scale=layer.scale.bfloat16())
     refused(fit, bias=layer.bias[:8])
     refused(fit, values=layer.values.float())
-    refused(fit, values=rearrange(layer.values).contiguous())
+    refused(fit, values=from_kernel_order(layer.values).contiguous())
     refused(fit, cols=layer.cols[:-1])
     refused(fit, cols=layer.cols.long())
     beyond = layer.cols.clone()

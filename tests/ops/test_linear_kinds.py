@@ -99,7 +99,7 @@ def test_dense_products_are_chosen_earlier_on_arm(monkeypatch):
         monkeypatch.setattr(native, "supported_isas", lambda isa=isa: (isa,))
         cost_table._active = cost_table.default_table()
         costs[isa] = [
-            cost_table._cost(cost_table.active().costs, kind, layer, 512, False)
+            cost_table._cost(cost_table.active_table().costs, kind, layer, 512, False)
             for kind in ("sparse", "dense")
         ]
     assert costs["neon"][1] == costs["v4"][1]

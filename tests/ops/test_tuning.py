@@ -26,7 +26,7 @@ def furthest(one, other):
         (1024, 0.4, 32, 16), (384, 0.3, 8, 1), (2048, 0.3, 1, 4),
     ]:  # fmt: skip
         layer = Layer(size, size, round(density * (size // block) ** 2), block)
-        for kind in cost_table.candidates(layer, batch):
+        for kind in cost_table.candidate_kinds(layer, batch):
             name = family(kind, block)
             for backward in (False, True):
                 costs = [evaluate(c[name][backward], name, layer, batch) for c in (one, other)]
@@ -86,7 +86,9 @@ def test_families_without_times_scale_the_table():
 
 def test_regret_of_choices_by_hand():
     layer = Layer(1024, 1024, 100_000, 1)
-    (slow,) = {"sparse", "small", "dense"} & {cost_table.cheapest(ZEN_4.costs, layer, 512, False)}
+    (slow,) = {"sparse", "small", "dense"} & {
+        cost_table.cheapest_kind(ZEN_4.costs, layer, 512, False)
+    }
     others = {k: 1.0 for k in ("sparse", "dense") if k != slow}
     assert mean_excess([Timing(layer, 512, False, {slow: 1.5, **others})], ZEN_4.costs) == 0.5
     assert mean_excess([], ZEN_4.costs) == 0.0

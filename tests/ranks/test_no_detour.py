@@ -90,6 +90,6 @@ def test_backend_gets_tensors_of_its_device_uncopied():
     ranks = object.__new__(GroupRanks)
     ranks.__dict__.update(_kinds={"meta"}, device=torch.device("meta"))
     tensor = torch.empty(1 << 20, device="meta")
-    assert ranks._at(tensor) is tensor
-    assert ranks._at(tensor.view(2, -1).t()).device == tensor.device
-    assert ranks._at(torch.zeros(3)).device == tensor.device
+    assert ranks._to_supported_device(tensor) is tensor
+    assert ranks._to_supported_device(tensor.view(2, -1).t()).device == tensor.device
+    assert ranks._to_supported_device(torch.zeros(3)).device == tensor.device

@@ -65,7 +65,7 @@ def test_custom_loop_has_the_spans_of_a_training(tmp_path, kind, own_step):
 def test_column_order_is_a_span(tmp_path):
     model = network()
     with ds.trace(tmp_path / "run.json"):
-        model[0]._current().index.by_columns()
+        model[0]._current().index.column_order()
     assert names(read(tmp_path / "run.json")) == {"encode"}
 
 

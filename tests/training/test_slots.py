@@ -371,7 +371,7 @@ def test_rewiring_of_a_pattern_with_other_slots_raises():
     layer = network()[0]
     pattern = layer.pattern
     order = torch.randperm(pattern.nnz, generator=torch.Generator().manual_seed(0))
-    other = SparsePattern._by_slots(pattern.flat[order], pattern)
+    other = SparsePattern._from_slots(pattern.flat[order], pattern)
     assert other == pattern
     rewiring = Rewiring.make(other, torch.tensor([0]), random_outside(pattern, 1))
     with pytest.raises(ValueError, match="the rewiring starts from"):

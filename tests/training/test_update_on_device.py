@@ -176,7 +176,7 @@ def test_update_never_waits_for_the_device(monkeypatch, without_cuda, b, regrow)
     like = ds.SparsePattern.random((64, 128), 0.2, block_size=b)
     with FakeTensorMode():
         held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")
-        first = ds.SparsePattern._on_device(held, like)
+        first = ds.SparsePattern._from_device(held, like)
         layer = SparseLinear(128, 64, pattern=first, device="cuda")
         optimizer = torch.optim.Adam(layer.parameters(), capturable=True)
         trainer = ds.RigL(layer, optimizer, total_steps=9, update_interval=1, regrow_dropped=regrow)

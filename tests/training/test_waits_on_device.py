@@ -93,7 +93,7 @@ def model(b):
         like = ds.SparsePattern.__new__(ds.SparsePattern)
         like.shape, like.block_size = shape, b
         held = torch.empty(shape[0] * shape[1] // b**2 // 4, dtype=torch.int64, device="cuda")
-        pattern = ds.SparsePattern._on_device(held, like)
+        pattern = ds.SparsePattern._from_device(held, like)
         layers.append(SparseLinear(shape[1], shape[0], pattern=pattern, device="cuda"))
     return nn.Sequential(*layers)
 

@@ -54,7 +54,7 @@ class Ordered:
     def kernel(self, batch: int, backward: bool) -> str:
         return "in another order"
 
-    def after(self, pattern: SparsePattern) -> Ordered:
+    def for_pattern(self, pattern: SparsePattern) -> Ordered:
         return self
 
     def natural(self, matrix: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Placed:
     def kernel(self, batch: int, backward: bool) -> str:
         return "by places"
 
-    def after(self, pattern: Any) -> Placed:
+    def for_pattern(self, pattern: Any) -> Placed:
         return self
 
     @torch.no_grad()

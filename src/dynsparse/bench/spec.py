@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from dynsparse._core.checks import check_types, shorten
 from dynsparse.bench.cells import DTYPES, Cell
 from dynsparse.bench.timing import Effort
-from dynsparse.options import TEXT, Kind, choice, integer, many, number, options_of
+from dynsparse.options import TEXT, Kind, choice, integer, list_of, number, options_of
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Entries:
 
     def check(self, key: str, kind: Kind, value: Any) -> Any:
         """The value if it is of the kind."""
-        if violation := kind.violation(value):
+        if violation := kind.find_violation(value):
             self.fail(key, *violation)
         return kind.type(value)
 
@@ -254,7 +254,7 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     entries.allow(*allowed, *(["contenders"] if baselines else []))
     contenders: list[str] = []
     if baselines:
-        among = many(choice(*baselines), f"among {', '.join(baselines)}")
+        among = list_of(choice(*baselines), f"among {', '.join(baselines)}")
         contenders = entries.values("contenders", among, MEASURES[measure].usual)
     grids = entries.content.get("grid")
     cells: list[Cell] = []

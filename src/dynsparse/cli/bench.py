@@ -16,13 +16,13 @@ from dynsparse.options import (
     OUTPUT_FILE,
     SWITCH,
     TEXT,
+    add_flags,
     check_values,
     flag,
     integer,
-    many,
+    list_of,
     number,
     option,
-    with_flags,
 )
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ class _Request:
         None, "YAML file of benchmarks; by default the one that comes with dynsparse.", FILE
     )
     benchmark: tuple[str, ...] | None = _measured(
-        None, "Run only these.", many(TEXT, "names"), by_default="all: more than an hour"
+        None, "Run only these.", list_of(TEXT, "names"), by_default="all: more than an hour"
     )
     cell: tuple[str, ...] | None = _measured(
         None,
         "Of these, run only the cells that match all of this, such as '1024, bfloat16'.",
-        many(TEXT, "texts"),
+        list_of(TEXT, "texts"),
         by_default="all",
     )
     threads: int | None = _measured(
@@ -79,7 +79,7 @@ class _Request:
         None, "Size of the blocks that are kept.", integer(1), by_default="1"
     )
     batch: tuple[int, ...] | None = _model(
-        None, "Samples at once.", many(integer(1), "integers of at least 1"), by_default="1 8"
+        None, "Samples at once.", list_of(integer(1), "integers of at least 1"), by_default="1 8"
     )
     sequence: int | None = _model(
         None,
@@ -119,7 +119,7 @@ class _Request:
                 raise ValueError(f"--{flag(reason)} measures nothing: leave out {', '.join(given)}")
 
 
-@with_flags(_Request)
+@add_flags(_Request)
 def bench(values: dict[str, Any]) -> None:
     """Time dynsparse against the alternatives, in one process with the same threads.
 

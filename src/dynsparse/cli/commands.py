@@ -11,22 +11,22 @@ from dynsparse.apps import lm as lm_app
 from dynsparse.apps.image_classification import cifar as cifar_app
 from dynsparse.apps.image_classification import mnist as mnist_app
 from dynsparse.apps.image_classification import transformer as transformer_app
-from dynsparse.options import with_flags
+from dynsparse.options import add_flags
 
 
-@with_flags(mnist_app.Options)
+@add_flags(mnist_app.Options)
 def mnist(values: dict[str, Any]) -> None:
     """Train a small network with truly sparse layers on digits, MNIST or Fashion-MNIST."""
     mnist_app.run(mnist_app.Options(**values), given=set(values))
 
 
-@with_flags(transformer_app.Options)
+@add_flags(transformer_app.Options)
 def mnist_transformer(values: dict[str, Any]) -> None:
     """Train a transformer with truly sparse projections on the rows of small images."""
     transformer_app.run(transformer_app.Options(**values), given=set(values))
 
 
-@with_flags(cifar_app.Options)
+@add_flags(cifar_app.Options)
 def cifar(values: dict[str, Any]) -> None:
     """Train a wide residual network with sparse convolutions on CIFAR-10."""
     cifar_app.run(cifar_app.Options(**values), given=set(values))
@@ -45,7 +45,7 @@ _PRESET = Annotated[
 ]
 
 
-@with_flags(lm_app.Options, {"preset": _PRESET})
+@add_flags(lm_app.Options, {"preset": _PRESET})
 def lm(values: dict[str, Any], preset: str | None) -> None:
     """Train a sparse GPT-2-style language model on any text, and sample from it."""
     if preset is not None and "restore" in values:

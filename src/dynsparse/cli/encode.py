@@ -24,12 +24,12 @@ from dynsparse.options import (
     OUTPUT_FILE,
     TEXT,
     Need,
+    add_flags,
     check_applies,
     check_values,
     choice,
     integer,
     option,
-    with_flags,
 )
 
 _OWN = Need("texts without --vocabulary", lambda o: o.vocabulary is None, lambda o: "--vocabulary")
@@ -66,7 +66,7 @@ class _Request:
     )
 
 
-@with_flags(_Request)
+@add_flags(_Request)
 def encode(values: dict[str, Any]) -> None:
     """Encode a text as a token file for `dynsparse lm`, with its vocabulary."""
     request = _Request(**values)

@@ -79,7 +79,7 @@ def facts() -> dict[str, Any]:
     `choices` say what computes a layer: for each block, pass and batch the kinds, each with the
     density from which on it computes.
     """
-    kernels, costs = native.describe(), cost_table.active()
+    kernels, costs = native.describe(), cost_table.active_table()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
         "version": __version__,
@@ -104,7 +104,7 @@ def facts() -> dict[str, Any]:
 
 def _describe_costs() -> str:
     """By which constants kernels are chosen."""
-    now = cost_table.active()
+    now = cost_table.active_table()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
     measurement = cost_table.load_measurement()
     if measurement is not None and not measurement.enabled:

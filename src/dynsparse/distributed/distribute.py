@@ -103,7 +103,7 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    grid = RankGrid.of(mesh)
+    grid = RankGrid.from_mesh(mesh)
     shards: dict[str, ShardBackend] = {}
     with collective_errors(grid.all_ranks):
         layers, chains = find_chains(model)
@@ -137,8 +137,8 @@ def make_shards(
     for position, bundle in enumerate(chain):
         for name in bundle.names:
             placement = placements[name]
-            rows, cols = (grid.line(axis).size for axis in placement[:2])
-            given = grid.line(placement.input).size
+            rows, cols = (grid.ranks_along(axis).size for axis in placement[:2])
+            given = grid.ranks_along(placement.input).size
             shards[name] = ShardBackend(
                 grid,
                 placement,

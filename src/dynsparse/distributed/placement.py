@@ -291,10 +291,14 @@ def place_layers(chain: Chain, borders: Borders, grid: RankGrid) -> dict[str, Pl
     for position, bundle in enumerate(chain):
         rows, cols = ("x", "y") if position % 2 == 0 else ("y", "x")
         over_rows = (
-            rows if _is_divisible(borders.of_rows, position, bundle, grid.line(rows)) else None
+            rows
+            if _is_divisible(borders.of_rows, position, bundle, grid.ranks_along(rows))
+            else None
         )
         over_cols = (
-            cols if _is_divisible(borders.of_cols, position, bundle, grid.line(cols)) else None
+            cols
+            if _is_divisible(borders.of_cols, position, bundle, grid.ranks_along(cols))
+            else None
         )
         is_last = position == len(chain) - 1
         placement = Placement(over_rows, over_cols, input_axis, gather_output=is_last)

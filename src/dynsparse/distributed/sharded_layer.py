@@ -35,7 +35,7 @@ class ShardBackend(ShardSpec):
 
     def __call__(self, layer: SparseLinear, x: Tensor) -> Tensor:
         """x [..., in], or its shard, -> [..., out], or this rank's shard."""
-        placement, line = self.placement, self.grid.line
+        placement, line = self.placement, self.grid.ranks_along
         senders = line(placement.input)
         width = self.input_borders[senders.rank + 1] - self.input_borders[senders.rank]
         if x.shape[-1] != width:
@@ -66,9 +66,9 @@ class ShardBackend(ShardSpec):
     def kernel(self, batch: int, backward: bool) -> str:
         return "tensor parallel"
 
-    def after(self, pattern: SparsePattern) -> Any:
+    def for_pattern(self, pattern: SparsePattern) -> Any:
         """Patterns change inside the shard, whose borders stay; the active slots are dropped."""
-        return self.with_active(None)
+        return self.replace_active(None)
 
 
 def spec_of(layer: SparseLinear) -> ShardBackend | None:
@@ -105,7 +105,7 @@ def gather_layer(layer: SparseLinear) -> dict[str, Tensor]:
     values = gathered_shards(layer.values.detach())
     flat = spec.to_full(layer.pattern.flat, b).to(values.device)
     for axis in (spec.placement.cols, spec.placement.rows):
-        line = spec.grid.line(axis)
+        line = spec.grid.ranks_along(axis)
         flat, values = torch.cat(line.all_gather(flat)), torch.cat(line.all_gather(values))
     order = flat.argsort()
     flat = flat[order]
@@ -151,7 +151,7 @@ class _GatherWeights:
     """Gathers the attention weights of all heads from those of this rank's."""
 
     def __init__(self, spec: ShardBackend, heads: int, borders: tuple[int, ...]) -> None:
-        self.line = spec.grid.line(spec.placement.rows)
+        self.line = spec.grid.ranks_along(spec.placement.rows)
         self.heads = heads
         self.borders = borders
 

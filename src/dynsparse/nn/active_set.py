@@ -49,11 +49,11 @@ class ActiveSet:
             or ends[1] >= max(pattern.nnz, 1)
         ):
             raise ValueError(f"active slots must be sorted, distinct and within [0, {pattern.nnz})")
-        self.pattern = SparsePattern._by_slots(pattern.flat[slots], pattern)
+        self.pattern = SparsePattern._from_slots(pattern.flat[slots], pattern)
         self._set_slots(slots.to(device))
 
     @classmethod
-    def _on_device(cls, pattern: SparsePattern, slots: Tensor) -> ActiveSet:
+    def _from_device(cls, pattern: SparsePattern, slots: Tensor) -> ActiveSet:
         """From slots on a device, which are sorted and distinct by construction; does not
         synchronise with the device."""
         active = cls.__new__(cls)
@@ -61,7 +61,7 @@ class ActiveSet:
         if len(pattern._slots_on(slots.device)):
             flat, order = flat.sort()
             slots = slots.index_select(0, order)
-        active.pattern = SparsePattern._on_device(flat, pattern)
+        active.pattern = SparsePattern._from_device(flat, pattern)
         active._set_slots(slots)
         return active
 
@@ -100,30 +100,30 @@ class ActiveSet:
                 x, layer.values, bias, self.slots, self._index, layer.index, layer
             )
 
-    def may_take(self, other: ActiveSet) -> bool:
+    def can_copy_from(self, other: ActiveSet) -> bool:
         """Whether `other` may be copied into this set by `take`; allocates what that needs."""
         if (
             self._cached is None
             or other._cached is None
-            or not self._cached.may_take(other._cached)
+            or not self._cached.can_copy_from(other._cached)
         ):
             return False
         other._cached.derive_like(self._cached)
         return True
 
-    def take(self, other: ActiveSet) -> None:
+    def copy_from(self, other: ActiveSet) -> None:
         """Copy `other` into this set in place, so that CUDA graphs that read it stay valid."""
         assert self._cached is not None
         assert other._cached is not None
         torch._foreach_copy_([self.slots], [other.slots])
-        self._cached = self._cached.take(other._cached)
+        self._cached = self._cached.copy_from(other._cached)
         register_index(self._cached)
         self.pattern = other.pattern
 
     def kernel(self, batch: int, backward: bool) -> str:
         return "active subset"
 
-    def after(self, pattern: SparsePattern) -> None:
+    def for_pattern(self, pattern: SparsePattern) -> None:
         """None: a change of the pattern resets the active set."""
 
 

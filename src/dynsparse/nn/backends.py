@@ -44,7 +44,7 @@ class Executor(Protocol):
     def kernel(self, batch: int, backward: bool) -> str:
         """A readable name of what computes a pass over `batch` samples."""
 
-    def after(self, pattern: SparsePattern) -> Executor | None:
+    def for_pattern(self, pattern: SparsePattern) -> Executor | None:
         """The executor for another pattern of the layer; None for the operator of `ops.linear`."""
 
 

@@ -68,7 +68,7 @@ class Blocks:
                 hook = block.register_forward_pre_hook(before, with_kwargs=True)
                 stack.callback(hook.remove)
                 stack.callback(block.register_forward_hook(after).remove)
-            call(self.model, batch)
+            call_model(self.model, batch)
         taken = [args[0] for args, _ in calls if args]
         is_chain = len(taken) == len(calls) == len(self.names) and all(
             isinstance(x, Tensor) and (k == 0 or x is returned[k - 1]) for k, x in enumerate(taken)
@@ -99,19 +99,19 @@ def _longest_list(model: nn.Module, layers: Mapping[str, int]) -> list[str]:
     best, most = "", 0
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            size = sum(n for layer, n in layers.items() if layer.startswith(_inside(name)))
+            size = sum(n for layer, n in layers.items() if layer.startswith(_prefix_of(name)))
             if size > most:
                 best, most = name, size
     if not most:
         return []
-    return [_inside(best) + part for part, _ in model.get_submodule(best).named_children()]
+    return [_prefix_of(best) + part for part, _ in model.get_submodule(best).named_children()]
 
 
-def _inside(name: str) -> str:
+def _prefix_of(name: str) -> str:
     return f"{name}." if name else ""
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model on a batch: a dictionary of arguments, a tuple or list of them, or one.
 
     A `use_cache` of the dictionary counts as False.
@@ -203,7 +203,7 @@ def sum_inputs(
     if left:
         with evaluation_mode(model), _observe(left, products) as inputs:
             for batch, inputs.mask in zip(batches, blocks.masks, strict=True):
-                call(model, batch)
+                call_model(model, batch)
         yield _check_sums(inputs.sums, left)
 
 

@@ -160,7 +160,7 @@ def matches_name(pattern: str, name: str) -> bool:
     return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
 
 
-def select(
+def select_candidates(
     model: nn.Module,
     candidates: Mapping[str, Candidate],
     excluded: Mapping[str, str],

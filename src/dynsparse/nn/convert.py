@@ -20,7 +20,7 @@ from dynsparse.nn.candidates import (
     find_candidates,
     group_tied,
     resolve_overrides,
-    select,
+    select_candidates,
 )
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, from_dense_conv, to_dense_conv
 from dynsparse.nn.embedding import SparseEmbedding, TiedHead
@@ -29,9 +29,9 @@ from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
 from dynsparse.nn.models import describe
 from dynsparse.nn.prune import (
     LEAST_SPARSITY,
-    block_scores,
     find_nonzero_pattern,
     global_counts,
+    score_blocks,
     select_best_blocks,
     sparsegpt,
 )
@@ -150,7 +150,7 @@ def sparsify(
     per_row = start == "wanda" if per_row is None else per_row
     candidates = find_candidates(model)
     excluded = default_exclusions(model, candidates)
-    selected = select(model, candidates, excluded, include, exclude)
+    selected = select_candidates(model, candidates, excluded, include, exclude)
     densities = resolve_overrides("densities", {} if densities is None else densities, selected)
     block_sizes = {} if block_sizes is None else block_sizes
     block_sizes = resolve_overrides("block_sizes", block_sizes, selected)
@@ -308,7 +308,7 @@ def _allocate(
         for sums in sum_inputs(model, groups, batches, products=False):
             squares |= sums
     scores = {
-        name: block_scores(group[0].matrix, squares.get(name), blocks[name])
+        name: score_blocks(group[0].matrix, squares.get(name), blocks[name])
         for name, group in groups.items()
     }
     return global_counts(scores, density)
@@ -335,7 +335,7 @@ def _initial_weight(
         assert sums is not None
         return sparsegpt(matrix, sums, nnz, b, per_row)
     if start != "random":
-        flat = select_best_blocks(block_scores(matrix, sums, b), nnz, per_row).cpu()
+        flat = select_best_blocks(score_blocks(matrix, sums, b), nnz, per_row).cpu()
         return SparsePattern.from_flat(flat, shape=shape, block_size=b), matrix
     pattern = SparsePattern.random(
         shape, nnz=nnz, block_size=b, per_row=per_row, generator=generator
@@ -423,7 +423,7 @@ def densify(model: nn.Module) -> nn.Module:
 def _dense_layer(layer: nn.Module) -> nn.Module:
     """A dense layer with the weights of a sparse one; dense layers are returned unchanged."""
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
-        return layer.dense()
+        return layer.to_dense_layer()
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
         return to_dense_conv(layer)
     if isinstance(layer, SparseEmbedding):

@@ -43,7 +43,7 @@ def freeze(model: nn.Module) -> nn.Module:
         if layer.executor is None and not is_sharded(layer.values):
             pattern = layer.pattern
             values = pattern.by_rows(layer.values.detach())
-            layer._install(pattern._without_slots(), values, keep_size=False)
+            layer._install(pattern._to_row_major(), values, keep_size=False)
     for module in model.modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             _compute_in_place(module)

@@ -302,7 +302,7 @@ class SparseLinear(SparseModule):
     def active(self, slots: ActiveSet | None) -> None:
         executor: Any = self.executor
         if isinstance(executor, ShardSpec):
-            self.executor = executor.with_active(slots)
+            self.executor = executor.replace_active(slots)
             return
         if executor is not None and self.active is None:
             raise ValueError(
@@ -512,7 +512,7 @@ class SparseConv1D(SparseLinear):
     def weight(self, weight: Any) -> None:
         raise self._assignment_error()
 
-    def dense(self) -> nn.Module:
+    def to_dense_layer(self) -> nn.Module:
         """A layer of the replaced class with this layer's weights and its bias Parameter."""
         with torch.device("meta"):  # skips the initialisation
             layer = self.dense_class(self.out_features, self.in_features)
@@ -552,7 +552,7 @@ class SparseGraphLinear(SparseLinear):
     def out_channels(self) -> int:
         return self.out_features
 
-    def dense(self) -> nn.Module:
+    def to_dense_layer(self) -> nn.Module:
         """A layer of the replaced class with this layer's weights and its bias Parameter."""
         with torch.device("meta"):  # skips the initialisation
             layer = self.dense_class(

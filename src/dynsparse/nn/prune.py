@@ -52,13 +52,13 @@ def _is_whole(present: Tensor, b: int) -> bool:
     return torch.equal(blocks.any(3).any(1), blocks.all(3).all(1))
 
 
-def score_blocks(scores: Tensor, b: int) -> Tensor:
+def _sum_blocks(scores: Tensor, b: int) -> Tensor:
     """Scores [out, in] -> those of blocks [out / b, in / b], the sums of their elements'."""
     height, width = scores.shape[0] // b, scores.shape[1] // b
     return scores.double().view(height, b, width, b).sum((1, 3))
 
 
-def block_scores(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
+def score_blocks(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
     """The scores [out / b, in / b] of blocks of a weight [out, in], float64.
 
     The score of a block is the sum of those of its elements: |W_ij|, or with `squares` those of
@@ -69,7 +69,7 @@ def block_scores(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
         squares: the sum of the squares of each input, [in].
     """
     scores = weight.abs() if squares is None else weight.abs().to(squares.dtype) * squares.sqrt()
-    return score_blocks(scores, b)
+    return _sum_blocks(scores, b)
 
 
 def select_best_blocks(scores: Tensor, nnz: int, per_row: bool) -> Tensor:
@@ -115,7 +115,7 @@ def sparsegpt(
     kept = torch.zeros(w.shape[0] // b, columns // b, dtype=torch.bool, device=w.device)
     for start in range(0, columns, width):
         end = min(start + width, columns)
-        scores = score_blocks((w[:, start:end] / scale[start:end]).square(), b)
+        scores = _sum_blocks((w[:, start:end] / scale[start:end]).square(), b)
         count = round(nnz * end / columns) - round(nnz * start / columns)
         part = torch.zeros_like(scores, dtype=torch.bool)
         part.view(-1)[select_best_blocks(scores, count, per_row)] = True

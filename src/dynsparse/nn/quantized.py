@@ -83,7 +83,7 @@ class QuantizedSparseLinear(nn.Module):
         self.activations = activations
         # Outside of inference mode, in which tensors have no version counter.
         with torch.inference_mode(False):
-            self.register_buffer("values", int8.arrange(values.detach()).clone())
+            self.register_buffer("values", int8.to_kernel_order(values.detach()).clone())
             self.register_buffer("scale", scale.detach().clone())
             self.register_buffer("row_ptr", pattern.row_ptr.clone())
             self.register_buffer("cols", pattern.sorted_cols.clone())
@@ -144,12 +144,12 @@ class QuantizedSparseLinear(nn.Module):
         """The weight as a float32 [out, in] tensor."""
         return int8.to_dense(self.values, self.scale, self.row_ptr, self.cols, self.in_features)
 
-    def packed(self) -> dict[str, Tensor]:
+    def pack(self) -> dict[str, Tensor]:
         """Values and pattern as in a file: "values", [nnz] or [nnz, b, b], and "gaps" or "mask"."""
         pattern = self.pattern
         flat = pattern.rows.long() * pattern.grid[1] + pattern.cols
         form, packed = pack(flat, pattern.grid[0] * pattern.grid[1])
-        return {"values": int8.rearrange(self.values), form: packed}
+        return {"values": int8.from_kernel_order(self.values), form: packed}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], float32."""

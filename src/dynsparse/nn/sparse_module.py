@@ -116,7 +116,7 @@ class LayerState:
         register_index(index)
         return index
 
-    def take(
+    def copy_from(
         self, other: LayerState, pattern: SparsePattern, values: Tensor, moved: Tensor | None
     ) -> LayerState:
         """Overwrite index and values in place, and return the new state of this memory.
@@ -129,7 +129,7 @@ class LayerState:
         """
         if moved is not None:
             torch._foreach_copy_([values], [moved])
-        index = self.index.take(other.index)
+        index = self.index.copy_from(other.index)
         register_index(index)
         return LayerState(pattern, values, index)
 
@@ -260,7 +260,7 @@ class SparseModule(nn.Module):
                 )
             if self._substitutes is not None:
                 tensors = {"rows": pattern.rows, "cols": pattern.cols, **self._substitutes}
-                pattern = SparsePattern._in_order(
+                pattern = SparsePattern._from_slot_coordinates(
                     **tensors, shape=pattern.shape, block_size=self.block_size
                 )
                 return LayerState(pattern, values, None)
@@ -336,19 +336,19 @@ class SparseModule(nn.Module):
         current: SparsePattern | None = vars(self).get("_pattern")  # None in the constructor
         if keep_size and current is not None and self.keeps_slots and current.nnz == pattern.nnz:
             # No tensor changes its size, so nothing is recompiled or recaptured.
-            pattern = pattern if current._is_row_major else pattern._with_slots()
+            pattern = pattern if current._is_row_major else pattern._to_explicit_slots()
         before = self._state
         row_ptr = None
         if before is None and current is not None and current._has_slots_of(pattern):
             row_ptr = self._row_ptr
         # Made now because the next call may be compiled.
         state = LayerState(pattern, self.values if values is None else values, None, row_ptr)
-        if before is not None and not before.index.may_take(state.index):
+        if before is not None and not before.index.can_copy_from(state.index):
             before = None
         if before is not None:
             state.index.derive_like(before.index)
-            saved_index = self._pattern._before_overwrite(before.index.index)
-        executor = None if self.executor is None else self.executor.after(pattern)
+            saved_index = self._pattern._save_before_overwrite(before.index.index)
+        executor = None if self.executor is None else self.executor.for_pattern(pattern)
         followers = [follower for reference in self._followers if (follower := reference())]
         switches = []
         for follower in followers:
@@ -361,7 +361,7 @@ class SparseModule(nn.Module):
                     new = state
                     if before is not None:
                         self._pattern._device_index = saved_index
-                        new = before.take(state, pattern, self.values, values)
+                        new = before.copy_from(state, pattern, self.values, values)
                     elif values is not None:
                         self._store(values)
                     if not new.index.on_cpu:
@@ -620,9 +620,9 @@ class SparseModule(nn.Module):
         rows, cols = state_dict.get(prefix + "rows"), state_dict.get(prefix + "cols")
         complete = rows is not None and cols is not None
         # Of the layer's own pattern the values alone are loaded, as those of a dense layer.
-        if complete and not self._is_at(rows, cols):
+        if complete and not self._has_coordinates(rows, cols):
             try:
-                pattern = SparsePattern._in_order(
+                pattern = SparsePattern._from_slot_coordinates(
                     rows, cols, shape=self._pattern.shape, block_size=self.block_size
                 )
                 self._check_capacity(pattern)
@@ -661,7 +661,7 @@ class SparseModule(nn.Module):
             if strict and prefix + name not in state_dict:
                 missing_keys.append(prefix + name)
 
-    def _is_at(self, rows: Any, cols: Any) -> bool:
+    def _has_coordinates(self, rows: Any, cols: Any) -> bool:
         """Whether these are the coordinates of the layer's slots."""
         if self.is_on_device:
             return False

@@ -320,7 +320,7 @@ def pack_layers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
     values_of: dict[int, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedSparseLinear):
-            parts = module.packed()
+            parts = module.pack()
             parts["values"] = values_of.setdefault(id(module), parts["values"])
             del packed[_key(name, "row_ptr")], packed[_key(name, "cols")]
             packed |= {_key(name, part): tensor for part, tensor in parts.items()}
@@ -620,7 +620,7 @@ def read_pattern(
             pattern = packed
         else:
             rows, cols = (tensors[_key(name, part)] for part in _PARTS[:2])
-            pattern = SparsePattern._in_order(rows, cols, shape=shape, block_size=b)
+            pattern = SparsePattern._from_slot_coordinates(rows, cols, shape=shape, block_size=b)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the pattern of {name!r} does not fit: {error}") from None
     if values.shape != pattern.values_shape:

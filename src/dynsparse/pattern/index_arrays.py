@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse.pattern.on_device import by_columns as by_columns_on_device
 from dynsparse.pattern.on_device import column_pointers, flat_positions, move, row_pointers
+from dynsparse.pattern.on_device import sort_by_columns as sort_by_columns_on_device
 from dynsparse.tracing import spanned
 
 
@@ -62,12 +62,12 @@ def empty(
 
 
 @spanned("encode")
-def by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """col_ptr [width + 1], csc_rows [nnz] and the slots in that order [nnz], all int32."""
     row_ptr, cols, slots = entries
     height, nnz = len(row_ptr) - 1, len(cols)
     if native.load() is None:
-        rows, order = by_columns_on_device(row_ptr, cols, width)
+        rows, order = sort_by_columns_on_device(row_ptr, cols, width)
         return column_pointers(cols, width), rows, slots_of(order, slots)
     col_ptr = torch.empty(width + 1, dtype=torch.int32, device="cpu")
     csc_rows = empty(nnz, dtype=torch.int32)
@@ -161,7 +161,7 @@ def _merge(
     return SortedEntries(row_pointers(flat, height, width), flat.remainder(width).int(), source)
 
 
-def by_slots(entries: Tensor, slots: Tensor) -> Tensor:
+def to_slot_order(entries: Tensor, slots: Tensor) -> Tensor:
     """Entries in row-major order, [nnz, ...], in the order of slots; `slots` [0]: as they are."""
     if not len(slots):
         return entries

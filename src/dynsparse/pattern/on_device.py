@@ -36,7 +36,7 @@ def column_pointers(cols: Tensor, width: int) -> Tensor:
     return ends.index_add_(0, cols + 1, ones.expand(len(cols))).cumsum(0, dtype=torch.int32)
 
 
-def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+def sort_by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
     """The row of each block in the order of columns, and its slot: int32 [2, nnz]."""
     height = len(row_ptr) - 1
     flat = flat_positions(row_ptr, cols, width)

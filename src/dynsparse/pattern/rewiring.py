@@ -13,13 +13,13 @@ from dynsparse._core.checks import check_kind, check_tensor, check_types, shorte
 from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
     SortedEntries,
-    by_slots,
     copy_tensor,
     membership_mask,
     merge,
     move_entries,
     nonzero_positions,
     slots_of,
+    to_slot_order,
 )
 from dynsparse.pattern.on_device import HostCopy, assign_slots, find_sources, move
 from dynsparse.pattern.on_device import merge as merge_on_device
@@ -73,7 +73,7 @@ class Rewiring:
             raise ValueError("source must lead every block to the slot that held its position")
 
     @classmethod
-    def _made(cls, before: SparsePattern, after: SparsePattern, **source: Tensor) -> Rewiring:
+    def _unchecked(cls, before: SparsePattern, after: SparsePattern, **source: Tensor) -> Rewiring:
         """Without checks, which take as long as making a rewiring. `source` has what the source is,
         or follows from: `source`, `_device_source` or `_reused`."""
         rewiring = cls.__new__(cls)
@@ -81,7 +81,7 @@ class Rewiring:
         return rewiring
 
     @classmethod
-    def _on_device(
+    def _from_device(
         cls,
         pattern: SparsePattern,
         drop: Tensor,
@@ -105,7 +105,9 @@ class Rewiring:
         with torch.inference_mode(False):
             before, slots = pattern._sorted_flat_on(drop.device), pattern._slots_on(drop.device)
             same = torch.arange(len(before), dtype=torch.int32, device=before.device)
-            leaving = by_slots(same.long(), slots).index_select(0, drop) if len(slots) else drop
+            leaving = (
+                to_slot_order(same.long(), slots).index_select(0, drop) if len(slots) else drop
+            )
             flat, source = merge_on_device(before, leaving, grow)
             source = _slots_of_sources(source, slots)
             slots_after = None
@@ -121,8 +123,8 @@ class Rewiring:
             elif unless is not None:
                 flat = torch.where(unless, before, flat)
                 source = torch.where(unless, same, source)
-        after = SparsePattern._on_device(flat, pattern, slots_after)
-        rewiring = cls._made(pattern, after, _device_source=source)
+        after = SparsePattern._from_device(flat, pattern, slots_after)
+        rewiring = cls._unchecked(pattern, after, _device_source=source)
         if slots_after is not None:
             vars(rewiring)["keeps_slots"] = True
         if all_new:
@@ -213,9 +215,9 @@ class Rewiring:
         after.shape, after.block_size = pattern.shape, pattern.block_size
         if not keeps_slots:
             after._set_index(merged.row_ptr, merged.cols, merged.slots.new_empty(0))
-            return cls._made(pattern, after, source=merged.slots)
+            return cls._unchecked(pattern, after, source=merged.slots)
         after._set_index(*merged)
-        return cls._made(pattern, after, _reused=reused)
+        return cls._unchecked(pattern, after, _reused=reused)
 
     @classmethod
     @check_types
@@ -228,13 +230,13 @@ class Rewiring:
                 old = before._sorted_flat_on(device)
                 source = find_sources(old, after._flat_on(device))
                 source = _slots_of_sources(source, before._slots_on(device))
-            return cls._made(before, after, _device_source=source)
+            return cls._unchecked(before, after, _device_source=source)
         positions = after.flat
         stays = before.contains(positions)
         source = torch.full((after.nnz,), -1, dtype=torch.int32, device="cpu")
         entries = torch.searchsorted(before.sorted_flat, positions[stays], out_int32=True)
         source[stays] = slots_of(entries, before.slots)
-        return cls._made(before, after, source=source)
+        return cls._unchecked(before, after, source=source)
 
     @cached_property
     def keeps_slots(self) -> bool:
@@ -287,7 +289,9 @@ class Rewiring:
             out = move_entries(tensor, self.source)
         if isinstance(fill, Tensor) or fill != 0:
             grown = self.grown.to(out.device)
-            out[grown] = _at(fill, grown, out).to(out) if isinstance(fill, Tensor) else fill
+            out[grown] = (
+                _select_fill(fill, grown, out).to(out) if isinstance(fill, Tensor) else fill
+            )
         return out
 
     def _moves_on_device(self, tensor: Tensor) -> bool:
@@ -324,7 +328,7 @@ def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:
     return torch.where(source < 0, -1, slots.index_select(0, source.clamp(min=0)).int())
 
 
-def _at(fill: Tensor, grown: Tensor, tensor: Tensor) -> Tensor:
+def _select_fill(fill: Tensor, grown: Tensor, tensor: Tensor) -> Tensor:
     """The entries of `fill` for the grown slots; it may have an entry for every slot."""
     for_all = fill.dim() == tensor.dim() and len(fill) == len(tensor)
     return fill[grown.to(fill.device)] if for_all else fill

@@ -32,7 +32,13 @@ from dynsparse.pattern.coordinates import (
     sample_per_row,
     sample_without_replacement,
 )
-from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, empty, slots_of
+from dynsparse.pattern.index_arrays import (
+    SortedEntries,
+    empty,
+    slots_of,
+    sort_by_columns,
+    to_slot_order,
+)
 from dynsparse.pattern.on_device import HostCopy, column_pointers, flat_positions, row_pointers
 
 T = TypeVar("T")
@@ -94,9 +100,9 @@ class SparsePattern:
     _rows: weakref.ref[Tensor] | None = None
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
-        self._take(rows, cols, shape, block_size)
+        self._init_from_coordinates(rows, cols, shape, block_size)
 
-    def _take(
+    def _init_from_coordinates(
         self, rows: Any, cols: Any, shape: Sequence[int], block_size: int, in_order: bool = False
     ) -> None:
         """See the class; `in_order`: whether slots have the order of the coordinates."""
@@ -114,36 +120,36 @@ class SparsePattern:
             raise ValueError(
                 f"{int(repeats.sum())} duplicate coordinates, the first is (row {r}, col {c})"
             )
-        self._set(torch.from_numpy(flat), shape, block_size)
+        self._init_from_flat(torch.from_numpy(flat), shape, block_size)
         if order is not None and not np.array_equal(flat, given):
             self.slots = torch.from_numpy(order).int()
 
-    def _set(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
+    def _init_from_flat(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
         if len(flat) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(flat)}")
         self.shape = shape
         self.block_size = block_size
-        self._split(flat)
+        self._set_flat(flat)
 
     @classmethod
-    def _by_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
+    def _from_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
         """Distinct flat positions in the order of slots, int64 [nnz]; the shape and block size of
         `like`."""
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
         ordered, slots = flat.sort()
-        pattern._split(ordered)
+        pattern._set_flat(ordered)
         if not torch.equal(ordered, flat):
             pattern.slots = slots.int()
         return pattern
 
     @classmethod
-    def _in_order(
+    def _from_slot_coordinates(
         cls, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1
     ) -> SparsePattern:
         """The constructor, with slots in the order of `rows` and `cols`."""
         pattern = cls.__new__(cls)
-        pattern._take(rows, cols, shape, block_size, in_order=True)
+        pattern._init_from_coordinates(rows, cols, shape, block_size, in_order=True)
         return pattern
 
     @classmethod
@@ -157,7 +163,7 @@ class SparsePattern:
         pattern._col_ptr = col_ptr
         return pattern
 
-    def _with_slots(self) -> SparsePattern:
+    def _to_explicit_slots(self) -> SparsePattern:
         """The same pattern with an explicit tensor of slots even in row-major order, so that its
         size does not change when an update changes the order."""
         if not self._is_row_major:
@@ -178,7 +184,7 @@ class SparsePattern:
             )  # fmt: skip
         return pattern
 
-    def _without_slots(self) -> SparsePattern:
+    def _to_row_major(self) -> SparsePattern:
         """The same pattern with slots in row-major order."""
         if self._is_row_major:
             return self
@@ -196,7 +202,7 @@ class SparsePattern:
         return self == other and torch.equal(self.flat, other.flat)
 
     @classmethod
-    def _on_device(
+    def _from_device(
         cls, flat: Tensor, like: SparsePattern, slots: Tensor | None = None
     ) -> SparsePattern:
         """Positions on a device, sorted and distinct by the way they were made, int64 [nnz], and
@@ -229,7 +235,7 @@ class SparsePattern:
             if int(flat[0]) < 0 or int(flat[-1]) >= grid[0] * grid[1]:
                 raise ValueError(f"flat positions must lie in [0, {grid[0] * grid[1]})")
         pattern = cls.__new__(cls)
-        pattern._set(flat, shape, block_size)
+        pattern._init_from_flat(flat, shape, block_size)
         return pattern
 
     @classmethod
@@ -313,7 +319,7 @@ class SparsePattern:
         """The shape in blocks."""
         return self.shape[0] // self.block_size, self.shape[1] // self.block_size
 
-    def _split(self, flat: Tensor) -> None:
+    def _set_flat(self, flat: Tensor) -> None:
         height, width = self.grid
         with _plain_tensors():
             cols = empty(len(flat), dtype=torch.int32)
@@ -331,7 +337,7 @@ class SparsePattern:
             with _plain_tensors():
                 each = torch.arange(self.grid[0], dtype=torch.int32, device="cpu")
                 rows = each.repeat_interleave(self.row_ptr.diff(), output_size=self.nnz)
-                rows = by_slots(rows, self.slots)
+                rows = to_slot_order(rows, self.slots)
             self._rows = weakref.ref(rows)
         return rows
 
@@ -341,7 +347,7 @@ class SparsePattern:
         if not len(self.slots):
             return self.sorted_cols
         with _plain_tensors():
-            return by_slots(self.sorted_cols, self.slots)
+            return to_slot_order(self.sorted_cols, self.slots)
 
     @cached_property
     def row_ptr(self) -> Tensor:
@@ -397,7 +403,7 @@ class SparsePattern:
     def flat(self) -> Tensor:
         """Flat block positions (row * (in/b) + col) of the slots, int64 [nnz]; computed each
         time."""
-        return by_slots(self.sorted_flat, self.slots)
+        return to_slot_order(self.sorted_flat, self.slots)
 
     @property
     def sorted_flat(self) -> Tensor:
@@ -421,7 +427,7 @@ class SparsePattern:
             return self.flat.to(device)
         width = self.grid[1]
         return self._read(
-            lambda ptr, cols, slots: by_slots(flat_positions(ptr, cols, width), slots)
+            lambda ptr, cols, slots: to_slot_order(flat_positions(ptr, cols, width), slots)
         )
 
     def _sorted_flat_on(self, device: torch.device) -> Tensor:
@@ -441,11 +447,13 @@ class SparsePattern:
         """The tensors of `index` without the order by columns on a device; on others than the CPU
         they share no memory with the pattern."""
         if self._is_on(device):
-            return self._thin(*self._read(lambda *index: [tensor.clone() for tensor in index]))
+            return self._make_csr_index(
+                *self._read(lambda *index: [tensor.clone() for tensor in index])
+            )
         if device.type == "cpu":
-            return self._thin_index()
+            return self._csr_index()
         tensors = self.row_ptr, self.sorted_cols, self.slots
-        return self._thin(*(tensor.to(device) for tensor in tensors))
+        return self._make_csr_index(*(tensor.to(device) for tensor in tensors))
 
     def _shared_on(self, device: torch.device) -> PatternIndex:
         """`_index_on`, copied to a device once, for readers that do not write to it."""
@@ -463,7 +471,7 @@ class SparsePattern:
     def _shared(self) -> dict[torch.device, PatternIndex]:
         return {}
 
-    def _thin_index(self) -> PatternIndex:
+    def _csr_index(self) -> PatternIndex:
         """`index` without the order by columns."""
         nothing = self.sorted_cols.new_empty(0)
         return PatternIndex(
@@ -475,7 +483,7 @@ class SparsePattern:
         with _plain_tensors():
             return column_pointers(self.sorted_cols, self.grid[1])
 
-    def _thin(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> PatternIndex:
+    def _make_csr_index(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> PatternIndex:
         nothing = cols.new_empty(0)
         pointers = column_pointers(cols, self.grid[1])
         return PatternIndex(row_ptr, cols, pointers, nothing, nothing, slots)
@@ -489,7 +497,7 @@ class SparsePattern:
         if self._device_index is not None and self.sorted_cols is not None:
             self._device_index = None
 
-    def _before_overwrite(self, index: PatternIndex) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _save_before_overwrite(self, index: PatternIndex) -> tuple[Tensor, Tensor, Tensor] | None:
         """The tensors on the device to keep when another pattern is written over `index`: none if
         the CPU has the pattern, otherwise a copy."""
         mine = self._device_index
@@ -516,7 +524,7 @@ class SparsePattern:
         """The kernels' index tensors, made once per pattern."""
         with _plain_tensors():
             entries = SortedEntries(self.row_ptr, self.sorted_cols, self.slots)
-            by_column = by_columns(entries, self.grid[1])
+            by_column = sort_by_columns(entries, self.grid[1])
             return PatternIndex(self.row_ptr, self.sorted_cols, *by_column, self.slots)
 
     def by_rows(self, by_slot: Tensor) -> Tensor:
@@ -574,7 +582,7 @@ class SparsePattern:
         return {**arrays, "shape": self.shape, "block_size": self.block_size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._take(**state, in_order=True)
+        self._init_from_coordinates(**state, in_order=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable

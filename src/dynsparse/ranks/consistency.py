@@ -58,7 +58,7 @@ class collective_errors:
             # In a group of a mesh the numbers are reduced over that group only.
             numbers[:] = reduced if ranks is self._ranks else self._reduce(self._ranks, numbers)
             return
-        text = "" if error is None else f"{_kind(error)}\n{_line(error)}"
+        text = "" if error is None else f"{_error_kind(error)}\n{_format_error(error)}"
         texts = gather_texts(ranks, text[:_LONGEST])
         if error is not None and not isinstance(error, Exception):
             return  # raised unchanged on this rank
@@ -97,11 +97,11 @@ class DeferredError:
             raise self.error
 
 
-def _kind(error: BaseException) -> str:
+def _error_kind(error: BaseException) -> str:
     return next((k.__name__ for k in _KINDS if type(error) is k), RuntimeError.__name__)
 
 
-def _line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if text and type(error) in _KINDS:
         return text

@@ -48,10 +48,10 @@ class RankGrid:
 
     def __post_init__(self) -> None:
         coordinates = {"x": self.x.rank, "y": self.y.rank}
-        object.__setattr__(self, "z", self.z.within(self.all_ranks, coordinates))
+        object.__setattr__(self, "z", self.z.as_mesh_group(self.all_ranks, coordinates))
 
     @classmethod
-    def of(cls, mesh: Any) -> RankGrid:
+    def from_mesh(cls, mesh: Any) -> RankGrid:
         """From a `DeviceMesh` with axes named x, y and z, or some; a `RankGrid` is returned.
 
         Makes process groups: every rank of the mesh must call it.
@@ -69,7 +69,7 @@ class RankGrid:
         flat = mesh[names[0]] if len(names) == 1 else mesh._flatten()
         return cls(**groups, all_ranks=ranks_of(flat))
 
-    def line(self, axis: str | None) -> Ranks:
+    def ranks_along(self, axis: str | None) -> Ranks:
         """The ranks along an axis; `ALONE` for None."""
         ranks: Ranks = ALONE if axis is None else getattr(self, axis)
         return ranks
@@ -162,7 +162,7 @@ class ShardSpec:
     @property
     def dim_shards(self) -> tuple[DimShard, DimShard]:
         """The shards of rows and columns."""
-        line = self.grid.line
+        line = self.grid.ranks_along
         return (
             DimShard(line(self.placement.rows), self.row_borders),
             DimShard(line(self.placement.cols), self.col_borders),
@@ -173,7 +173,7 @@ class ShardSpec:
         """The axes that the layer is sharded over; along others all ranks hold the same."""
         return tuple(axis for axis in self.placement[:2] if axis is not None)
 
-    def with_active(self, active: Any) -> Any:
+    def replace_active(self, active: Any) -> Any:
         """The same shard, whose forward pass uses these slots; None: all."""
         return self if active is self.active else replace(self, active=active)
 
@@ -203,7 +203,7 @@ class ShardSpec:
     def to_local(self, flat: Tensor, block_size: int) -> Tensor:
         """Those of flat positions in the full layer that are in the shard, as positions in it."""
         top, (left, right) = self.rows[0], self.cols
-        flat = flat[self.inside(flat, block_size)]
+        flat = flat[self.contains(flat, block_size)]
         full_width, width = self.shape[1] // block_size, (right - left) // block_size
         return (
             (flat // full_width - top // block_size) * width
@@ -211,7 +211,7 @@ class ShardSpec:
             - left // block_size
         )
 
-    def inside(self, flat: Tensor, block_size: int) -> Tensor:
+    def contains(self, flat: Tensor, block_size: int) -> Tensor:
         """Which flat positions in the full layer are in the shard."""
         width = self.shape[1] // block_size
         row, col = flat // width * block_size, flat % width * block_size

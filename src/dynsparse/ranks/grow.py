@@ -171,7 +171,7 @@ class _Job:
         self.first, self.last = chunk_of(ranks, request.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.candidates = Candidates.of(none.float(), none)
+        self.candidates = Candidates.from_scores(none.float(), none)
 
     def facts(self) -> list[int]:
         """Numbers whose sums over ranks `decide` takes: samples, and their types."""
@@ -289,7 +289,9 @@ class _Job:
         if not self.by_samples:
             self.best.compact()
             count = self.best.count
-            self.candidates = Candidates.of(self.best.scores[:count], self.best.flat[:count])
+            self.candidates = Candidates.from_scores(
+                self.best.scores[:count], self.best.flat[:count]
+            )
 
 
 # ---- what is sent ----
@@ -416,7 +418,7 @@ def _search(
         low = -low
     with failed:
         if search is not None:
-            job.candidates = search.best(job.most, low, high)
+            job.candidates = search.find_best(job.most, low, high)
 
 
 def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Tensor]:

@@ -58,7 +58,7 @@ class Ranks:
         """The coordinates of this rank in a mesh, along x, y and z; (0, 0, rank) without a mesh."""
         return self._coordinates.get("x", 0), self._coordinates.get("y", 0), self.rank
 
-    def within(self, mesh: Ranks, coordinates: dict[str, int]) -> Ranks:
+    def as_mesh_group(self, mesh: Ranks, coordinates: dict[str, int]) -> Ranks:
         """These ranks as one group of a mesh, at these coordinates along its other axes."""
         if mesh.alone:
             return self
@@ -90,21 +90,21 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         if not self.alone:
-            self._note(2 * tensor.nbytes * (self.size - 1) // self.size)
+            self._count_call(2 * tensor.nbytes * (self.size - 1) // self.size)
             self._reduce(tensor, "sum")
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """The elementwise maximum over ranks, in place."""
         if not self.alone:
-            self._note(2 * tensor.nbytes * (self.size - 1) // self.size)
+            self._count_call(2 * tensor.nbytes * (self.size - 1) // self.size)
             self._reduce(tensor, "max")
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`, in place."""
         if not self.alone:
-            self._note(tensor.nbytes if self.rank == source else 0)
+            self._count_call(tensor.nbytes if self.rank == source else 0)
             self._broadcast(tensor, source)
         return tensor
 
@@ -126,7 +126,7 @@ class Ranks:
         if len(tensor) < most:
             padded = tensor.new_zeros(most, *tensor.shape[1:])
             padded[: len(tensor)] = tensor
-        self._note(padded.nbytes * (self.size - 1))
+        self._count_call(padded.nbytes * (self.size - 1))
         out = tensor.new_empty(self.size, *padded.shape)
         if padded.numel():
             self._gather(out, padded)
@@ -152,12 +152,12 @@ class Ranks:
         sizes = share if sizes is None else list(sizes)
         coming = share if coming is None else list(coming)
         row = tensor[:1].nbytes if len(tensor) else 0
-        self._note(row * (sum(sizes) - sizes[self.rank]))
+        self._count_call(row * (sum(sizes) - sizes[self.rank]))
         out = tensor.new_empty(sum(coming), *tensor.shape[1:])
         self._exchange(out, tensor.contiguous(), coming, sizes)
         return out
 
-    def _note(self, sent: int) -> None:
+    def _count_call(self, sent: int) -> None:
         self.sent += sent
         self.calls += 1
 
@@ -208,7 +208,7 @@ class GroupRanks(Ranks):
         self._kinds = kinds or {"cpu"}
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
 
-    def _at(self, tensor: Tensor) -> Tensor:
+    def _to_supported_device(self, tensor: Tensor) -> Tensor:
         """The tensor on a device that the backend supports; itself if it is on one."""
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
@@ -228,30 +228,30 @@ class GroupRanks(Ranks):
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
         op = torch.distributed.ReduceOp
-        at = self._at(tensor)
+        at = self._to_supported_device(tensor)
         with _shorten_errors():
             torch.distributed.all_reduce(at, op.SUM if how == "sum" else op.MAX, group=self.group)
         if at is not tensor:
             tensor.copy_(at)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        at = self._at(tensor)
+        at = self._to_supported_device(tensor)
         with _shorten_errors():
             torch.distributed.broadcast(at, group=self.group, group_src=source)
         if at is not tensor:
             tensor.copy_(at)
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
-        at, sent = self._at(out), self._at(tensor)
+        at, sent = self._to_supported_device(out), self._to_supported_device(tensor)
         with _shorten_errors():
-            _all_gather()(at.view(-1), sent.view(-1), group=self.group)
+            _find_all_gather()(at.view(-1), sent.view(-1), group=self.group)
         if at is not out:
             out.copy_(at)
 
     def _exchange(
         self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        at, sent = self._at(out), self._at(tensor)
+        at, sent = self._to_supported_device(out), self._to_supported_device(tensor)
         dist, parts = torch.distributed, (list(coming), list(sizes))
         with _shorten_errors():
             dist.all_to_all_single(at, sent, *parts, group=self.group)
@@ -279,7 +279,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:300]
 
 
-def _all_gather() -> Any:
+def _find_all_gather() -> Any:
     """By its newer name where torch has one and deprecates the old."""
     dist = torch.distributed
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -308,7 +308,7 @@ def ranks_of(choice: Any) -> Ranks:
     dist = torch.distributed
     ready = dist.is_available() and dist.is_initialized()
     if isinstance(choice, str) and choice == "auto":
-        return _of_group(dist.group.WORLD) if ready else ALONE
+        return _make_ranks(dist.group.WORLD) if ready else ALONE
     if ready:
         from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
@@ -318,16 +318,16 @@ def ranks_of(choice: Any) -> Ranks:
                     f"ranks must be a mesh of one dimension, got {choice.ndim}: pass the part of "
                     'it over which the model is replicated, such as mesh["replicate"]'
                 )
-            return _of_group(choice.get_group())
+            return _make_ranks(choice.get_group())
         if isinstance(choice, dist.ProcessGroup):
-            return _of_group(choice)
+            return _make_ranks(choice)
     raise TypeError(
         'ranks must be "auto", None, a process group or a device mesh of torch.distributed, got '
         f"{shorten(choice)}"
     )
 
 
-def _of_group(group: Any) -> Ranks:
+def _make_ranks(group: Any) -> Ranks:
     dist = torch.distributed
     if dist.get_rank(group) < 0:
         raise ValueError("ranks must be a group that this rank belongs to")

@@ -2,7 +2,7 @@
 
 To read a device's numbers, the host would wait for all work that the device has queued. So the
 device decides itself: an update that would rank NaN or infinity leaves the pattern as it is
-(`Rewiring._on_device`), and the trainer raises the error at a later step that ends in an update.
+(`Rewiring._from_device`), and the trainer raises the error at a later step that ends in an update.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dynsparse._core.checks import check_not_negative, check_tensor, check_types
 from dynsparse.nn.sharded import gather_full, is_sharded, local_part, primary_range
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
-from dynsparse.pattern.index_arrays import by_slots, empty, membership_mask, nonzero_positions
+from dynsparse.pattern.index_arrays import empty, membership_mask, nonzero_positions, to_slot_order
 from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
     ALONE,
@@ -263,7 +263,9 @@ def _local_scores(
         parts.append(part)
         if is_sharded(full) and len(order):
             slots.append(
-                by_slots(torch.arange(len(order), device="cpu"), order)[first:last].to(part.device)
+                to_slot_order(torch.arange(len(order), device="cpu"), order)[first:last].to(
+                    part.device
+                )
             )
         elif shard is None:
             slots.append(first)

@@ -102,14 +102,14 @@ def resolve_ranks(choice: Any, model: Any) -> Ranks:
     names = getattr(choice, "mesh_dim_names", None)
     if not shards:
         several = names is not None and len(names) > 1 and {*names} <= {*AXES}
-        return RankGrid.of(choice).z if several else ranks_of(choice)
+        return RankGrid.from_mesh(choice).z if several else ranks_of(choice)
     grid = shards[0].spec.grid
     if isinstance(choice, str) and choice == "auto":
         world = ranks_of("auto")
         if world.size in (grid.all_ranks.size, 1):
             return grid.z
     elif names is not None:
-        return RankGrid.of(choice).z
+        return RankGrid.from_mesh(choice).z
     raise ValueError(
         f"the model has tensor-parallel layers on a mesh of {grid.all_ranks.size} ranks: pass the "
         "whole mesh as ranks, with the axis of the samples named z and the others x and y"

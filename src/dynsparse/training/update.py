@@ -102,7 +102,7 @@ def keep_slots(layers: Mapping[str, SparseLinear]) -> None:
     tensor's size: nothing is compiled or captured again."""
     for layer in layers.values():
         if layer.keeps_slots and not layer.resizable and layer.pattern._is_row_major:
-            layer._install(layer.pattern._with_slots())
+            layer._install(layer.pattern._to_explicit_slots())
 
 
 def check_trained_by(optimizer: torch.optim.Optimizer, layers: Mapping[str, SparseLinear]) -> None:

@@ -58,7 +58,7 @@ class DeviceSelection:
     def rewiring(self, invalid: Tensor) -> Rewiring:
         """From the layer's pattern to the next; one that keeps the size changes nothing where
         `invalid` holds."""
-        return Rewiring._on_device(
+        return Rewiring._from_device(
             self.layer.pattern,
             self.drop,
             self.grow,
@@ -104,7 +104,7 @@ def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> Devic
         flat = remove_slots(pattern._flat_on(drop.device), drop)
     else:
         flat = pattern._sorted_flat_on(drop.device)
-    taken = SparsePattern._on_device(flat, pattern)
+    taken = SparsePattern._from_device(flat, pattern)
     pairs = history.pairs(name)
     on_target = scores_of(layer) if isinstance(history, LastStep) else None
     ranked = [scores, *(t for pair in pairs for t in pair)]
@@ -168,7 +168,7 @@ def _initial_value(
     if not len(selection.grow):
         return 0.0
     joining = selection.grow.sort().values
-    pattern = SparsePattern._on_device(joining, layer.pattern)
+    pattern = SparsePattern._from_device(joining, layer.pattern)
     rate = learning_rate_of(request.optimizer, layer.values)
     steps = value.of(request.history.at(selection.name, pattern), rate)
     place = torch.searchsorted(joining, rewiring.after._flat_on(joining.device))

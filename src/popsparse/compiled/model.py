@@ -62,7 +62,7 @@ class _Scored:
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
 
-    def after(self, pattern: Any) -> _Scored:
+    def for_pattern(self, pattern: Any) -> _Scored:
         return self
 
 

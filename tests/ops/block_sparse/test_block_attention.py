@@ -324,8 +324,8 @@ def test_ordered_sums(dim):
     shape[dim] = 4
     zeros = torch.zeros(shape).double()
     wanted = zeros.index_add(dim, which, parts)
-    assert torch.equal(products.in_order(zeros, which, dim, parts), wanted)
-    assert torch.equal(products.add_up(parts, which, dim, 4), wanted)
+    assert torch.equal(products.index_add_in_order(zeros, which, dim, parts), wanted)
+    assert torch.equal(products.sum_by_index(parts, which, dim, 4), wanted)
 
 
 def test_index_is_copied_to_a_device_once():

@@ -177,7 +177,7 @@ class Job(NamedTuple):
 
 def _layer(b: int, dtype: torch.dtype) -> LayerIndex:
     # With slots, as a trainer makes it.
-    pattern = SparsePattern.random((4 * b, 4 * b), 0.5, block_size=b)._with_slots()
+    pattern = SparsePattern.random((4 * b, 4 * b), 0.5, block_size=b)._to_explicit_slots()
     return LayerIndex(pattern.index, torch.empty(pattern.values_shape, dtype=dtype))
 
 

@@ -238,7 +238,7 @@ def test_passes_reuse_data_derived_from_the_index(monkeypatch, b):
 def test_values_in_slots_of_any_order(b, dtype):
     case = Case(b, (3, 5), 70, dtype, without=1)
     order = torch.randperm(case.pattern.nnz)
-    other = SparsePattern._by_slots(case.pattern.flat[order], case.pattern)
+    other = SparsePattern._from_slots(case.pattern.flat[order], case.pattern)
     values = case.values[order]
     p = LayerIndex(other.index, values)
     y = blocks.forward(case.x, values, p, case.bias)

@@ -19,8 +19,8 @@ from dynsparse.ops.linear.cuda.configurations import (
     OTHERS,
     Gradient,
     Rows,
-    gradient_for,
-    rows_for,
+    choose_gradient,
+    choose_rows,
 )
 
 TABLES = [*HOPPER.values(), *OTHERS.values()]
@@ -88,8 +88,8 @@ def test_every_capability_has_configurations(capability, table):
     chip = Chip(capability, 100, 40 << 20)
     for b, dtype in itertools.product(BLOCKS, DTYPES):
         numbers = numbers_of(dtype)
-        assert rows_for(b, dtype, 8192, 64, chip) == table[numbers].rows[b][0]
-        assert gradient_for(b, dtype, 4096, 64, 8192, chip) == table[numbers].gradient[b]
+        assert choose_rows(b, dtype, 8192, 64, chip) == table[numbers].rows[b][0]
+        assert choose_gradient(b, dtype, 4096, 64, 8192, chip) == table[numbers].gradient[b]
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -111,10 +111,10 @@ def test_data_derived_from_an_index_serves_every_dtype(monkeypatch, b):
 def test_small_layers_and_batches_use_small_tiles():
     """Fewer than four large tiles per multiprocessor (132) are too few."""
     wide, narrow = HOPPER["16-bit"].rows[64]
-    assert rows_for(64, torch.bfloat16, 8192, 64, INTERPRETED) == wide
-    assert rows_for(64, torch.bfloat16, 512, 16, INTERPRETED) == narrow
-    assert rows_for(64, torch.bfloat16, 132 * 128, 4, INTERPRETED) == wide
-    assert rows_for(64, torch.bfloat16, 131 * 128, 4, INTERPRETED) == narrow
+    assert choose_rows(64, torch.bfloat16, 8192, 64, INTERPRETED) == wide
+    assert choose_rows(64, torch.bfloat16, 512, 16, INTERPRETED) == narrow
+    assert choose_rows(64, torch.bfloat16, 132 * 128, 4, INTERPRETED) == wide
+    assert choose_rows(64, torch.bfloat16, 131 * 128, 4, INTERPRETED) == narrow
 
 
 def test_tiles_of_growth_fit_into_a_third_of_the_cache():
@@ -134,10 +134,10 @@ def test_few_programs_share_the_samples(b, density, split):
     # 4096 features: 61 blocks of 128 leave half of 132 multiprocessors idle, 102 do not.
     rows = 4096 // b
     nnz = round(rows * rows * density)
-    assert gradient_for(b, torch.bfloat16, nnz, rows, 8192, INTERPRETED).split == split
+    assert choose_gradient(b, torch.bfloat16, nnz, rows, 8192, INTERPRETED).split == split
 
 
 @pytest.mark.parametrize("batch", [1, 64, 500, 1023])
 def test_few_samples_are_not_shared_by_many(batch):
-    c = gradient_for(128, torch.bfloat16, 4, 32, batch, INTERPRETED)
+    c = choose_gradient(128, torch.bfloat16, 4, 32, batch, INTERPRETED)
     assert c.split <= max(1, batch // (4 * c.samples))

@@ -40,7 +40,7 @@ def passes(x, dy, values, p):
 def same(b, density, dtype, wide, kernels, layout="contiguous", shuffled=False):
     pattern = SparsePattern.random(SHAPES[b], density, block_size=b)
     if shuffled:
-        pattern = SparsePattern._by_slots(pattern.flat[torch.randperm(pattern.nnz)], pattern)
+        pattern = SparsePattern._from_slots(pattern.flat[torch.randperm(pattern.nnz)], pattern)
     values = torch.randn(pattern.values_shape, dtype=torch.float32 if wide else dtype)
     p = LayerIndex(pattern.index, values)
     x, dy = (activations(6, n, dtype, layout) for n in reversed(SHAPES[b]))

@@ -24,7 +24,7 @@ from dynsparse.options import (
     choice,
     flag,
     integer,
-    many,
+    list_of,
     number,
     option,
     options_of,
@@ -286,7 +286,9 @@ class TrainingOptions:
     )
     wandb_project_name: str | None = _output(None, "Project at wandb.", TEXT, needs=(TRAINS,))
     wandb_name: str | None = _output(None, "Name of the run at wandb.", TEXT, needs=(TRAINS,))
-    wandb_tags: Sequence[str] = _output((), "Tags at wandb.", many(TEXT, "texts"), needs=(TRAINS,))
+    wandb_tags: Sequence[str] = _output(
+        (), "Tags at wandb.", list_of(TEXT, "texts"), needs=(TRAINS,)
+    )
 
     def check(self) -> None:
         """Raise ValueError, naming the flag, for anything that cannot be trained."""

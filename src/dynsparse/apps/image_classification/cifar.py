@@ -25,7 +25,7 @@ from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data import CLASSES, DataSet
 from dynsparse.data.images import SIDE
 from dynsparse.nn import sparsify
-from dynsparse.options import between, choice, number, override
+from dynsparse.options import choice, integer_between, number, override
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.schedule import default_interval
 
@@ -62,8 +62,8 @@ class Options(ImageOptions):
         help="Folder with cifar-10-binary.tar.gz or the files in it; without it that is downloaded "
         "once.",
     )
-    depth: int = _network(22, "Layers of the network: 6 n + 4.", between(10, 1_000))
-    width: int = _network(2, "Channels, as a multiple of 16, 32 and 64.", between(1, 1_000))
+    depth: int = _network(22, "Layers of the network: 6 n + 4.", integer_between(10, 1_000))
+    width: int = _network(2, "Channels, as a multiple of 16, 32 and 64.", integer_between(1, 1_000))
     sparsity: float = _network(
         0.9, "Share of the weights left out, the first convolution's not counted.",
         number(0, 1, below=True), methods=tuple(BY_NAME), complement="density",

@@ -21,7 +21,7 @@ from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data import CLASSES
 from dynsparse.data.images import SIDE
 from dynsparse.nn import SparseLinear
-from dynsparse.options import Need, between, choice, many, number, override
+from dynsparse.options import Need, choice, integer_between, list_of, number, override
 from dynsparse.training.algorithms import BY_NAME
 
 _network = panel("Network", "network")
@@ -42,14 +42,16 @@ class Options(MachineOptions, ImageOptions):
     densities: Sequence[float] = _network(
         (0.1, 0.3),
         "Density of each layer, first to last; 1 is dense.",
-        many(number(0, 1, above="more than 0"), "numbers above 0 and up to 1 (1 is a dense layer)"),
+        list_of(
+            number(0, 1, above="more than 0"), "numbers above 0 and up to 1 (1 is a dense layer)"
+        ),
         methods=tuple(BY_NAME),
         also=("density",),
     )
     hidden_sizes: Sequence[int] = _network(
         (320,),
         "Widths of the hidden layers, such as 300 100.",
-        many(between(1, 1_000_000), "integers between 1 and 1000000"),
+        list_of(integer_between(1, 1_000_000), "integers between 1 and 1000000"),
         also=("hidden_size",),
     )
     block_size: int = override(

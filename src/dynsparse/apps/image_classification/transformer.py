@@ -21,11 +21,11 @@ from dynsparse.apps.common.training import replace_sparse
 from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data.images import CLASSES, SIDE
 from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
-from dynsparse.options import SWITCH, between, number, override
+from dynsparse.options import SWITCH, integer_between, number, override
 from dynsparse.training.algorithms import BY_NAME
 
 _network = panel("Network", "network")
-_SIZE = between(1, 100_000)
+_SIZE = integer_between(1, 100_000)
 
 
 @dataclass(kw_only=True)

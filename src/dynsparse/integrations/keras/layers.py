@@ -96,7 +96,9 @@ class PatternVariable(keras.Variable):
 
     def _direct_assign(self, value: Tensor) -> None:
         shape, block_size = self._sparse.pattern.shape, self._sparse.pattern.block_size
-        pattern = SparsePattern._in_order(*value.cpu(), shape=shape, block_size=block_size)
+        pattern = SparsePattern._from_slot_coordinates(
+            *value.cpu(), shape=shape, block_size=block_size
+        )
         self.put(pattern, self._sparse.values.detach().clone())
 
     def put(self, pattern: SparsePattern, values: Tensor) -> None:
@@ -304,7 +306,7 @@ class SparseLayer(keras.layers.Layer):
                 f"{', '.join(sorted(names)) or 'nothing'}"
             )
         rows, cols = (torch.from_numpy(np.array(store[name])) for name in ("rows", "cols"))
-        pattern = SparsePattern._in_order(
+        pattern = SparsePattern._from_slot_coordinates(
             rows, cols, shape=self.pattern.shape, block_size=self.block_size
         )
         values = _tensor(store["values"], self.values)

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.block_sparse.kernels import Settings
-from dynsparse.ops.block_sparse.products import add_up, diagonal_mask, rows_of, weights_of
+from dynsparse.ops.block_sparse.products import (
+    diagonal_mask,
+    rows_of,
+    softmax_weights,
+    sum_by_index,
+)
 
 
 def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
@@ -18,7 +23,7 @@ def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
 
 def _tokens(parts: Tensor, which: Tensor, tokens: int) -> Tensor:
     """The sum of blocks [N, heads, nnz, block, features] at each place: [N, heads, tokens, ...]."""
-    return add_up(parts, which, 2, tokens // parts.shape[3]).flatten(2, 3)
+    return sum_by_index(parts, which, 2, tokens // parts.shape[3]).flatten(2, 3)
 
 
 def _scores(
@@ -54,7 +59,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.forward`."""
     rows, cols = rows_of(row_ptr, len(cols)), cols.long()
-    weights, sums = weights_of(_scores(q, k, rows, cols, bias, s), rows, len(row_ptr) - 1)
+    weights, sums = softmax_weights(_scores(q, k, rows, cols, bias, s), rows, len(row_ptr) - 1)
     factors = _dropout_factors(weights, s)
     weights = weights if factors is None else weights * factors
     out = _tokens(weights @ _blocks(v, s.block, cols), rows, q.shape[2])

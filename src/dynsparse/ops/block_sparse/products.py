@@ -16,7 +16,7 @@ from torch import Tensor
 from dynsparse._core.checks import check_choice, check_kind, check_tensor
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
-from dynsparse.pattern.index_arrays import by_slots
+from dynsparse.pattern.index_arrays import to_slot_order
 
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 
@@ -208,17 +208,17 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
     block, height = pattern.block_size, pattern.grid[0]
     index = pattern._index_on(values.device)
-    rows = by_slots(rows_of(index.row_ptr, pattern.nnz), index.slots)
+    rows = to_slot_order(rows_of(index.row_ptr, pattern.nnz), index.slots)
     wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
     scores = values.to(wide).reshape(*batch, pattern.nnz, block, block)
     if subblock_mask != "none":
         upper = subblock_mask == "zero_upper_triangle"
-        away = diagonal_mask(rows, by_slots(index.cols.long(), index.slots), block, upper)
+        away = diagonal_mask(rows, to_slot_order(index.cols.long(), index.slots), block, upper)
         scores = scores.masked_fill(away, -torch.inf)
-    return weights_of(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
+    return softmax_weights(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
 
 
-def add_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
+def sum_by_index(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
     """The sum of the parts, as `index_add` to `size` zeros along a dimension.
 
     The same bits on every run, also on a GPU, where `index_add` adds in any order.
@@ -226,16 +226,16 @@ def add_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
     zeros = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
     if parts.is_cpu:
         return zeros.index_add(dim, which, parts)
-    return in_order(zeros, which, dim, parts)
+    return index_add_in_order(zeros, which, dim, parts)
 
 
-def in_order(sums: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
+def index_add_in_order(sums: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
     """`index_add` that sorts what it adds."""
     first = sums.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
     return first.movedim(0, dim)
 
 
-def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tensor]:
+def softmax_weights(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tensor]:
     """The softmax of scores [..., nnz, b, b], and what was taken from them and divided by, as the
     logarithm of the sum of exponentials [..., height, b]: infinity where there is none."""
     # Finite, so that what is masked everywhere gives zeros and not NaN. No gradient goes through
@@ -245,7 +245,7 @@ def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tenso
     top = largest.new_full((*largest.shape[:-2], height, largest.shape[-1]), lowest)
     top = top.scatter_reduce(-2, rows[:, None].expand_as(largest), largest, "amax")
     weights = (scores - top.index_select(-2, rows)[..., None]).exp()
-    sums = add_up(weights.sum(-1), rows, weights.dim() - 3, height)
+    sums = sum_by_index(weights.sum(-1), rows, weights.dim() - 3, height)
     nothing = sums == 0
     sums = sums.masked_fill(nothing, 1)
     weights = weights / sums.index_select(-2, rows)[..., None]

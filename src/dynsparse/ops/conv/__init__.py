@@ -66,7 +66,7 @@ def conv(
         _check(geometry, x=x, values=values, bias=bias)
         if has_modes():
             register_flop_formulas()
-    return torch.ops.dynsparse.conv(x, values, *index, bias, geometry.numbers())
+    return torch.ops.dynsparse.conv(x, values, *index, bias, geometry.to_list())
 
 
 def grad_input(
@@ -79,7 +79,7 @@ def grad_input(
     """dX [batch, in, height, width] of dy [batch, out, ...]; `size` is (height, width)."""
     index = _index_of(pattern)
     _check(geometry, dy=dy, values=values)
-    g = geometry.numbers()
+    g = geometry.to_list()
     return torch.ops.dynsparse.conv_backward(dy, None, values, *index, g, size, True)[0]
 
 
@@ -90,5 +90,5 @@ def grad_weight(
     read."""
     index = _index_of(pattern)
     _check(geometry, dy=dy, x=x, values=values)
-    g = geometry.numbers()
+    g = geometry.to_list()
     return torch.ops.dynsparse.conv_backward(dy, x, values, *index, g, x.shape[2:], False)[1]

@@ -31,7 +31,7 @@ _library.define(
 
 def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     *_, bias, geometry = rest
-    p, g = prepare(values, rest), Geometry.of(geometry)
+    p, g = prepare(values, rest), Geometry.from_list(geometry)
     products.check_forward(x, values, (p.out_features, p.in_features), bias, g)
     capture.check_program(p.row_ptr, values)
     return products.forward(x, values, p, bias, g)
@@ -39,7 +39,7 @@ def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
 
 def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, geometry, size, need_input = rest
-    p, g = prepare(values, rest), Geometry.of(geometry)
+    p, g = prepare(values, rest), Geometry.from_list(geometry)
     products.check_backward(dy, x, values, (p.out_features, p.in_features), g, size)
     capture.check_backward(p.row_ptr, values)
     if x is not None and capture.is_open(p.row_ptr):
@@ -57,7 +57,7 @@ _library.impl("conv_backward", _backward, "CompositeExplicitAutograd")
 def _forward_shapes(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     *_, bias, geometry = rest
     shape = features(values, rest)
-    size = products.check_forward(x, values, shape, bias, Geometry.of(geometry))
+    size = products.check_forward(x, values, shape, bias, Geometry.from_list(geometry))
     y = x.new_empty(x.shape[0], shape[0], *size)
     return y.contiguous(memory_format=products.layout_of(x))
 
@@ -66,7 +66,7 @@ def _backward_shapes(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     *_, geometry, size, need_input = rest
-    g = Geometry.of(geometry)
+    g = Geometry.from_list(geometry)
     dx = dy.new_empty(0)
     if need_input:
         channels = features(values, rest)[1] // g.taps * g.groups

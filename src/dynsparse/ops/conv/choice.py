@@ -118,7 +118,7 @@ def cost(
 
 
 @lru_cache(maxsize=4096)
-def cheapest(
+def cheapest_kind(
     layer: Layer, g: Geometry, batch: int, size: tuple[int, int], backward: bool, width: int
 ) -> str:
     """The kind of least predicted time on a CPU; arguments as of `terms`."""
@@ -150,4 +150,4 @@ def route(
     if forced_kind() in KINDS:
         return str(forced_kind())
     layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
-    return cheapest(layer, g, batch, size, backward, vector_width())
+    return cheapest_kind(layer, g, batch, size, backward, vector_width())

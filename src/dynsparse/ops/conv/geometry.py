@@ -30,12 +30,12 @@ class Geometry(NamedTuple):
     def taps(self) -> int:
         return self.kernel[0] * self.kernel[1]
 
-    def numbers(self) -> list[int]:
+    def to_list(self) -> list[int]:
         """As a list, for the operators."""
         return [*self.kernel, *self.stride, *self.padding, *self.dilation, self.groups]
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Geometry:
+    def from_list(cls, numbers: Sequence[int]) -> Geometry:
         kh, kw, sh, sw, top, left, bottom, right, dh, dw, groups = numbers
         return cls((kh, kw), (sh, sw), (top, left, bottom, right), (dh, dw), groups)
 

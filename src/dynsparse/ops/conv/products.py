@@ -83,7 +83,7 @@ def _sparse_backward(
     values = values.contiguous()
     status = native.call(
         "dynsparse_conv_backward",
-        *(dy, _strides(dy), x, _strides(x), values, p.col_ptr, *p.by_columns(), dx, _strides(dx)),
+        *(dy, _strides(dy), x, _strides(x), values, p.col_ptr, *p.column_order(), dx, _strides(dx)),
         *(dw, _sizes(shape, dy.shape, p, g), torch.get_num_threads()),
     )
     if status:

@@ -30,14 +30,14 @@ class Scorer:
         _, in_features = features_of(*pairs[0])
         self._gradient = empty(rows * b, in_features, dtype=dtype, device=self.device)
 
-    def chunk(self, first: int, last: int) -> Tensor:
+    def score_rows(self, first: int, last: int) -> Tensor:
         """Scores of the block rows [first, last): [last - first, in/b], valid until the next."""
         begin, end = first * self.b, last * self.b
         grad = self._gradient[: end - begin]
         add_rows(grad, self.pairs, begin, end, fresh=True)
         return self._pool(grad)
 
-    def sample(self, rows: Tensor, cols: Tensor) -> Tensor:
+    def score_submatrix(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Scores of the submatrix of these block rows and columns: [rows, cols]. Not for
         convolutions."""
         inside = torch.arange(self.b, device="cpu")

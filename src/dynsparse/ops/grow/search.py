@@ -39,7 +39,7 @@ class Candidates:
     above: int
 
     @classmethod
-    def of(cls, scores: Tensor, flat: Tensor) -> Candidates:
+    def from_scores(cls, scores: Tensor, flat: Tensor) -> Candidates:
         """All of them with scores."""
         return cls(scores, flat, flat[:0], 0)
 
@@ -92,9 +92,9 @@ class RowSearch:
         if are_patches(*self._pairs[0]):
             return NO_GUESS
         rows = self._first, self._last
-        return guess_thresholds(self._scorer.sample, self._pattern, k, rows)
+        return guess_thresholds(self._scorer.score_submatrix, self._pattern, k, rows)
 
-    def best(self, k: int, low: float, high: float = torch.inf) -> Candidates:
+    def find_best(self, k: int, low: float, high: float = torch.inf) -> Candidates:
         """The `k` best of the positions whose scores exceed `low`, or all of these.
 
         If at most `k` exceed `high`, those that clearly do come without scores.
@@ -107,10 +107,10 @@ class RowSearch:
         best = RunningBest(k, self._rows * width, low, scorer.dtype, scorer.device)
         for begin in range(self._first, self._last, self._rows):
             end = min(begin + self._rows, self._last)
-            chunk = scorer.chunk(begin - self._first, end - self._first)
+            chunk = scorer.score_rows(begin - self._first, end - self._first)
             best.add(chunk, self._pattern, begin)
         best.compact()
-        return Candidates.of(best.scores[: best.count], best.flat[: best.count])
+        return Candidates.from_scores(best.scores[: best.count], best.flat[: best.count])
 
     def _screen(self, k: int, low: float, high: float) -> Candidates | None:
         """`best` by screening; None where that is not faster."""
@@ -261,12 +261,12 @@ def guess_thresholds(
         for size, side in zip((height, width), sides, strict=True)
     )
     scores = scores_at(rows, cols)
-    taken_rows, taken_cols = _taken_in_sample(pattern, rows + first, cols)
+    taken_rows, taken_cols = _find_taken(pattern, rows + first, cols)
     scores[taken_rows.to(scores.device), taken_cols.to(scores.device)] = -1.0
 
     count = scores.numel()
     expected = count * k / (height * width)
-    above = scores >= _of_rank(scores, int(expected))
+    above = scores >= _score_at_rank(scores, int(expected))
     spread = sum(
         float(above.sum(axis).double().var(correction=0)) * side * (1 - side / size)
         for axis, side, size in zip((1, 0), sides, (height, width), strict=True)
@@ -275,20 +275,20 @@ def guess_thresholds(
     least, most = int(expected + margin), int(expected - margin)
     if least >= count:
         return NO_GUESS
-    low = _of_rank(scores, least)
+    low = _score_at_rank(scores, least)
     # Thousands of scores may be exactly zero: they must stay candidates.
     if low <= 0:
         return NO_GUESS
-    return low, _of_rank(scores, most) if most > 0 else float("inf")
+    return low, _score_at_rank(scores, most) if most > 0 else float("inf")
 
 
-def _of_rank(scores: Tensor, rank: int) -> float:
+def _score_at_rank(scores: Tensor, rank: int) -> float:
     """The score that `rank` others reach."""
     flat = scores.view(-1)
     return float(flat[select(flat, min(rank + 1, len(flat)))].min())
 
 
-def _taken_in_sample(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+def _find_taken(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Which entries of the submatrix `rows` x `cols` are not free: their rows and columns in it."""
     begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
     lengths = end - begin

@@ -133,9 +133,9 @@ def _search(
     """At least `k` positions with the best among them; exactly `k` if all of them are scored."""
     search = RowSearch(pairs, pattern, pooling, dtype)
     low, high = search.guess(k) if search.is_long(pattern, dtype) else NO_GUESS
-    candidates = search.best(k, low, torch.inf if scored else high)
+    candidates = search.find_best(k, low, torch.inf if scored else high)
     if candidates.count < k or candidates.above > k:  # the guess was wrong
-        candidates = search.best(k, *NO_GUESS)
+        candidates = search.find_best(k, *NO_GUESS)
     if candidates.count < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
     return candidates

@@ -295,7 +295,7 @@ def default_table() -> Table:
 _active: Table | None = None
 
 
-def active() -> Table:
+def active_table() -> Table:
     """The table in use, chosen at the first call: the stored measurement if it is enabled, else the
     supplied table."""
     global _active
@@ -340,13 +340,13 @@ def _cost(costs: Costs, kind: str, layer: Layer, batch: int, backward: bool) -> 
     return evaluate(costs[name][backward], name, layer, batch)
 
 
-def cheapest(costs: Costs, layer: Layer, batch: int, backward: bool) -> str:
+def cheapest_kind(costs: Costs, layer: Layer, batch: int, backward: bool) -> str:
     """The candidate of least predicted cost."""
-    kinds = candidates(layer, batch)
+    kinds = candidate_kinds(layer, batch)
     return min(kinds, key=lambda kind: _cost(costs, kind, layer, batch, backward))
 
 
-def candidates(layer: Layer, batch: int) -> list[str]:
+def candidate_kinds(layer: Layer, batch: int) -> list[str]:
     """The kinds that the cost model considers for this layer on a CPU."""
     kinds = ["sparse"]
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
@@ -374,14 +374,14 @@ def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.
         return "bfloat16"
     if is_full(layer):
         return "dense"
-    kind = "sparse" if batch == 0 else cheapest(active().costs, layer, batch, backward)
+    kind = "sparse" if batch == 0 else cheapest_kind(active_table().costs, layer, batch, backward)
     return "bfloat16" if low and kind == "sparse" else kind
 
 
 def speedup(layer: Layer, batch: int) -> float:
     """Predicted time of a dense layer over that of the fastest kinds: forward and both gradients of
     float32, on a CPU with compiled kernels."""
-    costs = active().costs
+    costs = active_table().costs
     dense = fastest = 0.0
     for backward in (False, True):
         # The kind lays the weight out first; a dense layer has it.

@@ -25,7 +25,7 @@ from dynsparse.ops.linear import cpu_dense, naive
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.panels import column_panels, masks_of, row_panels, temporary_row_panels
 from dynsparse.ops.torch_internals import empty_on_cpu
-from dynsparse.pattern.index_arrays import by_slots
+from dynsparse.pattern.index_arrays import to_slot_order
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _threads = torch.get_num_threads
@@ -147,7 +147,7 @@ def _call_backward_by_slots(
     """`_call_backward` of the kinds over the non-zeros."""
     batch = dy.shape[0]
     rows = None if dvalues is None else row_panels(p, batch)
-    order = (p.cols, p.cols) if dx is None else p.by_columns()  # not read without dx
+    order = (p.cols, p.cols) if dx is None else p.column_order()  # not read without dx
     columns = None if dx is None else column_panels(p, batch, order)
     layout = (
         p.slots.data_ptr(),
@@ -209,7 +209,7 @@ def _small_backward(
     library: Any = native.load()
     function = library.dynsparse_small_backward
     _call_backward(function, dy, x, (values.data_ptr(),), layout, p, dx, dvalues, dbias)
-    return dx, None if dvalues is None else by_slots(dvalues, p.slots)
+    return dx, None if dvalues is None else to_slot_order(dvalues, p.slots)
 
 
 def _bfloat16_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:

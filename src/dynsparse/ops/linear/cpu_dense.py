@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.panels import masks_of
-from dynsparse.pattern.index_arrays import by_slots
+from dynsparse.pattern.index_arrays import to_slot_order
 
 # Dense products of fewer rows are slower; more memory would be noticed beside the values.
 CHUNK_BYTES = 16 << 20
@@ -130,4 +130,4 @@ def backward(
                 gradient = _rows(memory, first, end, p)
                 torch.mm(part.t(), x, out=gradient)
                 _move_entries("dynsparse_rows_from_dense", gradient, dvalues, p, first, end)
-    return dx, None if dvalues is None else by_slots(dvalues, p.slots)
+    return dx, None if dvalues is None else to_slot_order(dvalues, p.slots)

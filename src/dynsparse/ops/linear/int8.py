@@ -16,7 +16,7 @@ from dynsparse.ops.linear.layer_index import TensorCache
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 
 QUAD = 4
-"""Columns of a block that lie together in `arrange`."""
+"""Columns of a block that lie together in `to_kernel_order`."""
 
 _library = torch.library.Library("dynsparse", "FRAGMENT")
 _library.define(
@@ -25,7 +25,7 @@ _library.define(
 )
 
 
-def arrange(values: Tensor) -> Tensor:
+def to_kernel_order(values: Tensor) -> Tensor:
     """Values [nnz] or [nnz, b, b] in the order of the kernels: [nnz, b / 4, b, 4] for block sizes
     that are multiples of 8, otherwise as they are."""
     if values.dim() == 1 or values.shape[2] % 8:
@@ -33,8 +33,8 @@ def arrange(values: Tensor) -> Tensor:
     return values.unflatten(2, (-1, QUAD)).transpose(1, 2).contiguous()
 
 
-def rearrange(values: Tensor) -> Tensor:
-    """The inverse of `arrange`."""
+def from_kernel_order(values: Tensor) -> Tensor:
+    """The inverse of `to_kernel_order`."""
     return values.transpose(1, 2).flatten(2) if values.dim() == 4 else values
 
 
@@ -127,7 +127,7 @@ def linear_int8(
 
     Args:
         x: [..., in_features], float32 on the CPU, as everything else.
-        values: int8 [nnz] or [nnz, b, b], by rows, as `arrange` returns them.
+        values: int8 [nnz] or [nnz, b, b], by rows, as `to_kernel_order` returns them.
         scale: float32 [out].
         row_ptr, cols: the pattern's rows of blocks, int32 [out / b + 1] and [nnz].
         bias: float32 [out] or None.
@@ -199,7 +199,7 @@ def to_dense(
 ) -> Tensor:
     """W [out, in_features], float32."""
     b = block_size_of(values)
-    blocks = rearrange(values).reshape(-1, b, b).float()
+    blocks = from_kernel_order(values).reshape(-1, b, b).float()
     rows = torch.arange(len(row_ptr) - 1).repeat_interleave(row_ptr.diff())
     dense = scale.new_zeros(len(row_ptr) - 1, in_features // b, b, b)
     dense[rows, cols.long()] = blocks

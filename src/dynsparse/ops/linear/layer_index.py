@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynsparse._core.checks import check_kind, check_tensor
 from dynsparse.pattern import PatternIndex
-from dynsparse.pattern.index_arrays import SortedEntries, by_columns, by_slots, slots_of
-from dynsparse.pattern.on_device import by_columns as by_columns_on_device
+from dynsparse.pattern.index_arrays import SortedEntries, slots_of, sort_by_columns, to_slot_order
+from dynsparse.pattern.on_device import sort_by_columns as sort_by_columns_on_device
 
 
 class _Entry(NamedTuple):
@@ -84,7 +84,7 @@ class LayerIndex:
     Attributes:
         row_ptr, cols, col_ptr, slots: the tensors of the index.
         keep: as passed in.
-        order: `csc_rows` and `csc_perm`, or None: `by_columns` makes them.
+        order: `csc_rows` and `csc_perm`, or None: `column_order` makes them.
         index: all index tensors, as passed in.
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: the shapes that these tensors must have.
@@ -186,7 +186,7 @@ class LayerIndex:
         """Values in row-major order, for kernels that read them sequentially."""
         return values.index_select(0, self.slots) if len(self.slots) else values
 
-    def by_columns(self) -> tuple[Tensor, Tensor]:
+    def column_order(self) -> tuple[Tensor, Tensor]:
         """`csc_rows` and `csc_perm`. If the index omits them, as those of layers do, they are made
         here, which inference never asks for."""
         if self.order is not None:
@@ -194,15 +194,15 @@ class LayerIndex:
         if self.on_cpu:
             entries = SortedEntries(self.row_ptr, self.cols, self.slots)
             with torch.inference_mode(False):  # they outlive the caller's mode
-                order = by_columns(entries, len(self.col_ptr) - 1)[1:]
+                order = sort_by_columns(entries, len(self.col_ptr) - 1)[1:]
             if self.keep:
                 self.order = order
             return order
         # Always kept: CUDA graphs may read them.
-        rows, slots = self.derived("by columns", _make_order)
+        rows, slots = self.get_derived("by columns", _make_order)
         return rows, slots
 
-    def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
+    def get_derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
         """A tensor that depends on the index alone, made at the first call and kept."""
         entry = self._derived.get(name)
         if entry is not None:
@@ -214,7 +214,7 @@ class LayerIndex:
             self._derived[name] = tensor, make
         return tensor
 
-    def may_take(self, other: LayerIndex) -> bool:
+    def can_copy_from(self, other: LayerIndex) -> bool:
         """Whether `take` can overwrite this index with another."""
         return (
             not self.on_cpu
@@ -228,9 +228,9 @@ class LayerIndex:
     def derive_like(self, other: LayerIndex) -> None:
         """Make the tensors that have been derived from `other`."""
         for name, (_, make) in other._derived.items():
-            self.derived(name, make)
+            self.get_derived(name, make)
 
-    def take(self, other: LayerIndex) -> LayerIndex:
+    def copy_from(self, other: LayerIndex) -> LayerIndex:
         """Overwrite the memory with another index, after its `derive_like`. Returns the index of
         this memory from now on; this object is invalid."""
         names = list(self._derived)
@@ -249,7 +249,7 @@ class LayerIndex:
 
 
 def _make_order(p: LayerIndex) -> Tensor:
-    rows, entries = by_columns_on_device(p.row_ptr, p.cols, len(p.col_ptr) - 1)
+    rows, entries = sort_by_columns_on_device(p.row_ptr, p.cols, len(p.col_ptr) - 1)
     return torch.stack([rows, slots_of(entries, p.slots)])
 
 
@@ -315,12 +315,12 @@ def _check_entries(index: PatternIndex) -> None:
         _check_range("slots", index.slots, len(index.cols))
         if len(index.slots.unique()) < len(index.slots):
             raise RuntimeError("slots must be distinct: take them from SparsePattern.index")
-        rows = by_slots(rows, index.slots)
+        rows = to_slot_order(rows, index.slots)
     if not len(index.csc_rows) and len(index.cols):  # omitted
         return
     _check_range("csc_rows", index.csc_rows, height)
     _check_range("csc_perm", index.csc_perm, len(index.cols))
-    by_slot = by_slots(index.cols, index.slots)
+    by_slot = to_slot_order(index.cols, index.slots)
     order = index.csc_perm.long()
     seen = torch.zeros(len(order), dtype=torch.bool, device="cpu")
     seen[order] = True

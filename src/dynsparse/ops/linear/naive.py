@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.pattern import PatternIndex
-from dynsparse.pattern.index_arrays import by_slots
+from dynsparse.pattern.index_arrays import to_slot_order
 
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -26,12 +26,12 @@ def rows_of(index: PatternIndex) -> Tensor:
     counts = index.row_ptr.diff().long()
     each = torch.arange(len(counts), device=counts.device)
     rows = each.repeat_interleave(counts, output_size=len(index.cols))
-    return by_slots(rows, index.slots)
+    return to_slot_order(rows, index.slots)
 
 
 def cols_of(index: PatternIndex) -> Tensor:
     """The block column of every slot, int64 [nnz]."""
-    return by_slots(index.cols.long(), index.slots)
+    return to_slot_order(index.cols.long(), index.slots)
 
 
 def _chunks(count: int, elements_each: int) -> Iterator[slice]:

@@ -68,7 +68,7 @@ class _SparseInputFunction(Function):
             *ctx.entries,
             read.memory,
             p.col_ptr,
-            *p.by_columns(),
+            *p.column_order(),
             None if bias is None else bias.detach(),
             y,
             *(x.shape[0], p.out_features, p.block_size, torch.get_num_threads()),
@@ -104,7 +104,7 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
         dy,
         *_by_features(ctx.entries, p.in_features),
         p.col_ptr,
-        *p.by_columns(),
+        *p.column_order(),
         dvalues,
         *(p.out_features, p.in_features, p.block_size, torch.get_num_threads()),
     )

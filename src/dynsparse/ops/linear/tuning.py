@@ -29,8 +29,8 @@ from dynsparse.ops.linear.cost_table import (
     Layer,
     Measurement,
     Table,
-    candidates,
-    cheapest,
+    candidate_kinds,
+    cheapest_kind,
     default_table,
     evaluate,
     family,
@@ -137,7 +137,7 @@ def time_cell(cell: Cell, seconds: float) -> list[Timing]:
         bias = _randn((cell.out_features,), generator)
         layer = Layer(*shape, pattern.nnz, cell.block_size)
         # The time of the dense product hardly depends on the density.
-        kinds = dict.fromkeys([*candidates(layer, cell.batch), "dense"])
+        kinds = dict.fromkeys([*candidate_kinds(layer, cell.batch), "dense"])
         least: list[dict[str, float]] = [{}, {}]
         for turn in range(_MOST_TIMINGS + 1):
             if turn > _LEAST_TIMINGS and time.perf_counter() > end:
@@ -298,7 +298,7 @@ def mean_excess(timings: Iterable[Timing], costs: Costs) -> float:
     0.05 is 5 %."""
     excess = []
     for timing in timings:
-        kind = cheapest(costs, timing.layer, timing.batch, timing.backward)
+        kind = cheapest_kind(costs, timing.layer, timing.batch, timing.backward)
         if not is_full(timing.layer) and kind in timing.times:
             excess.append(timing.times[kind] / min(timing.times.values()) - 1)
     return float(np.mean(excess)) if excess else 0.0

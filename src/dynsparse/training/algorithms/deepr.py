@@ -13,7 +13,7 @@ from dynsparse._core.checks import check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gather_full, is_sharded, local_part, local_range, shard_like
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.pattern.index_arrays import by_slots
+from dynsparse.pattern.index_arrays import to_slot_order
 from dynsparse.pattern.on_device import to_device
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.grow import RandomGrowth
@@ -127,7 +127,7 @@ class DeepR(SparseTrainer):
                 ]
                 # Drawn in row-major order, in whatever order the slots are.
                 order = layer.pattern._slots_on(values.device)
-                noise = by_slots(to_device(noise, values.device), order)
+                noise = to_slot_order(to_device(noise, values.device), order)
                 noise = noise[local] if sharded else noise
                 values.add_(noise, alpha=math.sqrt(2 * rate * self.temperature))
 

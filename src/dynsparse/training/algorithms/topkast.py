@@ -184,13 +184,13 @@ class TopKAST(SparseTrainer):
             sizes = magnitude(values)
             slots = select(sizes, self.budget.forward_count(pattern.nnz))
         defer_check(layer, sizes.isnan().any(), _NAN.format(step=self.steps))
-        chosen, before = ActiveSet._on_device(pattern, slots), layer.active
-        return [chosen, before] if before is not None and before.may_take(chosen) else [chosen]
+        chosen, before = ActiveSet._from_device(pattern, slots), layer.active
+        return [chosen, before] if before is not None and before.can_copy_from(chosen) else [chosen]
 
     def _change_own(self, planned: dict[str, list[ActiveSet]]) -> None:
         for name, (active, *before) in planned.items():
             for layer in before:
-                layer.take(active)
+                layer.copy_from(active)
                 active = layer
             self.layers[name].active = active
 

@@ -67,9 +67,9 @@ class _Layer:
             ValueError: rows and columns that are not a pattern of the layer.
         """
         b = self.module.block_size
-        full = SparsePattern._in_order(rows, cols, shape=self.spec.shape, block_size=b)
+        full = SparsePattern._from_slot_coordinates(rows, cols, shape=self.spec.shape, block_size=b)
         flat = full.sorted_flat
-        inside = self.spec.inside(flat, b).nonzero().flatten()
+        inside = self.spec.contains(flat, b).nonzero().flatten()
         return slots_of(inside, full.slots), self.spec.to_local(flat, b)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynsparse.options import check_applies, with_flags
+from dynsparse.options import add_flags, check_applies
 from popsparse.cli.matmul.request import Request
 
 __all__ = ["matmul"]
 
 
-@with_flags(Request)
+@add_flags(Request)
 def matmul(values: dict[str, Any]) -> None:
     """A sparse x dense product on the tile machine: plan, cycles, memory, propagation.
 

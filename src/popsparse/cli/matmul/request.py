@@ -16,7 +16,7 @@ from dynsparse.options import (
     choice,
     integer,
     json_object,
-    many,
+    list_of,
     number,
     option,
 )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SPARSE = ("dynamic", "static")
 _LARGE = integer(1, 2**40)
-_CORNER = many(integer(0), "a row and a column")
+_CORNER = list_of(integer(0), "a row and a column")
 _product = partial(option, panel="Product")
 _machine = partial(option, panel="Machine and plan")
 _pattern = partial(option, panel="Pattern")

@@ -153,7 +153,7 @@ def table_of(dtype: torch.dtype, chip: Chip) -> Table:
     return (HOPPER if chip.capability == (9, 0) else OTHERS)[numbers_of(dtype)]
 
 
-def rows_for(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> Rows:
+def choose_rows(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> Rows:
     """The configuration for `rows` block rows of blocks of `b` over a batch: large tiles if there
     are at least four for each multiprocessor."""
     tiles = table_of(dtype, chip).rows[b]
@@ -163,7 +163,7 @@ def rows_for(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> R
     return tiles[-1]
 
 
-def gradient_for(
+def choose_gradient(
     b: int, dtype: torch.dtype, nnz: int, rows: int, batch: int, chip: Chip
 ) -> Gradient:
     """The configuration for `nnz` blocks of `b` in `rows` block rows, over a batch.
@@ -185,7 +185,7 @@ def gradient_for(
     return c._replace(split=split)
 
 
-def sums_of(chip: Chip) -> int:
+def smallest_tile_rows(chip: Chip) -> int:
     """Rows of the smallest tile of the tensor cores: of the ones whose product with dY is the
     gradient of a bias."""
     return 64 if chip.capability[0] in (9, 10, 11) else 16
@@ -200,12 +200,14 @@ def rows_by_length(p: LayerIndex) -> Tensor:
     Each record holds the row, the start and end of its list, and the block column and slot of its
     first entry; the rest is unused.
     """
-    return p.derived("rows by length", lambda p: _longest_first(p.row_ptr, p.cols, p.slots))
+    return p.get_derived("rows by length", lambda p: _sort_by_length(p.row_ptr, p.cols, p.slots))
 
 
 def columns_by_length(p: LayerIndex) -> Tensor:
     """The block columns, likewise: int32 [in / b, 8]."""
-    return p.derived("columns by length", lambda p: _longest_first(p.col_ptr, *p.by_columns()))
+    return p.get_derived(
+        "columns by length", lambda p: _sort_by_length(p.col_ptr, *p.column_order())
+    )
 
 
 def chunks(p: LayerIndex, size: int) -> Tensor:
@@ -213,10 +215,10 @@ def chunks(p: LayerIndex, size: int) -> Tensor:
 
     n = nnz // size + rows is an upper bound for every pattern; unused entries have the row -1.
     """
-    return p.derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
+    return p.get_derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
 
 
-def _longest_first(ptr: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
+def _sort_by_length(ptr: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
     order = ptr.diff().argsort(descending=True, stable=True)
     records = ptr.new_zeros(len(order), 8)
     records[:, 0] = order

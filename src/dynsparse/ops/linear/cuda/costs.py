@@ -20,8 +20,8 @@ from dynsparse.ops.linear.cuda.configurations import (
     BLOCKS,
     Gradient,
     Rows,
-    gradient_for,
-    rows_for,
+    choose_gradient,
+    choose_rows,
 )
 
 Pass = Literal["forward", "grad_input", "grad_weight"]
@@ -144,8 +144,8 @@ def config_of(
     """The configuration of a pass."""
     b, height, width = layer.block_size, layer.out_features, layer.in_features
     if what == "grad_weight":
-        return gradient_for(b, dtype, layer.nnz, height // b, batch, chip)
-    return rows_for(b, dtype, batch, (height if what == "forward" else width) // b, chip)
+        return choose_gradient(b, dtype, layer.nnz, height // b, batch, chip)
+    return choose_rows(b, dtype, batch, (height if what == "forward" else width) // b, chip)
 
 
 def bounds(

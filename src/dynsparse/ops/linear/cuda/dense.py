@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.pattern.index_arrays import by_slots
+from dynsparse.pattern.index_arrays import to_slot_order
 
 # Of the gradient, in float32. Products of few rows leave multiprocessors idle, and all entries are
 # searched for in each panel: 8192 x 8192 is one panel.
@@ -91,7 +91,7 @@ def lines_of(row_ptr: Tensor, cols: Tensor, slots: Tensor, b: int, width: int) -
     """
     first = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
     first = first.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
-    first = by_slots(first, slots)
+    first = to_slot_order(first, slots)
     if b == 1:
         return first
     lines = torch.arange(0, b * width, width, device=cols.device)
@@ -117,7 +117,7 @@ def lines(p: LayerIndex) -> Tensor:
     """`lines_of` the layer, kept on the CPU and, if they are few, on other devices."""
     # In large layers of single elements they would take as much memory as the optimizer's state.
     keep = p.on_cpu or _keeps_lines(p)
-    return p.derived("lines", _make_lines) if keep else _make_lines(p)
+    return p.get_derived("lines", _make_lines) if keep else _make_lines(p)
 
 
 def _kernels(p: LayerIndex) -> ModuleType | None:

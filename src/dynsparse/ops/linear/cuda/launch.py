@@ -13,12 +13,12 @@ from dynsparse.ops.linear.cuda.chip import chip_of, current_device, precision_of
 from dynsparse.ops.linear.cuda.configurations import (
     Gradient,
     Rows,
+    choose_gradient,
+    choose_rows,
     chunks,
     columns_by_length,
-    gradient_for,
     rows_by_length,
-    rows_for,
-    sums_of,
+    smallest_tile_rows,
 )
 from dynsparse.ops.linear.cuda.kernels import (
     gradient_kernel,
@@ -33,7 +33,7 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 _AT_ONCE = 1024
 
 
-def _in_tiles(x: Tensor) -> bool:
+def _can_load_tiles(x: Tensor) -> bool:
     """Whether the copy engine can load aligned activations as tiles, on Hopper and later.
 
     Samples must be rows, at multiples of 16 bytes.
@@ -57,7 +57,7 @@ def _rows(
         return y
     c = config
     if c is None:
-        c = rows_for(b, x.dtype, batch, rows, chip_of(x.device))
+        c = choose_rows(b, x.dtype, batch, rows, chip_of(x.device))
     grid = (-(-batch // c.samples) * rows,)
     pattern = (bias, records, blocks, slots, batch, rows, c.group)
     options = {
@@ -71,7 +71,7 @@ def _rows(
         "num_stages": c.stages,
     }
     with current_device(x):
-        if c.tma and _in_tiles(x) and len(values):
+        if c.tma and _can_load_tiles(x) and len(values):
             tile = [b, c.inputs] if transposed else [c.inputs, b]
             rows_tma_kernel[grid](
                 TensorDescriptor.from_tensor(x, [c.samples, c.inputs]),
@@ -99,7 +99,7 @@ def forward(
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
     """Return dx [batch, in] of an aligned dy [batch, out] and values of its dtype."""
-    lists = (columns_by_length(p), *p.by_columns())
+    lists = (columns_by_length(p), *p.column_order())
     # Tensor cores read tf32 along the sum only; transposing the blocks first takes half the time.
     transposed = dy.dtype is torch.float32
     return _rows(
@@ -129,7 +129,7 @@ def grad_weight(
     chip = chip_of(x.device)
     c = config
     if c is None:
-        c = gradient_for(b, x.dtype, nnz, p.out_features // b, batch, chip)
+        c = choose_gradient(b, x.dtype, nnz, p.out_features // b, batch, chip)
     steps = -(-batch // (c.split * c.samples))
     split = -(-batch // (steps * c.samples))
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
@@ -148,7 +148,7 @@ def grad_weight(
         "num_stages": c.stages,
     }
     with current_device(x):
-        if c.tma and _in_tiles(x) and _in_tiles(dy):
+        if c.tma and _can_load_tiles(x) and _can_load_tiles(dy):
             tile = [c.samples, b]
             gradient_tma_kernel[grid](
                 TensorDescriptor.from_tensor(dy, tile),
@@ -164,7 +164,7 @@ def grad_weight(
                 *pattern,
                 *dy.stride(),
                 *x.stride(),
-                SUMS=sums_of(chip) if with_sums else 1,
+                SUMS=smallest_tile_rows(chip) if with_sums else 1,
                 PRECISION=precision_of(x.dtype),
                 **options,
             )
