@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
-from dynsparse.ranks import Ranks
+from dynsparse.ranks import Ranks, grow
 
 _Result = TypeVar("_Result")
 
 
 class BrokenCollectiveError(Exception):
     """A rank did not take part in a collective."""
+
+
+@contextmanager
+def force_exchange(kind: str | None) -> Iterator[None]:
+    """Make growth exchange "gradients" or "samples" of all layers; None: whatever sends less."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind is not None:
+            volumes = (0.0, 1.0) if kind == "gradients" else (1.0, 0.0)
+            patch.setattr(grow, "comm_volume", lambda *_: volumes)
+        yield
 
 
 class ThreadRanks(Ranks):
@@ -39,8 +51,8 @@ class ThreadRanks(Ranks):
                 torch.maximum(total, part, out=total)
         tensor.copy_(total)
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self._rendezvous.all(self.rank, tensor.clone())[source])
+    def _broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self._rendezvous.all(self.rank, tensor.clone())[0])
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
         out.copy_(torch.stack(self._rendezvous.all(self.rank, tensor.clone())))

@@ -161,7 +161,7 @@ def test_unpack(out, features, density, seed):
 
     def entries():
         unpacked = unpack({form: packed}, "", pattern.shape, values)
-        return unpacked._csr_index()
+        return unpacked._index_on(torch.device("cpu"))
 
     assert_same(entries)
     assert unpack({form: packed}, "", pattern.shape, values) == pattern

@@ -290,8 +290,8 @@ def _times(run: Run, d: Data, jobs: list[Job], where: str = "") -> dict[Job, flo
         bound = _bound(run, d, job)
         run.note(
             f"{where}{d.b} {what} {job.numbers} {name}", **spread(found[name]), dense=base,
-            ratio=base / us, bound=bound.least * 1e6, by=bound.name,
-            share=bound.least * 1e6 / us, error=errors[name],
+            ratio=base / us, bound=bound.largest * 1e6, by=bound.name,
+            share=bound.largest * 1e6 / us, error=errors[name],
             today=job.config == today,
         )  # fmt: skip
     return {by_name[name]: statistics.median(times) for name, times in found.items()}
@@ -315,7 +315,7 @@ def _note_best(run: Run, d: Data, numbers: Numbers, best: dict[str, dict[Job, fl
         rows, least = min(both, key=both.__getitem__), min(gradient, key=gradient.__getitem__)
         run.note(f"for the table {numbers}", row=f"{d.b}: {rows}; {d.b}: {least}")
     shares = {
-        what: _bound(run, d, job).least * 1e6 / times[job]
+        what: _bound(run, d, job).largest * 1e6 / times[job]
         for what, times in best.items()
         if times and (job := min(times, key=times.__getitem__))
     }

@@ -51,7 +51,7 @@ def allocate(
     block_size: int | Mapping[str, int] = 1,
     densities: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
-    """How many blocks each layer gets.
+    """Divide an overall density among layers; return the number of blocks of each.
 
     The non-zero elements of all layers together are `density` times all elements, to the nearest
     block. A layer that would exceed density 1 becomes dense and the rest is shared again among the
@@ -81,10 +81,12 @@ def allocate(
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {shorten(method)}")
     fixed = dict(densities or {})
-    layers = _layers(shapes, method, block_size)
+    layers = _make_layers(shapes, method, block_size)
     for name, value in fixed.items():
         if name not in shapes:
-            raise ValueError(f"densities names {name!r}, which is not a layer: {_some(shapes)}")
+            raise ValueError(
+                f"densities names {name!r}, which is not a layer: {_list_names(shapes)}"
+            )
         check_within(f"the density of {name!r}", value, "(0, 1]")
     counts = {
         layer.name: max(1, round(fixed[layer.name] * layer.blocks))
@@ -101,11 +103,11 @@ def allocate(
     else:
         check_within("density", density, "(0, 1]")
         taken = sum(counts[layer.name] * layer.block for layer in layers if layer.name in fixed)
-        counts |= _share(free, _budget(layers, free, density, taken))
+        counts |= _distribute(free, _budget(layers, free, density, taken))
     return {name: counts[name] for name in shapes}
 
 
-def _layers(
+def _make_layers(
     shapes: Mapping[str, Sequence[int]], method: str, block_size: int | Mapping[str, int]
 ) -> list[_Layer]:
     if not shapes:
@@ -114,7 +116,7 @@ def _layers(
         for name in block_size:
             if name not in shapes:
                 raise ValueError(
-                    f"block_size names {name!r}, which is not a layer: {_some(shapes)}"
+                    f"block_size names {name!r}, which is not a layer: {_list_names(shapes)}"
                 )
     layers = []
     for name, given in shapes.items():
@@ -143,13 +145,17 @@ def check_block(name: str, shape: Sequence[int], edge: int) -> None:
         )
 
 
-def _some(names: Mapping[str, object]) -> str:
+def _list_names(names: Mapping[str, object]) -> str:
     first = ", ".join(repr(name) for name in list(names)[:4])
     return f"expected one of {first}{', ...' if len(names) > 4 else ''}"
 
 
 def _budget(layers: list[_Layer], free: list[_Layer], density: float, taken: int) -> int:
-    """The elements the free layers share, checked to be possible to within one block."""
+    """Return the number of elements that the free layers share.
+
+    Raises:
+        ValueError: they cannot have so many or so few, by more than one block.
+    """
     everything = sum(layer.elements for layer in layers)
     least = sum(layer.block for layer in free)
     most = sum(layer.elements for layer in free)
@@ -175,8 +181,9 @@ def _budget(layers: list[_Layer], free: list[_Layer], density: float, taken: int
     )
 
 
-def _share(layers: list[_Layer], budget: int) -> dict[str, int]:
-    """Whole blocks, at least one each, that add up to `budget` elements to the nearest block."""
+def _distribute(layers: list[_Layer], budget: int) -> dict[str, int]:
+    """Return the blocks of each layer, at least one, which add up to the budget to the nearest
+    block."""
     targets = _targets(layers, budget)
     counts = [int(target // layer.block) for layer, target in zip(layers, targets, strict=True)]
     left = budget - sum(n * layer.block for n, layer in zip(counts, layers, strict=True))
@@ -200,7 +207,9 @@ def _share(layers: list[_Layer], budget: int) -> dict[str, int]:
 
 
 def _targets(layers: list[_Layer], budget: int) -> list[Fraction]:
-    """Elements per layer, in proportion to the shares, within [one block, all], exactly `budget`.
+    """Return the elements of each layer, in proportion to the shares and within [one block, all].
+
+    They add up to exactly `budget`.
 
     The sum of clamp(scale * share, one block, all) rises with the scale and is linear between the
     scales at which a layer reaches one of its bounds: those are searched, the rest is solved for.
@@ -208,22 +217,22 @@ def _targets(layers: list[_Layer], budget: int) -> list[Fraction]:
     """
     from fractions import Fraction  # also imports decimal: much of this package's import time
 
-    def clamped(scale: Fraction) -> list[Fraction]:
+    def clamp(scale: Fraction) -> list[Fraction]:
         return [min(max(scale * x.share, Fraction(x.block)), Fraction(x.elements)) for x in layers]
 
     def total(scale: Fraction) -> Fraction:
-        return sum(clamped(scale), Fraction(0))
+        return sum(clamp(scale), Fraction(0))
 
     if not layers:
         return []
     bends = sorted({Fraction(n, x.share) for x in layers for n in (x.block, x.elements)})
     k = bisect_left(bends, Fraction(budget), key=total)
     if k == 0:
-        return clamped(bends[0])
+        return clamp(bends[0])
     low, high = bends[k - 1], bends[k]
     moving = [
         x
         for x in layers
         if Fraction(x.block, x.share) <= low and high <= Fraction(x.elements, x.share)
     ]
-    return clamped(low + (budget - total(low)) / sum(x.share for x in moving))
+    return clamp(low + (budget - total(low)) / sum(x.share for x in moving))

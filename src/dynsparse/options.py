@@ -30,8 +30,8 @@ class Kind:
 
     Attributes:
         type: the type of one value; dict is JSON.
-        rules: (expected, is_valid) pairs; each is asked only of values that pass those before it.
-            `is_valid` may raise a ValueError with a message of its own.
+        rules: (expected, is_valid) pairs; each is checked only for values that pass those before
+            it. `is_valid` may raise a ValueError with another message.
         is_list: whether the option takes several such values; several dicts are name=json.
         choices: the valid values, where there are few.
         example: of JSON, for messages.
@@ -44,7 +44,7 @@ class Kind:
     example: str = ""
 
     def find_violation(self, value: Any) -> tuple[str, Any] | None:
-        """(what is expected, the wrong value) of the first rule that `value` breaks."""
+        """Return (what is expected, the wrong value) of the first rule that `value` breaks."""
         is_list = self.is_list and isinstance(value, (list, tuple))
         for expected, is_valid in self.rules:
             for item in value if is_list else [value]:
@@ -81,29 +81,34 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__")
 
 
-def integer(least: int, most: int = 2**31 - 1, within: str = "") -> Kind:
-    """An integer in [least, most]; `within` is what the message expects of a larger one."""
+def integer(least: int, most: int = 2**31 - 1, limit: str = "") -> Kind:
+    """Return the kind of integers in [least, most].
+
+    Args:
+        limit: what the message for a larger integer expects.
+    """
     rules = (
         (
             f"an integer of at least {least}",
             lambda v: _is_integer(v) and operator.index(v) >= least,
         ),
-        (within or f"at most {most}", lambda v: v <= most),
+        (limit or f"at most {most}", lambda v: v <= most),
     )
     return Kind(int, rules)
 
 
-def integer_between(least: int, most: int, words: str = "an integer between") -> Kind:
-    """An integer, with one message for both ends."""
-    return Kind(
-        int, ((f"{words} {least} and {most}", lambda v: _is_integer(v) and least <= v <= most),)
-    )
+def integer_between(least: int, most: int) -> Kind:
+    """Return the kind of integers in [least, most], with one message for both ends."""
+    expected = f"an integer between {least} and {most}"
+    return Kind(int, ((expected, lambda v: _is_integer(v) and least <= v <= most),))
 
 
 def number(low: float, high: float = math.inf, *, below: bool = False, above: str = "") -> Kind:
-    """A finite number in [low, high], or [low, high) with `below`.
+    """Return the kind of finite numbers in [low, high].
 
-    With `above`, which is the message, `low` itself is not valid either.
+    Args:
+        below: whether `high` is excluded.
+        above: if not empty, `low` is excluded too; what the message expects then.
     """
     expected = f"a finite number of at least {low:g}"
     if high < math.inf:
@@ -117,25 +122,25 @@ def number(low: float, high: float = math.inf, *, below: bool = False, above: st
 
 
 def choice(*values: Any) -> Kind:
-    """One of a few names or numbers."""
+    """Return the kind of a few names or numbers."""
     expected = f"one of {', '.join(map(str, values))}"
     rule = expected, lambda value: value in values
     return Kind(type(values[0]), (rule,), choices=values)
 
 
 def list_of(kind: Kind, words: str) -> Kind:
-    """Several values of a kind; `words` is what the message expects of each."""
+    """Return the kind of lists of another kind; `words` is what the message expects of each."""
     rules = tuple((words, is_valid) for _, is_valid in kind.rules)
     return dataclasses.replace(kind, rules=rules, is_list=True)
 
 
 def json_object(example: str) -> Kind:
-    """A dict, given as JSON such as `example`."""
+    """Return the kind of dictionaries given as JSON such as `example`."""
     return Kind(dict, (("a JSON object", lambda v: isinstance(v, dict)),), example=example)
 
 
 def pairs(example: str) -> Kind:
-    """A dict, given as several name=json such as `example`."""
+    """Return the kind of dictionaries given as several name=json such as `example`."""
     rule = f"name=json such as {example}", lambda value: isinstance(value, dict)
     return Kind(dict, (rule,), is_list=True, example=example)
 
@@ -146,10 +151,10 @@ class Need:
 
     Attributes:
         words: what the option applies to, as in "applies to runs with --sample N".
-        holds: whether the condition holds for a set of options.
-        got: what the options say instead.
+        holds: whether a set of options fulfils the condition.
+        got: the value that a set of options has instead, for messages.
         is_shown: whether help and documentation name the condition.
-        is_waived: whether an option is allowed all the same.
+        is_waived: whether an option is allowed even if the condition is not fulfilled.
     """
 
     words: str
@@ -167,11 +172,12 @@ class Option:
         help: one sentence or two, for the command's help and the documentation.
         kind: the values it takes; None besides if `optional`.
         panel: the heading under which help and documentation list it.
-        defines: of trainings. "network": the network depends on it; "training": the figures do;
-            "apart": the same, but checkpoints store it by itself; "run": where to write, what to
-            show, how to compute. A checkpoint's value replaces the default of the first three.
-        methods: the values of `method` it applies to; all if empty.
-        needs: what else it needs to have an effect.
+        defines: what the option of a training decides. "network": the network; "training": the
+            figures; "apart": the same, but checkpoints store it separately; "run": where to write,
+            what to show, how to compute. A checkpoint's value replaces the default of the first
+            three.
+        methods: the values of `method` that it applies to; all if empty.
+        needs: further conditions for it to have an effect.
         also: further flags for the same option; the first is the preferred one.
         complement: a preferred flag for one minus the value, in (0, 1].
         by_default: what help and documentation show in place of the default.
@@ -189,18 +195,18 @@ class Option:
     by_default: str | None = None
 
     def flags(self, name: str) -> tuple[str, ...]:
-        """The flags that take the value of the option `name`."""
+        """Return the flags that take the value of the option `name`."""
         return tuple(f"--{flag(alias)}" for alias in (*self.also, name))
 
     def make_complement(self, name: str, default: float) -> tuple[Option, float]:
-        """The option for one minus the value of `name`, and its default."""
+        """Return the option for one minus the value of `name`, and its default."""
         share = _one_minus(default)
         words = f"Share of the weights that are present, in place of --{flag(name)}."
         more: dict[str, Any] = {"complement": None, "by_default": f"{share:g}"}
         return dataclasses.replace(self, help=words, also=("densities",), **more), share
 
     def describe(self, methods: Sequence[str] = ()) -> str:
-        """The help, the choices, and what it applies to, of a command with these `methods`."""
+        """Return help, choices, and what it applies to, for a command with these `methods`."""
         words = self.help
         if self.kind.choices:
             words += f" One of {', '.join(map(str, self.kind.choices))}."
@@ -213,7 +219,7 @@ class Option:
         return words + (f" For {join_words(needs)}." if needs else "")
 
     def describe_default(self, default: Any) -> str:
-        """The default as given on the command line; empty for none."""
+        """Return the default as given on the command line; empty for none."""
         if self.by_default is not None:
             return self.by_default
         if default is None or default is False or default == {} or default is dataclasses.MISSING:
@@ -222,7 +228,7 @@ class Option:
 
 
 def option(default: Any, help: str, kind: Kind, panel: str = "", **more: Any) -> Any:
-    """A field of a dataclass of options; `more` are attributes of `Option`.
+    """Return a field of a dataclass of options; `more` are attributes of `Option`.
 
     A default of `dataclasses.MISSING` makes the option required.
     """
@@ -230,7 +236,7 @@ def option(default: Any, help: str, kind: Kind, panel: str = "", **more: Any) ->
 
 
 def override(base: Any, name: str, **changes: Any) -> Any:
-    """The option `name` of `base` with another `default` or other attributes of `Option`."""
+    """Return the option `name` of `base` with another `default` or attributes of `Option`."""
     old = base.__dataclass_fields__[name]
     default = changes.pop("default", default_of(old))
     known = dataclasses.replace(old.metadata["option"], optional=default is None, **changes)
@@ -244,24 +250,24 @@ def _field(default: Any, known: Option) -> Any:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field of options; MISSING where it is required."""
+    """Return the default of a field of options; MISSING if it is required."""
     factory = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
 
 
 def options_of(options_type: type) -> dict[str, Option]:
-    """The options of a dataclass by name, in its order."""
+    """Return the options of a dataclass by name, in its order."""
     return {f.name: f.metadata["option"] for f in fields(options_type) if f.metadata}
 
 
 def methods_of(options_type: type) -> tuple[str, ...]:
-    """The choices of `method`; empty where there is no such option."""
+    """Return the choices of `method`; empty if there is no such option."""
     known = options_of(options_type).get("method")
     return () if known is None else known.kind.choices
 
 
 def list_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
-    """(name, option, default) as help and documentation list them: complements too, by panel.
+    """Yield (name, option, default), by panel and with complements, as help and docs list them.
 
     The panels are in the order of the attribute `panels`, or else of the fields.
     """
@@ -277,17 +283,17 @@ def list_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
 
 
 def flag(name: str) -> str:
-    """The flag of the option `name`, without its dashes."""
+    """Return the flag of the option `name`, without its dashes."""
     return name.strip("_").replace("_", "-")
 
 
 def join_words(words: Sequence[str]) -> str:
-    """a, b and c."""
+    """Join words as in "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _one_minus(share: float) -> float:
-    """1 - share as decimal digits have it, not a neighbouring float."""
+    """Return 1 - share, rounded to the decimal number and not to a neighbouring float."""
     return round(1 - share, 12)
 
 
@@ -303,8 +309,8 @@ def check_applies(options: Any, given: Collection[str]) -> None:
 
     Args:
         options: all of them together.
-        given: the names of those that the user gave; defaults, and what a preset or a checkpoint
-            sets, may have no effect.
+        given: the names of the options that the user gave; defaults, and those that a preset or a
+            checkpoint sets, may have no effect.
     """
     for name, known in options_of(type(options)).items():
         if name not in given:
@@ -382,7 +388,7 @@ def add_flags(
 
 
 def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) -> Any:
-    """The declaration of a flag for typer."""
+    """Return the declaration of a flag for typer."""
     import typer
 
     kind = known.kind
@@ -412,7 +418,7 @@ def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) 
 
 
 def _read(kind: Kind, name: str, value: Any) -> Any:
-    """The value of a flag as the dataclass takes it."""
+    """Convert the value of a flag to that of the dataclass."""
     if kind.type is not dict:
         return tuple(value) if kind.is_list else value
     if not kind.is_list:
@@ -441,7 +447,7 @@ def _parse(text: str, otherwise: Any = None) -> Any:
 
 
 def parse_integer(text: str) -> int:
-    """For typer: an integer, or an error that says what was expected."""
+    """Parse an integer for typer; the error says what was expected."""
     try:
         return int(text)
     except ValueError:
@@ -449,7 +455,7 @@ def parse_integer(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """For typer: a number, or an error that says what was expected."""
+    """Parse a number for typer; the error says what was expected."""
     try:
         return float(text)
     except ValueError:

@@ -25,7 +25,7 @@ __all__ = ["Check", "Result", "run_checks"]
 
 PASSES = ("forward", "gradient of the input", "gradient of the weights")
 _BLOCKS = (1, 16)
-# Of errors relative to sums of magnitudes. GPUs may multiply float32 in TF32.
+# Tolerances of errors relative to sums of magnitudes. GPUs may multiply float32 in TF32.
 _TOLERANCE, _ON_GPU = 3e-6, 2e-3
 
 
@@ -52,7 +52,7 @@ class Check:
         return not self.message and self.error <= self.tolerance
 
     def words(self) -> str:
-        """The difference in one line."""
+        """Return the difference in one line."""
         if self.message:
             return f"{self.where}, {self.name}: {self.message}"
         return (
@@ -66,7 +66,7 @@ class Result:
     """All comparisons.
 
     Attributes:
-        seed: of all random shapes and numbers.
+        seed: the seed of all random shapes and numbers.
     """
 
     seed: int
@@ -81,7 +81,7 @@ class Result:
         return not self.differing
 
     def plain(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """Return the result in plain types, for JSON."""
         return {
             "match": self.matches,
             "seed": self.seed,
@@ -99,11 +99,11 @@ def run_checks(
 ) -> Result:
     """Compare the products of sparse layers with float64.
 
-    With the kernels of every instruction set that this processor runs and this installation has,
-    with plain torch, and on all GPUs that torch finds. An error that one raises is its result.
+    It checks the kernels of every instruction set that this processor runs and this installation
+    has, plain torch, and all GPUs that torch finds. An error that one raises is its result.
 
     Args:
-        seed: of all random shapes and numbers; random by default.
+        seed: the seed of all random shapes and numbers; random by default.
         tell: called with an instruction set or device and its checks when these are made.
 
     Raises:
@@ -156,24 +156,24 @@ def _check_passes(
 
 
 def _error(name: str, device: torch.device, generator: torch.Generator) -> float:
-    """The larger error of one pass over elements and over blocks."""
+    """Return the larger error of one pass over elements and over blocks."""
     return max(_error_of_block(name, block, device, generator) for block in _BLOCKS)
 
 
 def _error_of_block(
     name: str, block: int, device: torch.device, generator: torch.Generator
 ) -> float:
-    def between(least: int, most: int) -> int:
+    def draw_integer(least: int, most: int) -> int:
         return int(torch.randint(least, most + 1, (), generator=generator, device="cpu"))
 
-    rows, cols = (between(1, 320 // block) for _ in range(2))
+    rows, cols = (draw_integer(1, 320 // block) for _ in range(2))
     pattern = SparsePattern.random(
         (rows * block, cols * block),
-        nnz=between(1, rows * cols),
+        nnz=draw_integer(1, rows * cols),
         block_size=block,
         generator=generator,
     )
-    batch = between(1, 200)
+    batch = draw_integer(1, 200)
     x = torch.randn(batch, cols * block, generator=generator, device="cpu")
     dy = torch.randn(batch, rows * block, generator=generator, device="cpu")
     values = torch.randn(pattern.values_shape, generator=generator, device="cpu")
@@ -197,7 +197,7 @@ def _reference(name: str, pattern: SparsePattern, x: Tensor, dy: Tensor, values:
 
 
 def _run_check(where: str, name: str, tolerance: float, compare: Callable[[], float]) -> Check:
-    """The check of `compare`, which returns the error; an exception becomes the result."""
+    """Run `compare`, which returns the error; an exception becomes the result of the check."""
     try:
         error = float(compare())
     except Exception as raised:  # a broken installation raises errors of any kind
@@ -207,7 +207,7 @@ def _run_check(where: str, name: str, tolerance: float, compare: Callable[[], fl
 
 
 def distance(got: Tensor | None, expected: Tensor, size: Tensor) -> float:
-    """The largest |got - expected| over the largest of `size`; infinite for another shape.
+    """Return the largest |got - expected| over the largest of `size`; infinity if shapes differ.
 
     Args:
         expected: float64.

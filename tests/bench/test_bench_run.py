@@ -13,7 +13,7 @@ from dynsparse.bench.results import (
 )
 from dynsparse.bench.run import run_benchmark
 from dynsparse.bench.spec import Benchmark, read_spec
-from dynsparse.ops.linear.products import ROUTES
+from dynsparse.ops.linear.products import DEVICE_KINDS, KINDS
 
 pytest.importorskip("yaml")
 
@@ -78,7 +78,7 @@ def test_invalid_cells_are_skipped(results):
 
 
 def test_kernels_are_those_of_the_layers(results):
-    known = {*ROUTES}
+    known = {*KINDS, *DEVICE_KINDS, "bfloat16", "torch"}
     for name in ("steps", "forwards", "network", "updates"):
         for cell in results["benchmarks"][name]["cells"]:
             assert set(cell["kernel"].replace("; ", ", ").split(", ")) <= known

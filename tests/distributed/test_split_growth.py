@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from fake_ranks import force_exchange
 from grids import GRIDS, on_grid
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest, topk_over_ranks
 
 
-def grow_on_mesh(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
+def grow_on_mesh(sizes, model, x, dy, counts, pooling="sum"):
     """Return, per layer, the positions in the full layer that the ranks of a mesh grow."""
     names = [name for name, m in model.named_modules() if isinstance(m, ds.nn.SparseLinear)]
 
@@ -32,7 +33,7 @@ def grow_on_mesh(sizes, model, x, dy, counts, exchange=None, pooling="sum"):
             GrowRequest(name, list(pairs), layer.pattern, count, spec=spec_of(layer))
             for name, pairs, layer, count in zip(names, waiting, layers, counts, strict=True)
         ]
-        found = topk_over_ranks(grid.z, wanted, exchange=exchange, pooling=pooling)
+        found = topk_over_ranks(grid.z, wanted, pooling=pooling)
         return [
             spec_of(layer).to_full(flat, layer.block_size)
             for layer, flat in zip(layers, found, strict=True)
@@ -59,7 +60,7 @@ def grow_in_one_process(model, x, dy, counts, pooling="sum"):
     ]
 
 
-@pytest.mark.parametrize("exchange", ["pieces", "samples"])
+@pytest.mark.parametrize("exchange", ["gradients", "samples"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("sizes", GRIDS)
 def test_grown_positions_equal_one_process(sizes, block_size, exchange):
@@ -67,7 +68,8 @@ def test_grown_positions_equal_one_process(sizes, block_size, exchange):
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
     counts = [int(0.3 * layer.pattern.nnz) for layer in (model[0], model[2])]
     expected = grow_in_one_process(model, x, dy, counts)
-    found = grow_on_mesh(sizes, model, x, dy, counts, exchange)
+    with force_exchange(exchange):
+        found = grow_on_mesh(sizes, model, x, dy, counts)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -215,7 +215,7 @@ def test_uninitialized_lazy_layers_raise():
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        ("model", TypeError, "expected a torch.nn.Module, got str"),
+        ("model", TypeError, "model must be a torch.nn.Module, got str"),
         (nn.Sequential(nn.Linear(8, 8)), ValueError, "the model has no sparse layers"),
         (SparseLinear(8, 8), ValueError, "a single SparseLinear, which cannot be replaced"),
         (ds.nn.SparseMultiheadAttention(8, 2), ValueError, "a single SparseMultiheadAttention"),

@@ -194,7 +194,7 @@ def test_generation():
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got str"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         split_experts("model")
     with pytest.raises(ValueError, match="has no experts in three-dimensional parameters"):
         split_experts(nn.Linear(4, 4))

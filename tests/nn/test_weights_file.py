@@ -276,7 +276,7 @@ def test_missing_folders_and_unsupported_models(tmp_path):
         ds.load_safetensors(Model(), tmp_path / "none")
     with pytest.raises(FileNotFoundError):
         ds.save_safetensors(Model(), tmp_path / "no" / "where")
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         ds.save_safetensors({}, tmp_path / "m")
     with pytest.raises(TypeError, match="must map strings to strings, got 'step': 1"):
         ds.save_safetensors(Model(), tmp_path / "m", {"step": 1})

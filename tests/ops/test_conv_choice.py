@@ -23,7 +23,7 @@ from dynsparse.ops.linear.cost_table import Layer
     ],
 )
 def test_images_are_split_as_in_the_kernels(batch, height, width, groups, strip):
-    assert choice._streams(batch, height, width) == (groups, strip)
+    assert choice._count_streams(batch, height, width) == (groups, strip)
 
 
 def test_terms_by_hand():

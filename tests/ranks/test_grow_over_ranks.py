@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 import torch
-from fake_ranks import CountingRanks, in_threads
+from fake_ranks import CountingRanks, force_exchange, in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from threaded import run_on_ranks
@@ -68,7 +68,7 @@ def grow_requests(found, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["pieces", "samples", None])
+@pytest.mark.parametrize("exchange", ["gradients", "samples", None])
 @given(data=st.data())
 def test_grown_positions_equal_one_process(exchange, data):
     size = data.draw(st.integers(1, 5))
@@ -77,13 +77,14 @@ def test_grown_positions_equal_one_process(exchange, data):
 
     def work(ranks):
         asked = grow_requests(found, ranks.rank)
-        return topk_over_ranks(ranks, asked, pooling=pooling, exchange=exchange)
+        return topk_over_ranks(ranks, asked, pooling=pooling)
 
     expected = [
         topk_outside([*chain(*pairs)], pattern, count, pooling=pooling)
         for pattern, count, pairs in found
     ]
-    with small_chunks(data.draw(st.sampled_from([1 << 9, 1 << 12, 8 << 20]))):
+    chunks = small_chunks(data.draw(st.sampled_from([1 << 9, 1 << 12, 8 << 20])))
+    with chunks, force_exchange(exchange):
         grown = run_on_ranks(size, work)
     for got in grown:
         for positions, one in zip(got, expected, strict=True):
@@ -115,10 +116,10 @@ def test_too_high_threshold_guess_is_corrected(size, guess, monkeypatch):
 
     def work(ranks):
         asked = [GrowRequest("a", pairs[ranks.rank], pattern, 500)]
-        return topk_over_ranks(ranks, asked, exchange="samples")[0]
+        return topk_over_ranks(ranks, asked)[0]
 
     expected = topk_outside([*chain(*pairs)], pattern, 500).flat.sort().values
-    with small_chunks(8 << 10):
+    with small_chunks(8 << 10), force_exchange("samples"):
         for got in run_on_ranks(size, work):
             assert torch.equal(got, expected)
 
@@ -139,11 +140,11 @@ def test_large_layers_are_screened_by_integer_products(high, monkeypatch):
 
     def work(ranks):
         asked = [GrowRequest("a", pairs[ranks.rank], pattern, 2000)]
-        return topk_over_ranks(ranks, asked, exchange="samples")[0]
+        return topk_over_ranks(ranks, asked)[0]
 
     exact = [(x.double(), dy.double()) for x, dy in chain(*pairs)]
     expected = topk_outside(exact, pattern, 2000).flat.sort().values
-    with small_chunks(64 << 10):
+    with small_chunks(64 << 10), force_exchange("samples"):
         for got in run_on_ranks(2, work):
             assert torch.equal(got, expected)
     assert len(calls) == 2
@@ -171,11 +172,13 @@ def test_convolutions_equal_one_process(b, groups, exchange, generator):
             GrowRequest("conv", [pairs[ranks.rank]], conv.pattern, 9),
             GrowRequest("fc", fc_pairs[ranks.rank], fc, 7),
         ]
-        return topk_over_ranks(ranks, asked, exchange=exchange)
+        return topk_over_ranks(ranks, asked)
 
     expected = topk_outside(pairs, conv.pattern, 9).flat.sort().values
     beside = topk_outside([*chain(*fc_pairs)], fc, 7).flat.sort().values
-    for grown in run_on_ranks(2, work):
+    with force_exchange(exchange):
+        results = run_on_ranks(2, work)
+    for grown in results:
         assert torch.equal(grown[0], expected)
         assert torch.equal(grown[1], beside)
 
@@ -197,14 +200,15 @@ def test_cheaper_exchange_is_selected():
     def sent(exchange, pairs):
         def grow_(ranks):
             asked = [GrowRequest("a", pairs[ranks.rank], pattern, k)]
-            topk_over_ranks(ranks, asked, exchange=exchange)
+            topk_over_ranks(ranks, asked)
             return ranks.sent
 
-        return run_on_ranks(2, grow_)
+        with force_exchange(exchange):
+            return run_on_ranks(2, grow_)
 
-    assert sent(None, pairs) == sent("samples", pairs) < sent("pieces", pairs)
+    assert sent(None, pairs) == sent("samples", pairs) < sent("gradients", pairs)
     _, many = large_layer(2, samples=200)
-    assert sent(None, many) == sent("pieces", many) < sent("samples", many)
+    assert sent(None, many) == sent("gradients", many) < sent("samples", many)
     pieces, samples = comm_volume(2, pattern.shape, 8, torch.float32)
     assert (pieces, samples) == (96 * 96 * 4 / 2, 8 * (96 + 48) * 4 / 2)
 
@@ -216,10 +220,11 @@ def test_small_layers_share_collectives():
             pattern = SparsePattern.random((32, 32), 0.1, generator=torch.Generator())
             pairs = [(torch.randn(64, 32, generator=g), torch.randn(64, 32, generator=g))]
             asked = [GrowRequest(str(i), pairs, pattern, 20) for i in range(count)]
-            topk_over_ranks(ranks, asked, exchange="pieces")
+            topk_over_ranks(ranks, asked)
             return ranks.calls
 
-        return run_on_ranks(2, grow_)[0]
+        with force_exchange("gradients"):
+            return run_on_ranks(2, grow_)[0]
 
     assert calls(1) == calls(6)
 
@@ -253,7 +258,7 @@ class Failing(tuple):
         return [*self][i]
 
 
-@pytest.mark.parametrize("exchange", ["pieces", "samples"])
+@pytest.mark.parametrize("exchange", ["gradients", "samples"])
 def test_error_between_collectives_raises_on_all(exchange):
     pattern, pairs = large_layer(2)
 
@@ -262,9 +267,10 @@ def test_error_between_collectives_raises_on_all(exchange):
         if ranks.rank == 1:
             own = [Failing(pair) for pair in own]
             own[0].ranks = ranks
-        topk_over_ranks(ranks, [GrowRequest("fc1", own, pattern, 7)], exchange=exchange)
+        topk_over_ranks(ranks, [GrowRequest("fc1", own, pattern, 7)])
 
-    errors = in_threads(2, work)
+    with force_exchange(exchange):
+        errors = in_threads(2, work)
     assert {str(e) for e in errors} == {"rank 1: no memory left"}
     assert {type(e) for e in errors} == {MemoryError}
 
@@ -290,14 +296,15 @@ def test_overflow_raises_on_all_ranks():
 
     def work(ranks):
         asked = [GrowRequest("fc1", pairs[ranks.rank], pattern, pattern.total - pattern.nnz)]
-        topk_over_ranks(ranks, asked, exchange="pieces")
+        topk_over_ranks(ranks, asked)
 
-    errors = in_threads(2, work)
+    with force_exchange("gradients"):
+        errors = in_threads(2, work)
     assert {type(e) for e in errors} == {ValueError}
     assert "the gradients overflow" in str(errors[0])
 
 
-@pytest.mark.parametrize("exchange", ["pieces", "samples"])
+@pytest.mark.parametrize("exchange", ["gradients", "samples"])
 def test_traffic_of_many_ranks_matches_comm_volume(exchange):
     """Counted on one of 1,024 ranks that all pass the same arguments."""
     size, n, samples = 1024, 1024, 8
@@ -309,9 +316,10 @@ def test_traffic_of_many_ranks_matches_comm_volume(exchange):
     row = int(pattern.row_ptr[1])
     k = size * (n - row)
     room = SparsePattern(pattern.rows[:row], pattern.cols[:row], shape=(n, n))
-    topk_over_ranks(ranks, [GrowRequest("a", pairs, room, k)], exchange=exchange)
-    by_pieces, by_samples = comm_volume(size, (n, n), samples * size, torch.float32)
-    exchanged = by_pieces if exchange == "pieces" else by_samples
+    with force_exchange(exchange):
+        topk_over_ranks(ranks, [GrowRequest("a", pairs, room, k)])
+    by_gradients, by_samples = comm_volume(size, (n, n), samples * size, torch.float32)
+    exchanged = by_gradients if exchange == "gradients" else by_samples
     small = 2 * (size - 1) / size * (3 * 2048 * 4 + 8 + 3 * 4 + 4 * 8)
     positions = (size - 1) * n / 8  # as bits, since most of a row join
     counts = (size - 1) * 8 * (4 if exchange == "samples" else 3)

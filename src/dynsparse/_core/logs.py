@@ -24,7 +24,6 @@ _LEVELS = {
     "WARN": logging.WARNING,
     "TRACE": logging.DEBUG,
 }
-_STREAMS = {"stderr": "stderr", "stdout": "stdout"}
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _logger = logging.getLogger("dynsparse")
@@ -103,7 +102,7 @@ def configure_quietly() -> None:
 
 
 def _make_handler(place: str) -> logging.Handler:
-    if place in _STREAMS:
+    if place in ("stderr", "stdout"):
         return _Stream(place)
     try:
         return logging.FileHandler(Path(place), encoding="utf-8")

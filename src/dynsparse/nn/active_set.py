@@ -54,8 +54,7 @@ class ActiveSet:
 
     @classmethod
     def _from_device(cls, pattern: SparsePattern, slots: Tensor) -> ActiveSet:
-        """From slots on a device, which are sorted and distinct by construction; does not
-        synchronise with the device."""
+        """Make the set from slots on a device, sorted and distinct, without a synchronisation."""
         active = cls.__new__(cls)
         flat = pattern._flat_on(slots.device).index_select(0, slots)
         if len(pattern._slots_on(slots.device)):
@@ -86,11 +85,11 @@ class ActiveSet:
     target = None
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], with the layer's values, index and bias."""
+        """Return the layer's output [..., out] for x [..., in], computed with the active slots."""
         return self.product(layer, x, layer.bias)
 
     def product(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward pass with another bias, or None."""
+        """Return the forward pass with another bias, or without one if it is None."""
         refuse_transforms("a layer with an active subset", x, layer.values)
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point():
@@ -101,7 +100,7 @@ class ActiveSet:
             )
 
     def can_copy_from(self, other: ActiveSet) -> bool:
-        """Whether `other` may be copied into this set by `take`; allocates what that needs."""
+        """Whether `copy_from` can copy `other` into this set; allocates what that needs."""
         if (
             self._cached is None
             or other._cached is None
@@ -124,11 +123,11 @@ class ActiveSet:
         return "active subset"
 
     def for_pattern(self, pattern: SparsePattern) -> None:
-        """None: a change of the pattern resets the active set."""
+        """Return None: a change of the pattern resets the active set."""
 
 
 def warn_of_active_sets(model: nn.Module) -> None:
-    """Warn, before weights are stored without the active set, that the outputs will differ."""
+    """Warn that the outputs will differ if weights are stored without their active set."""
     for name, module in model.named_modules():
         if getattr(module, "active", None) is not None:
             logs.warn(

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from dynsparse._core.checks import check_kind, shorten
 from dynsparse.ops import block_sparse
-from dynsparse.ops.block_sparse.attention import bias_of
+from dynsparse.ops.block_sparse.attention import additive_mask, bias_of
 from dynsparse.ops.dropout import dropout
 from dynsparse.ops.torch_internals import is_plain_eager
 from dynsparse.pattern import SparsePattern
@@ -29,7 +29,7 @@ _WORD_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.comple
 
 
 def run_length(block_size: int, heads: int, head_dim: int) -> int:
-    """The number of consecutive features of a head where heads are interleaved.
+    """Return the number of consecutive features of a head where heads are interleaved.
 
     It is 4 or 2 if every block of the projections then has the same number of features of each
     head, otherwise 1. Longer runs are faster to copy.
@@ -42,7 +42,7 @@ def run_length(block_size: int, heads: int, head_dim: int) -> int:
 
 
 def split_heads(xs: Sequence[Tensor], heads: int, run: int | None) -> list[Tensor]:
-    """Each [N, L, inner] -> [N, heads, L, head_dim].
+    """Reshape each tensor [N, L, inner] to [N, heads, L, head_dim].
 
     Args:
         run: number of consecutive features of a head where heads are interleaved; None if each head
@@ -58,7 +58,7 @@ def split_heads(xs: Sequence[Tensor], heads: int, run: int | None) -> list[Tenso
 
 
 def join_heads(mixed: Tensor, run: int | None) -> Tensor:
-    """[N, heads, L, head_dim] -> [N, L, inner]: the inverse of `split_heads`."""
+    """Reshape [N, heads, L, head_dim] to [N, L, inner]: the inverse of `split_heads`."""
     if run == 1:
         return mixed.permute(0, 2, 3, 1).flatten(2)
     natural = mixed.transpose(1, 2)
@@ -69,12 +69,12 @@ def join_heads(mixed: Tensor, run: int | None) -> Tensor:
 
 
 def deinterleaved_order(inner: int, heads: int, run: int) -> Tensor:
-    """Index of the interleaved features in the order of consecutive heads: int64 [inner]."""
+    """Return the index of the interleaved features by consecutive heads: int64 [inner]."""
     return torch.arange(inner, device="cpu").view(-1, heads, run).transpose(0, 1).flatten()
 
 
 def _swap_axes(xs: Sequence[Tensor], first: int, second: int, run: int) -> Sequence[Tensor]:
-    """Each [N, L, first * second * run] -> [N, L, second, first * run]."""
+    """Reorder each tensor [N, L, first * second * run] to [N, L, second, first * run]."""
     if all(run * x.element_size() in _WORD_DTYPES and is_plain_eager(x) for x in xs):
         return _SwapAxes.apply(first, second, run, *xs)
     return [x.unflatten(-1, (first, second, run)).transpose(-3, -2).flatten(-2) for x in xs]
@@ -113,7 +113,7 @@ def check_head_order(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> int | None:
-    """The run of the loaded weights, which may differ from that of the attention.
+    """Return the run length of the loaded weights, which may differ from the attention's.
 
     Adds to `error_msgs`, as `load_state_dict` does, if only one of the two is interleaved.
     """
@@ -148,11 +148,11 @@ def merge_masks(
     keys: int,
     all_keys: int,
 ) -> Tensor | None:
-    """Both masks as one additive mask [N or 1, heads or 1, L or 1, all keys], or None."""
+    """Merge both masks into one additive mask [N or 1, heads or 1, L or 1, all keys], or None."""
     n, heads, length, _ = q.shape
     mask = None
     if attn_mask is not None:
-        attn_mask = _additive_mask(attn_mask, "attn_mask", q)
+        attn_mask = additive_mask(attn_mask, "attn_mask", q)
         if attn_mask.shape == (length, keys):
             mask = attn_mask[None, None]
         elif attn_mask.shape == (n * heads, length, keys):
@@ -168,25 +168,17 @@ def merge_masks(
                 f"key_padding_mask must have the shape {[n, keys]}, "
                 f"got {list(key_padding_mask.shape)}"
             )
-        padding = _additive_mask(key_padding_mask, "key_padding_mask", q)[:, None, None]
+        padding = additive_mask(key_padding_mask, "key_padding_mask", q)[:, None, None]
         mask = padding if mask is None else mask + padding
     # The keys that bias_k and add_zero_attn append are never masked.
     return None if mask is None else pad(mask, (0, all_keys - keys))
-
-
-def _additive_mask(mask: Tensor, what: str, like: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
-    if mask.is_floating_point():
-        return mask.to(like.dtype)
-    raise TypeError(f"{what} must be bool or floating point, got {mask.dtype}")
 
 
 _PATTERN_KEYS = ("attention_rows", "attention_cols")
 
 
 def check_attention_pattern(pattern: object, adds_keys: bool) -> SparsePattern | None:
-    """`pattern`, if it is a SparsePattern or None.
+    """Return `pattern`, after checking that the attention can have it.
 
     Raises:
         TypeError: another type.
@@ -242,9 +234,9 @@ def load_pattern(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> SparsePattern:
-    """The pattern of a state dict, with the shape and block size of `pattern`.
+    """Return the pattern of a state dict, with the shape and block size of `pattern`.
 
-    Returns `pattern` if the state dict has none or one that does not fit, and reports that as
+    If the state dict has no pattern or one that does not fit, return `pattern` and report that as
     `load_state_dict` does.
     """
     tensors = [state_dict.get(prefix + name) for name in _PATTERN_KEYS]
@@ -273,7 +265,7 @@ def attend_with_pattern(
     rate: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention at the blocks of a pattern.
+    """Compute attention at the blocks of a pattern.
 
     Args:
         pattern: the pattern, or for exported graphs its mask, bool [L, S].
@@ -311,8 +303,10 @@ def _attend_with_mask(
     key_padding_mask: Tensor | None,
     rate: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention at the entries of a mask, by standard operators: for attention weights, which are
-    [L, S], and for exported graphs."""
+    """Compute attention at the entries of a mask by standard operators.
+
+    For attention weights, which are [L, S], and for exported graphs.
+    """
     if is_causal:
         mask = mask.tril()
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
@@ -329,7 +323,8 @@ def _attend_with_mask(
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""From a score and the indices of sequence, head, query and key, all scalars, to a score."""
+"""Function of a score and the indices of sequence, head, query and key, all scalars; returns the
+new score."""
 
 
 def check_flex_arguments(score_mod: Any, block_mask: Any, refused: dict[str, bool]) -> None:
@@ -360,7 +355,7 @@ def check_flex_arguments(score_mod: Any, block_mask: Any, refused: dict[str, boo
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: Any
 ) -> Tensor:
-    """Attention whose scores `score_mod` changes, [N, heads, L, head_dim].
+    """Compute attention whose scores `score_mod` changes: [N, heads, L, head_dim].
 
     Args:
         q: [N, heads, L, head_dim]. k, v: [N, heads, S, head_dim].
@@ -405,7 +400,11 @@ def _attend_flex_eager(
 
 
 def _vmap_scores(function: Callable[..., Tensor], first: tuple[int, ...]) -> Callable[..., Tensor]:
-    """Map a function of scalars over [N, heads, L, S]; `first`: axes of leading arguments."""
+    """Vectorize a function of scalars over [N, heads, L, S].
+
+    Args:
+        first: the axes of leading arguments, which come before the four indices.
+    """
     for axis in (3, 2, 1, 0):
         in_dims = [0 if i == axis else None for i in range(4)]
         function = torch.vmap(function, in_dims=(*first, *in_dims))

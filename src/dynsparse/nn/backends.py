@@ -19,8 +19,8 @@ from dynsparse._core.checks import check_choice, shorten
 from dynsparse.pattern import SparsePattern
 
 Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
-"""Called with pairs (x [batch, in], dY [batch, out]), whose products dY^T X sum to the gradient,
-and the pooling "sum", "avg", "max" or "none" (the same as "sum"). Returns the magnitudes of the
+"""Function of pairs (x [batch, in], dY [batch, out]), whose products dY^T X sum to the gradient,
+and of the pooling "sum", "avg", "max" or "none" (the same as "sum"). Returns the magnitudes of the
 blocks [out / b, in / b]."""
 
 
@@ -33,48 +33,53 @@ class Executor(Protocol):
 
     @property
     def target(self) -> Any:
-        """The target it computes on; None for the device of the values."""
+        """The target that it computes on; None for the device of the values."""
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out] of a `SparseLinear`, differentiable in x, values and bias.
+        """Return y [..., out] of a `SparseLinear` for x [..., in], differentiable in x, values and
+        bias.
 
         Backward records x and dY in `ops.capture` when growth needs them.
         """
 
     def kernel(self, batch: int, backward: bool) -> str:
-        """A readable name of what computes a pass over `batch` samples."""
+        """Return the name of the kernel that computes a pass over `batch` samples."""
 
     def for_pattern(self, pattern: SparsePattern) -> Executor | None:
-        """The executor for another pattern of the layer; None for the operator of `ops.linear`."""
+        """Return the executor for another pattern of the layer; None for that of `ops.linear`."""
 
 
 MakeExecutor = Callable[[Any, torch.dtype, Mapping[str, Any] | None], Executor]
-"""Called with a target, the dtype of the values and options by name; returns the executor."""
+"""Function of a target, the dtype of the values and options by name; returns the executor."""
 
 
 class CompiledSteps(Protocol):
     """The training steps of a whole model on a target, made by a `CompileSteps`."""
 
     def step(self, *data: Tensor) -> Any:
-        """Train on a batch of one shape: the model's inputs, and what the loss compares its output
-        with. Returns (loss, output)."""
+        """Train on a batch: the model's inputs, and the targets of the loss.
+
+        All batches have one shape. Returns (loss, output).
+        """
 
     def copy_weights_to_device(self) -> None:
-        """Take over weights, patterns and the optimizer's state."""
+        """Copy weights, patterns and the optimizer's state to the target."""
 
     def copy_weights_to_host(self) -> None:
-        """Write weights and the optimizer's state into the model and the optimizer."""
+        """Copy weights and the optimizer's state back into the model and the optimizer."""
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Costs of the last run of each program, "step" and those of updates: cycles, seconds,
-        tflops, max_tile_bytes, to_host_bytes, from_host_bytes."""
+        """Return the costs of the last run of each program, "step" and those of updates.
+
+        These are cycles, seconds, tflops, max_tile_bytes, to_host_bytes and from_host_bytes.
+        """
 
     def operations(self) -> dict[str, dict[str, float]]:
-        """Costs of each operation of the last step, such as cycles and flops."""
+        """Return the costs of each operation of the last step, such as cycles and flops."""
 
 
 CompileSteps = Callable[..., CompiledSteps]
-"""Called with a model, an optimizer or sparse trainer, a loss of (output, target), a target, and
+"""Function of a model, an optimizer or sparse trainer, a loss of (output, target), a target, and
 by name `clip_grad_norm`, None or the largest norm of all gradients, and `return_output=True`."""
 
 
@@ -108,7 +113,7 @@ def register_backend(
 
 
 def make_target(name: str, **settings: Any) -> Any:
-    """A target by its name, such as "bow", of any installed backend.
+    """Make a target by its name, such as "bow", of any installed backend.
 
     Args:
         name: the name of the target.
@@ -118,7 +123,7 @@ def make_target(name: str, **settings: Any) -> Any:
         ValueError: no installed backend has a target of this name.
     """
     for point in entry_points(group="dynsparse.backends"):
-        point.load()  # which registers it
+        point.load()  # registers the backend
     makers = {key: make for backend in _backends.values() for key, make in backend.targets.items()}
     return makers[check_choice("target", name, makers)](**settings)
 
@@ -126,7 +131,7 @@ def make_target(name: str, **settings: Any) -> Any:
 def make_executor(
     target: Any, dtype: torch.dtype, options: Mapping[str, Any] | None = None
 ) -> Executor | None:
-    """The executor of a layer of this dtype on `target`; None without a target.
+    """Make the executor of a layer of this dtype on `target`; None without a target.
 
     Args:
         target: a target of a registered backend, such as `popsparse.Target.bow()`.
@@ -151,10 +156,10 @@ def make_executor(
 
 
 def find_step_compiler(target: Any) -> CompileSteps:
-    """What compiles the training steps of a whole model for `target`.
+    """Return the function that compiles the training steps of a whole model for `target`.
 
     Raises:
-        TypeError: a target of a backend that compiles none, or of no registered one.
+        TypeError: the target's backend compiles no steps, or is not registered.
     """
     for backend in _backends.values():
         if isinstance(target, backend.target_class) and backend.compile is not None:
@@ -163,6 +168,9 @@ def find_step_compiler(target: Any) -> CompileSteps:
 
 
 def scores_of(layer: Any) -> Scores | None:
-    """Computes the growth scores of a layer on its target; None if the host computes them."""
+    """Return the function that computes a layer's growth scores on its target.
+
+    None if the host computes them.
+    """
     scores = getattr(layer.executor, "scores", None)
     return None if scores is None else partial(scores, layer)

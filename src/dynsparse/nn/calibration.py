@@ -16,27 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import shorten
-from dynsparse.nn.candidates import Candidate
+from dynsparse.nn.candidates import Candidate, join_names
 
 
 class Blocks:
     """The chain of blocks of a model, and what calibration batches pass to each.
 
     Attributes:
-        names: of the blocks in the model; none if its blocks are not a chain.
+        names: the names of the blocks in the model; empty if its blocks are not a chain.
         inputs: the hidden states that each batch passes to the first block.
         masks: the padding mask of each batch, as for `drop_padding`.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, int]) -> None:
-        """Compute every batch.
+        """Find the chain, and run the model on every batch to record the arguments of the blocks.
 
         Args:
             layers: name -> size of the layers of interest: the chain is the list of modules that
                 holds most of them.
         """
         self.model = model
-        self.names = _longest_list(model, layers)
+        self.names = _find_chain(model, layers)
         self.inputs: list[Tensor] = []
         self.masks = [_padding_mask(batch) for batch in batches]
         self._others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
@@ -51,8 +51,11 @@ class Blocks:
             self._others.append([(args[1:], named) for args, named in calls])
 
     def _record(self, batch: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-        """The arguments of every block; None unless each is called once and takes what the one
-        before returns, and none a key-value cache, which another call would append to."""
+        """Run the model on a batch; return the arguments of every block.
+
+        None unless each block is called once and takes what the one before returns, and none takes
+        a key-value cache, which another call would append to.
+        """
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         returned: list[Tensor] = []
 
@@ -77,12 +80,12 @@ class Blocks:
         return calls if is_chain and not has_cache else None
 
     def run(self, k: int, batch: int, hidden: Tensor) -> Tensor:
-        """The output of block k, as it is now, for the hidden states of a batch."""
+        """Return the output of block k, as it is now, for the hidden states of a batch."""
         args, named = self._others[batch][k]
         return _hidden(self.model.get_submodule(self.names[k])(hidden, *args, **named))
 
     def run_all(self, k: int, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """`run` for the hidden states of every batch."""
+        """Return the outputs of block k for the hidden states of every batch."""
         return [self.run(k, batch, x) for batch, x in enumerate(hidden)]
 
 
@@ -94,21 +97,18 @@ def _is_cache(x: Any) -> bool:
     return any("cache" in base.__name__.lower() for base in type(x).__mro__)
 
 
-def _longest_list(model: nn.Module, layers: Mapping[str, int]) -> list[str]:
-    """The names of the members of the module list that holds the largest part of the layers."""
+def _find_chain(model: nn.Module, layers: Mapping[str, int]) -> list[str]:
+    """Return the names of the modules in the list that holds the largest part of the layers."""
     best, most = "", 0
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            size = sum(n for layer, n in layers.items() if layer.startswith(_prefix_of(name)))
+            prefix = join_names(name, "")
+            size = sum(n for layer, n in layers.items() if layer.startswith(prefix))
             if size > most:
                 best, most = name, size
     if not most:
         return []
-    return [_prefix_of(best) + part for part, _ in model.get_submodule(best).named_children()]
-
-
-def _prefix_of(name: str) -> str:
-    return f"{name}." if name else ""
+    return [join_names(best, part) for part, _ in model.get_submodule(best).named_children()]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -122,10 +122,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def list_batches(calibration: Any) -> list[Any]:
-    """The batches as a list.
+    """Return the calibration batches as a list.
 
     Raises:
-        TypeError, ValueError: no batches.
+        TypeError: not an iterable of batches.
+        ValueError: no batches.
     """
     if not isinstance(calibration, Iterable) or isinstance(calibration, (Tensor, Mapping, str)):
         raise TypeError(
@@ -140,7 +141,7 @@ def list_batches(calibration: Any) -> list[Any]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without a key-value cache inside; restores both afterwards."""
+    """Set a model to evaluation mode, without a key-value cache, inside the context."""
     training = [(module, module.training) for module in model.modules()]
     # Parts of a model can have their own, and a model can be inside another module.
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
@@ -164,7 +165,7 @@ Groups = Mapping[str, Sequence[Candidate]]
 def sum_inputs(
     model: nn.Module, groups: Groups, batches: Sequence[Any], *, products: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """Sums over the inputs x of layers, block by block: of x^2 [in], or of x x^T [in, in].
+    """Add up x^2 [in], or x x^T [in, in], over the inputs x of layers, block by block.
 
     Between two blocks the caller may replace layers: the next block gets the outputs of the changed
     blocks. Layers outside the chain of blocks come last, all together.
@@ -208,7 +209,7 @@ def sum_inputs(
 
 
 def _padding_mask(batch: Any) -> Tensor | None:
-    """The attention mask [samples, length] of a batch, which is 0 where it is padded."""
+    """Return the attention mask [samples, length] of a batch, which is 0 where it is padded."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 

@@ -66,13 +66,13 @@ class Candidate:
 
     @property
     def key(self) -> tuple[int, str | None]:
-        """Equal for all candidates of one weight."""
+        """A key that is equal for all candidates of one weight."""
         packed = self.kind == "attention" and self.parameter.shape != self.weight.shape
         return id(self.parameter), self.part if packed else None
 
 
 def find_candidates(model: nn.Module) -> dict[str, Candidate]:
-    """Name -> candidate, in the order of `model.named_modules()`, under all names of a module.
+    """Return name -> candidate, in the order of `model.named_modules()`, under all names.
 
     Not among them: subclasses that override `forward`, weights that are computed from other
     tensors (weight norm, pruning masks), empty weights, and embeddings with `max_norm` or
@@ -87,8 +87,8 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
         if attention is not None and name.startswith(attention):
             continue  # out_proj is a candidate of the attention
         if _computes_as(module, nn.MultiheadAttention):
-            attention = f"{name}." if name else ""
-            candidates += _projections(name, module)
+            attention = join_names(name, "")
+            candidates += _find_projections(name, module)
         elif (kind := _linear_kind(module)) is not None:
             weight, bias = module.weight, getattr(module, "bias", None)
             if is_lazy(weight):
@@ -108,7 +108,7 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
 
 
 def _linear_kind(module: nn.Module) -> str | None:
-    """The kind of a layer whose Parameter is the weight [out, ...], or None."""
+    """Return the kind of a layer whose Parameter is the weight [out, ...], or None."""
     has_weight = isinstance(module._parameters.get("weight"), Tensor)
     if has_weight and _computes_as(module, nn.Linear):
         return "Linear"
@@ -129,7 +129,7 @@ def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     )
 
 
-def _projections(name: str, attention: nn.MultiheadAttention) -> list[Candidate]:
+def _find_projections(name: str, attention: nn.MultiheadAttention) -> list[Candidate]:
     packed = attention.in_proj_weight
     separate = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
     weights = separate if packed is None else packed.chunk(3)
@@ -137,12 +137,12 @@ def _projections(name: str, attention: nn.MultiheadAttention) -> list[Candidate]
     biases: Iterable[Tensor | None] = (None,) * 3 if bias is None else bias.chunk(3)
     parts = ("q_proj", "k_proj", "v_proj")
     candidates = [
-        Candidate(_join(name, part), "attention", attention, attention, part,
-             weight if packed is None else packed, weight, own_bias, bias)
-        for part, weight, own_bias in zip(parts, weights, biases, strict=True)
+        Candidate(join_names(name, part), "attention", attention, attention, part,
+             weight if packed is None else packed, weight, bias_of_part, bias)
+        for part, weight, bias_of_part in zip(parts, weights, biases, strict=True)
     ]  # fmt: skip
     out = attention.out_proj
-    last = _join(name, "out_proj")
+    last = join_names(name, "out_proj")
     return [
         *candidates,
         Candidate(last, "attention", attention, out, "out_proj",
@@ -150,7 +150,8 @@ def _projections(name: str, attention: nn.MultiheadAttention) -> list[Candidate]
     ]  # fmt: skip
 
 
-def _join(name: str, part: str) -> str:
+def join_names(name: str, part: str) -> str:
+    """Return the name of a part of the module `name`, which is empty for the model itself."""
     return f"{name}.{part}" if name else part
 
 
@@ -167,7 +168,7 @@ def select_candidates(
     include: Any,
     exclude: Any,
 ) -> dict[str, Candidate]:
-    """The candidates that `include` matches and `exclude` does not.
+    """Return the candidates that `include` matches and `exclude` does not.
 
     Args:
         excluded: name -> why it stays dense, for layers that `include=None` excludes.
@@ -226,7 +227,7 @@ def _is_included(candidate: Candidate, include: list[str]) -> bool:
 
 
 def resolve_overrides(what: str, patterns: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Name -> the value of the first pattern that matches it, for names that have a match."""
+    """Return name -> the value of the first pattern that matches it, for names with a match."""
     if not isinstance(patterns, Mapping):
         raise TypeError(f"{what} must map name patterns to values, got {patterns!r}")
     check_patterns(what, list(patterns))
@@ -245,7 +246,7 @@ def resolve_overrides(what: str, patterns: Any, names: Iterable[str]) -> dict[st
 
 
 def check_patterns(what: str, patterns: Any) -> list[str]:
-    """`patterns`, one or several, as a list.
+    """Return `patterns`, a string or several, as a list.
 
     Raises:
         TypeError: anything but strings.
@@ -269,10 +270,18 @@ def _no_match_message(pattern: str, known: list[str]) -> str:
     )
 
 
+def group_by_weight(candidates: Mapping[str, Candidate]) -> list[list[Candidate]]:
+    """Return the candidates in groups that share their weight."""
+    groups: dict[tuple[int, str | None], list[Candidate]] = {}
+    for candidate in candidates.values():
+        groups.setdefault(candidate.key, []).append(candidate)
+    return list(groups.values())
+
+
 def group_tied(
     candidates: Mapping[str, Candidate], excluded: Mapping[str, str], settings: Mapping[str, Any]
 ) -> list[list[Candidate]]:
-    """The candidates to convert, grouped by weight.
+    """Return the candidates to convert, grouped by weight.
 
     Args:
         excluded: name -> why it cannot be converted.
@@ -281,10 +290,8 @@ def group_tied(
     Raises:
         ValueError: a layer that cannot be converted, or tied weights with different settings.
     """
-    groups: dict[tuple[int, str | None], list[Candidate]] = {}
-    for candidate in candidates.values():
-        groups.setdefault(candidate.key, []).append(candidate)
-    converted = [group for group in groups.values() if any(s.name in settings for s in group)]
+    groups = group_by_weight(candidates)
+    converted = [group for group in groups if any(member.name in settings for member in group)]
     for group in converted:
         first = next(candidate for candidate in group if candidate.name in settings)
         if first.name in excluded:

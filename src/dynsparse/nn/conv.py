@@ -130,7 +130,7 @@ class _SparseConv(SparseLinear):
         stride: Sequence[int],
         dilation: Sequence[int],
     ) -> list[tuple[int, int]]:
-        """Padding (before, after) of every dimension."""
+        """Return the padding (before, after) of every dimension."""
         if not isinstance(padding, str):
             return [(n, n) for n in cls._check_sizes("padding", padding, 0)]
         if padding == "valid":
@@ -146,7 +146,7 @@ class _SparseConv(SparseLinear):
 
     @classmethod
     def _to_2d(cls, sizes: Sequence[int], missing: int) -> tuple[int, int]:
-        """Sizes for two dimensions; a 1-D convolution gets `missing` for the first."""
+        """Return sizes for two dimensions; a 1-D convolution gets `missing` for the first."""
         return (sizes[0], sizes[1]) if cls.dimensions == 2 else (missing, sizes[0])
 
     @property
@@ -154,12 +154,12 @@ class _SparseConv(SparseLinear):
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def to_dense(self) -> Tensor:
-        """The weight [out, in / groups, *kernel], differentiable in the values."""
+        """Return the weight [out, in / groups, *kernel], differentiable in the values."""
         return to_weight(super().to_dense(), self.kernel_size)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _SparseConv:
-        # The values have no memory format, so a tensor of four dimensions in their place tells
-        # which one `to(memory_format=...)` asks for.
+        # The values have no memory format; a tensor of four dimensions in their place gets the one
+        # that `to(memory_format=...)` asks for.
         probe = torch.empty(2, 2, 2, 2, device="cpu").to(memory_format=self.memory_format)
         probe = fn(probe)
         is_last = probe.is_contiguous(memory_format=torch.channels_last)
@@ -199,7 +199,7 @@ class _SparseConv(SparseLinear):
         return batch * height * width
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, in, *size] or [in, *size] -> [batch, out, ...], as `nn.Conv2d`."""
+        """Return y [batch, out, ...] for x [batch, in, *size], or without batch, as `nn.Conv2d`."""
         if isinstance(x, Proxy):
             return trace_call(self, x)
         check_kind("x", x, Tensor, "a tensor")
@@ -236,7 +236,7 @@ class _SparseConv(SparseLinear):
         backward: bool = False,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """The kernel that computes a pass over `batch` samples.
+        """Return the name of the kernel that computes a pass over `batch` samples.
 
         Args:
             batch: number of samples.
@@ -283,7 +283,7 @@ class _SparseConv(SparseLinear):
     @torch.no_grad()
     @check_types
     def from_dense(cls, conv: nn.Module, density: float, block_size: int = 1) -> _SparseConv:
-        """A sparse layer that keeps the weights of `conv` with the largest magnitudes.
+        """Make a sparse layer that keeps the weights of `conv` with the largest magnitudes.
 
         Blocks are ranked by the sum of their magnitudes; ties go to the first in the order of
         outputs, taps, inputs.
@@ -352,7 +352,11 @@ class SparseConv1d(_SparseConv):
 def from_dense_conv(
     conv: nn.Module, pattern: SparsePattern, values: Tensor, device: Any = None
 ) -> _SparseConv:
-    """A sparse layer with the options of a dense one, without bias; by default on its device."""
+    """Make a sparse layer with the options of a dense one, without bias.
+
+    Args:
+        device: defaults to that of the dense layer.
+    """
     assert isinstance(conv, (nn.Conv1d, nn.Conv2d))
     kind = SparseConv2d if isinstance(conv, nn.Conv2d) else SparseConv1d
     layer = kind(
@@ -378,7 +382,7 @@ def from_dense_conv(
 
 
 def to_dense_conv(layer: _SparseConv) -> nn.Module:
-    """A dense layer with the options, the weight and the bias Parameter of a sparse one."""
+    """Make a dense layer with the options, the weight and the bias Parameter of a sparse one."""
     dense = layer.dense_class(
         layer.in_channels,
         layer.out_channels,

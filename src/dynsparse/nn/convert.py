@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_choice, check_flag, check_generator, check_types
+from dynsparse._core.checks import (
+    check_choice,
+    check_flag,
+    check_generator,
+    check_kind,
+    check_types,
+)
 from dynsparse.allocation import allocate
 from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.attend import deinterleaved_order
@@ -137,7 +143,7 @@ def sparsify(
             a layer that no calibration batch reaches. The model is then unchanged, also after an
             error that it raises on a calibration batch.
     """
-    _check_model(model)
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     check_generator(generator)
     check_flag("keep_sparse", keep_sparse)
     _check_start(start, density=density, densities=densities, allocation=allocation,
@@ -222,12 +228,7 @@ def sparsify(
     return model
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-
-
-_UNUSED = {
+_INAPPLICABLE = {
     "random": ("calibration",),
     "magnitude": ("calibration",),
     "wanda": (),
@@ -238,8 +239,8 @@ _UNUSED = {
 
 
 def _check_start(start: Any, **arguments: Any) -> None:
-    check_choice("start", start, _UNUSED)
-    for name in _UNUSED[start]:
+    check_choice("start", start, _INAPPLICABLE)
+    for name in _INAPPLICABLE[start]:
         if arguments[name] is not None:
             raise ValueError(f"{name} does not apply to start={start!r}: leave it out")
     if start in ("wanda", "sparsegpt") and arguments["calibration"] is None:
@@ -288,7 +289,7 @@ def _allocate(
     densities: Mapping[str, float],
     batches: Sequence[Any] | None,
 ) -> dict[str, int]:
-    """The number of blocks of each layer."""
+    """Return the number of blocks of each layer."""
     counts = allocate(
         {name: group[0].shape for name, group in groups.items()},
         density,
@@ -321,11 +322,11 @@ def _initial_weight(
     sums: Tensor | None,
     generator: torch.Generator | None,
 ) -> tuple[SparsePattern, Tensor]:
-    """The initial pattern of a layer, and a matrix [out, in] that has its values.
+    """Return the initial pattern of a layer, and a matrix [out, in] that has its values.
 
     Args:
         plan: number of blocks, block size, and whether rows keep the same number.
-        sums: over the inputs of the layer, see `sum_inputs`.
+        sums: the sums over the inputs of the layer, see `sum_inputs`.
     """
     matrix, shape = candidate.matrix, candidate.matrix_shape
     nnz, b, per_row = plan
@@ -365,7 +366,7 @@ def densify(model: nn.Module) -> nn.Module:
             cannot be replaced in place; an attention with an `attention_pattern`, or with a
             `head_dim` that `nn.MultiheadAttention` cannot have. The model is then unchanged.
     """
-    _check_model(model)
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     warn_of_active_sets(model)
     made: dict[int, nn.Module] = {}
     names: dict[str, nn.Module] = {}
@@ -421,7 +422,7 @@ def densify(model: nn.Module) -> nn.Module:
 
 
 def _dense_layer(layer: nn.Module) -> nn.Module:
-    """A dense layer with the weights of a sparse one; dense layers are returned unchanged."""
+    """Return a dense layer with the weights of a sparse one; dense layers unchanged."""
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         return layer.to_dense_layer()
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
@@ -474,7 +475,7 @@ def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttenti
 
 
 def _reorder_features(parameter: Any, order: torch.Tensor, dim: int) -> Any:
-    """A new Parameter with the features in another order, or None for None."""
+    """Return a new Parameter with the features in another order, or None for None."""
     if parameter is None:
         return None
     turned = parameter.detach().index_select(dim, order.to(parameter.device))
@@ -501,7 +502,7 @@ def check_replaceable(candidate: Candidate) -> None:
 def make_sparse_layers(
     group: Sequence[Candidate], pattern: SparsePattern, values: Tensor
 ) -> dict[str, nn.Module]:
-    """Name -> the sparse layer for each candidate of one weight.
+    """Return name -> the sparse layer for each candidate of one weight.
 
     All share one layer, except for linear layers tied to an embedding: each becomes the head of the
     sparse table.
@@ -521,8 +522,10 @@ def make_sparse_layers(
 def _make_sparse_layer(
     candidate: Candidate, pattern: SparsePattern, values: Tensor
 ) -> SparseLinear:
-    """A sparse layer with these values, and the bias, dtype, device and flags of the candidate; on
-    the device of the values if the candidate is on the meta device."""
+    """Make a sparse layer with these values, and bias, dtype, device and flags of the candidate.
+
+    It is on the device of the values if the candidate is on the meta device.
+    """
     weight = candidate.weight
     device = values.device if weight.is_meta else weight.device
     module: Any = candidate.module
@@ -557,14 +560,14 @@ def _make_sparse_layer(
 
 
 def _as_parameter(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
-    """The Parameter itself, or a new one for a part of a packed Parameter."""
+    """Return the Parameter itself, or a new one for a part of a packed Parameter."""
     if tensor is None or parameter is None or isinstance(tensor, nn.Parameter):
         return tensor  # type: ignore[return-value]
     return nn.Parameter(tensor.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def make_linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
-    """An `nn.Linear` with the given Parameters; nothing is initialised."""
+    """Make an `nn.Linear` with the given Parameters, without initialising others."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = weight
@@ -573,7 +576,7 @@ def make_linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool)
 
 
 def _dense_projection(candidate: Candidate) -> nn.Module:
-    """A projection of a dense attention as a layer; the output projection is one already."""
+    """Return a projection of a dense attention as a layer; the output projection is one already."""
     if candidate.owner is not candidate.module:
         return candidate.owner
     weight = _as_parameter(candidate.weight, candidate.parameter)

@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 2**19
 
 
 class _CrossEntropy(Function):
-    """logits [n, classes], targets int64 [n] -> losses [n]; 0 where the target is ignored.
+    """Losses [n] of logits [n, classes] and targets int64 [n]; 0 where the target is ignored.
 
     It processes the logits a few rows at a time, so that temporaries stay in the cache, and its
     backward pass overwrites the logits. On a CPU that takes less than half the time of
@@ -59,12 +59,12 @@ class _CrossEntropy(Function):
 
 
 def _upcast(tensor: Tensor) -> Tensor:
-    """The tensor in float32 if its dtype has 16 bits."""
+    """Return the tensor in float32 if its dtype has 16 bits."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _row_blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """A few rows at a time; views, unless the logits have 16 bits."""
+    """Yield a few rows at a time and their numbers; views, unless the logits have 16 bits."""
     height = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     for first in range(0, len(logits), height):
         rows = slice(first, first + height)

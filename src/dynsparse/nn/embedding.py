@@ -63,7 +63,7 @@ class SparseEmbedding(SparseLinear):
     def from_dense(  # type: ignore[override]
         cls, table: nn.Embedding, density: float, block_size: int = 1
     ) -> SparseEmbedding:
-        """A sparse table that keeps the entries of `table` with the largest magnitudes.
+        """Make a sparse table that keeps the entries of `table` with the largest magnitudes.
 
         Raises:
             ValueError: `table` has `max_norm` or `scale_grad_by_freq`, which sparse tables do not
@@ -98,7 +98,7 @@ class SparseEmbedding(SparseLinear):
         return self.in_features
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., embedding_dim]."""
+        """Return the rows [..., embedding_dim] of ids [...]."""
         if isinstance(ids, Proxy):
             return trace_call(self, ids)
         if self.executor is not None and self.target is not None:
@@ -112,7 +112,7 @@ class SparseEmbedding(SparseLinear):
         return torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [..., embedding_dim] -> x W^T [..., num_embeddings]: the table as an output layer."""
+        """Return x W^T [..., num_embeddings] of x [..., embedding_dim]: the output layer."""
         return super().forward(x)
 
 
@@ -154,7 +154,7 @@ class TiedHead(nn.Module):
         return self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> x W^T + bias [..., out]."""
+        """Return x W^T + bias [..., out] of x [..., in]."""
         if isinstance(x, Proxy):
             return trace_call(self, x)
         logits = self.table.logits(x)
@@ -217,12 +217,12 @@ class TiedEmbedding(nn.Module):
             self.norm = nn.LayerNorm(embedding_dim, **factory)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., features], or [..., embedding_dim] without `features`."""
+        """Return the vectors [..., features] of ids [...]; embedding_dim without `features`."""
         rows = self.table(ids)
         return rows if self.up is None else self.up(rows)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x of the shape that `forward` returns -> [..., num_embeddings]."""
+        """Return the logits [..., num_embeddings] of x, of the shape that `forward` returns."""
         if self.down is not None and self.norm is not None:
             x = self.norm(gelu(self.down(x)))
         if isinstance(self.table, SparseEmbedding):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from dynsparse.nn.candidates import Candidate
+from dynsparse.nn.candidates import Candidate, group_by_weight, join_names
 
 ADAPTER = "is the adapter of another layer"
 DEPTHWISE = "is a depthwise convolution, whose outputs see one channel each"
@@ -22,20 +22,17 @@ _ADAPTERS = frozenset({"lora_A", "lora_B", "lora_a", "lora_b"})
 
 
 def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) -> dict[str, str]:
-    """Name -> why it is excluded, worded to follow "it".
+    """Return name -> the reason for its exclusion, worded to follow "it".
 
     All candidates of one weight have the same reason.
     """
-    groups: dict[tuple[int, str | None], list[Candidate]] = {}
-    for candidate in candidates.values():
-        groups.setdefault(candidate.key, []).append(candidate)
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), []).append((name, module))
-    adapters = _adapters(model)
+    adapters = _find_adapters(model)
     reasons: dict[str, str] = {}
-    for group in groups.values():
+    for group in group_by_weight(candidates):
         reason = _untieable_reason(group, owners[id(group[0].parameter)])
         if any(_has_hooks(candidate.module) or _has_hooks(candidate.owner) for candidate in group):
             reason = _HOOKS
@@ -53,7 +50,7 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
 
 
 def _untieable_reason(group: list[Candidate], owners: list[tuple[str, nn.Module]]) -> str | None:
-    """Why a weight that several modules share cannot stay tied, or None."""
+    """Return the reason why a weight that several modules share cannot stay tied, or None."""
     first = next((other for other in group if other.kind == "embedding"), group[0])
     for other in group:
         if other.module is first.module or (first.kind, other.kind) == ("embedding", "Linear"):
@@ -90,15 +87,15 @@ def _has_hooks(module: nn.Module) -> bool:
                 module._backward_hooks, module._backward_pre_hooks))  # fmt: skip
 
 
-def _adapters(model: nn.Module) -> set[str]:
-    """Names of the modules that contain nothing but adapters."""
+def _find_adapters(model: nn.Module) -> set[str]:
+    """Return the names of the modules that contain nothing but adapters."""
     names = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if name.rpartition(".")[2] in _ADAPTERS:
             names.add(name)
         listed = getattr(module, "adapter_layer_names", ())
         if isinstance(listed, (tuple, list)):
-            names |= {f"{name}.{part}" if name else str(part) for part in listed}
+            names |= {join_names(name, str(part)) for part in listed}
     return names
 
 

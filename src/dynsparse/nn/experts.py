@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse._core.checks import check_kind
 from dynsparse.nn.transformers_import import set_quantizers
 
 IMPLEMENTATION = "dynsparse"
@@ -59,10 +60,10 @@ def split_experts(model: nn.Module) -> nn.Module:
         for source, target in _LAYERS.items():
             if hasattr(module, source):
                 _split(module, source, target)
-        # Models made from one config share it, and other models keep their implementation.
+        # A copy: models made from one config share it, and others keep their implementation.
         module.dense_config, module.config = module.config, copy.deepcopy(module.config)
         module.config._experts_implementation = IMPLEMENTATION
-        module._is_hf_initialized = True  # what initialises it looks for the parameters
+        module._is_hf_initialized = True  # initialisation would look for the old parameters
     set_quantizers(model)
     return model
 
@@ -99,9 +100,8 @@ def merge_experts(model: nn.Module) -> nn.Module:
 
 
 def find_experts(model: nn.Module, split: bool = False) -> dict[str, Any]:
-    """Name -> module, for experts in three-dimensional parameters, or for those that are split."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    """Return name -> module of experts in three-dimensional parameters, or of split experts."""
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     weights, kind = ("down_layers", nn.ModuleList) if split else ("down_proj", nn.Parameter)
     return {
         name: module
@@ -113,7 +113,7 @@ def find_experts(model: nn.Module, split: bool = False) -> dict[str, Any]:
 def forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute experts that are split.
+    """Compute the output of split experts.
 
     Args:
         module: the experts.

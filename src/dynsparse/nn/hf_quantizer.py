@@ -54,7 +54,7 @@ class SparseConfig(QuantizationConfigMixin):
 
 
 class _Collect(ConversionOps):
-    """Keeps the parts of a sparse layer, in the place of the weight that transformers expects."""
+    """Collects the parts of a sparse layer in place of the weight that transformers expects."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -91,13 +91,15 @@ class SparseQuantizer(HfQuantizer):
     """Loads the sparse layers of a file, and saves those of a model.
 
     Args:
-        quantization_config: of the model's config.json.
-        packs: whether files hold patterns packed, and values in row-major order.
+        quantization_config: that of the model's config.json.
+
+    Attributes:
+        packs: False. Whether files hold patterns packed, and values in row-major order.
     """
 
-    def __init__(
-        self, quantization_config: SparseConfig, packs: bool = False, **options: Any
-    ) -> None:
+    packs = False
+
+    def __init__(self, quantization_config: SparseConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         if not self.pre_quantized:
             raise ValueError(
@@ -105,7 +107,6 @@ class SparseQuantizer(HfQuantizer):
                 "dynsparse.sparsify(model, density, start='magnitude')"
             )
         self.quantization_config: SparseConfig = quantization_config
-        self.packs = packs
         self._tensors: dict[str, Tensor] = {}
 
     def is_serializable(self) -> bool:
@@ -203,8 +204,8 @@ def _is_sparse(model: nn.Module) -> bool:
 
 
 def set_quantizers(model: nn.Module) -> None:
-    """Let `save_pretrained` save sparse layers and experts that are split, of the model or of those
-    of transformers inside."""
+    """Let `save_pretrained` save sparse layers and split experts of the transformers models in a
+    model."""
     module: Any
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):

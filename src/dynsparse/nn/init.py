@@ -17,7 +17,9 @@ from dynsparse.pattern.coordinates import block_grid
 
 
 def select_largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
-    """The `nnz` blocks of `weight` [out, in] whose magnitudes have the largest sum.
+    """Return the pattern of the `nnz` blocks of `weight` [out, in] with the largest magnitudes.
+
+    Blocks are ranked by the sum of their magnitudes.
 
     Ties go to the first in row-major order.
     """
@@ -32,7 +34,7 @@ def select_largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePa
 
 
 def count_blocks(shape: tuple[int, ...], density: float, block_size: int) -> int:
-    """The number of blocks of a pattern of this density, at least 1."""
+    """Return the number of blocks of a pattern of this density, at least 1."""
     check_within("density", density, "(0, 1]")
     _, _, (height, width) = block_grid(shape, block_size)
     return max(1, round(density * height * width))
@@ -46,7 +48,7 @@ def random_pattern(
 
 
 def uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Uniform in [-1, 1), drawn on the device of the generator."""
+    """Draw a tensor like `like`, uniform in [-1, 1), on the device of the generator."""
     device = like.device if generator is None else generator.device
     dtype = like.dtype if like.dtype == torch.float64 else torch.float32
     noise = torch.rand(like.shape, generator=generator, dtype=dtype, device=device)
@@ -56,8 +58,8 @@ def uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def even_pattern(
     shape: tuple[int, int], density: float, block_size: int, generator: torch.Generator | None
 ) -> SparsePattern:
-    """A random pattern whose numbers of blocks per block row, and per block column, differ by at
-    most one.
+    """Draw a random pattern whose block rows have equally many blocks, to within one, as have its
+    block columns.
 
     Raises:
         ValueError: as `SparseLinear` does.
@@ -83,18 +85,18 @@ def align_columns(pattern: SparsePattern, previous: SparsePattern) -> SparsePatt
     would read their constant outputs. The order of neurons is arbitrary, so this is free.
     """
     cols = _permute_by_count(pattern.cols, previous.rows, previous.grid[0])
-    return _replace(pattern, pattern.rows, cols)
+    return _replace_coordinates(pattern, pattern.rows, cols)
 
 
 def align_rows(pattern: SparsePattern, other: SparsePattern) -> SparsePattern:
     """Permute the block rows of `pattern` so that the fullest are those of `other`, whose outputs
     are multiplied with its own."""
     rows = _permute_by_count(pattern.rows, other.rows, other.grid[0])
-    return _replace(pattern, rows, pattern.cols)
+    return _replace_coordinates(pattern, rows, pattern.cols)
 
 
 def _permute_by_count(groups: Tensor, reference: Tensor, count: int) -> Tensor:
-    """`groups`, one index per block, permuted: the fullest becomes the fullest of `reference`."""
+    """Permute `groups`, one index per block, so that the fullest is the fullest of `reference`."""
     order, reference_order = (
         torch.bincount(g.long(), minlength=count).argsort(descending=True, stable=True)
         for g in (groups, reference)
@@ -104,13 +106,13 @@ def _permute_by_count(groups: Tensor, reference: Tensor, count: int) -> Tensor:
     return permutation[groups.long()]
 
 
-def _replace(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePattern:
+def _replace_coordinates(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePattern:
     return SparsePattern(rows, cols, shape=pattern.shape, block_size=pattern.block_size)
 
 
 @contextmanager
 def materialize_meta_tensors(model: nn.Module) -> Iterator[None]:
-    """Allocate CPU memory for tensors on the meta device; an error frees it again."""
+    """Allocate CPU memory for a model's tensors on the meta device; an error restores them."""
     allocated: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():

@@ -107,7 +107,7 @@ class WeightView(Tensor):
 
     @classmethod
     def _product(cls, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
-        """The layer's own product, or None where a dense matrix is needed."""
+        """Return the layer's own product, or None where a dense matrix is needed."""
         if not isinstance(weight, cls) or isinstance(input, cls) or isinstance(bias, cls):
             return None
         if weight.transposed:
@@ -123,7 +123,7 @@ class WeightView(Tensor):
 
 
 def _substitute_dense(argument: Any, layers: set[Any]) -> Any:
-    """`argument` with a dense weight in place of every view; adds their layers to `layers`."""
+    """Replace every view in `argument` by a dense weight; add their layers to `layers`."""
     if isinstance(argument, WeightView):
         layers.add(argument.layer)
         dense = argument.layer.to_dense()
@@ -277,7 +277,7 @@ class SparseLinear(SparseModule):
         self.bias.copy_(uniform(self.bias, generator) * bound.repeat_interleave(self.block_size))
 
     def _initial_bounds(self) -> Tensor:
-        """1/sqrt(fan-in) of each block row: [out/b], the dtype of the values."""
+        """Return 1/sqrt(fan-in) of each block row: [out/b], the dtype of the values."""
         fan_in = self.index.row_ptr.diff() * self.block_size
         # An output without connections has no fan-in; its bias is scaled as in a dense layer.
         bound = torch.where(fan_in > 0, fan_in, self.in_features).double().rsqrt()
@@ -341,7 +341,7 @@ class SparseLinear(SparseModule):
         )
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """`forward` with another bias [out] or None; None if an executor computes the layer."""
+        """Return `forward` with another bias [out] or None; None if an executor computes it."""
         if self.executor is not None:
             return None
         return linear(x, require_unsharded(self.values), self._current().index, bias)
@@ -390,7 +390,7 @@ class SparseLinear(SparseModule):
             raise
 
     def samples_of(self, shape: Sequence[int]) -> int:
-        """Number of rows that an input of this shape has as a matrix [samples, in_features]."""
+        """Return the number of samples of an input of this shape."""
         return prod(shape) // self.in_features
 
     # The passes with other values and the index of another pattern, for executors. They do not
@@ -399,30 +399,30 @@ class SparseLinear(SparseModule):
     def forward_with(
         self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
     ) -> Tensor:
-        """The forward pass with other values."""
+        """Compute the forward pass with other values."""
         return linear(x, values, index, bias)
 
     def grad_input_with(
         self, dy: Tensor, shape: Sequence[int], values: Tensor, index: PatternIndex
     ) -> Tensor:
-        """The gradient of an x of this shape."""
+        """Compute the gradient of an x of this shape."""
         return grad_input(dy, values, index)
 
     def grad_weight_with(
         self, dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex
     ) -> Tensor:
-        """The gradient of `values`, whose entries are not read."""
+        """Compute the gradient of `values`, whose entries are not read."""
         return grad_weight(dy, x, values, index)
 
     def grad_bias_with(self, dy: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of the bias, in its dtype."""
+        """Compute the gradient of the bias, in its dtype."""
         return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
 
     @check_types
     def kernel(
         self, batch: int, *, backward: bool = False, dtype: torch.dtype | None = None
     ) -> str:
-        """The kernel that computes a pass over `batch` samples.
+        """Return the name of the kernel that computes a pass over `batch` samples.
 
         Args:
             batch: number of samples.
@@ -430,8 +430,8 @@ class SparseLinear(SparseModule):
             dtype: dtype of the activations; defaults to that of the values.
 
         Returns:
-            One of `ops.linear.products.ROUTES`. On the CPU "sparse" (over the non-zeros), "small"
-            (likewise, for small batches), "dense" (above the break-even density), "bfloat16" (over
+            On the CPU "sparse" (over the non-zeros), "small" (likewise, for small batches),
+            "dense" (above the break-even density), "bfloat16" (over
             the non-zeros, for such activations), or "torch" (no compiled kernel supports the
             layer). On other devices "dense" (a product with the dense weight) or "blocks" (kernels
             over the blocks). With an executor "tile machine", "active subset" or
@@ -447,7 +447,7 @@ class SparseLinear(SparseModule):
     @torch.no_grad()
     @check_types
     def from_dense(cls, linear: nn.Linear, density: float, block_size: int = 1) -> SparseLinear:
-        """A sparse layer that keeps the weights of `linear` with the largest magnitudes.
+        """Make a sparse layer that keeps the weights of `linear` with the largest magnitudes.
 
         Blocks are ranked by the sum of their magnitudes; ties go to the first in row-major order.
 

@@ -39,7 +39,7 @@ class Description(str):
 
 @check_types
 def describe(model: nn.Module, batch: int | None = None) -> Description:
-    """A table of a model's sparse layers, of dense layers that could be sparse, and the total.
+    """Return a table of a model's sparse layers, of dense layers that could be sparse, and totals.
 
     Shapes are [out, in], or [out, in / groups, *kernel] for convolutions; non-zeros are counted in
     elements; parameters are weights and biases, of the dense layer and now. A weight that several
@@ -69,14 +69,15 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
     sparse = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
     order = {name: i for i, name in enumerate(names)}
     listed = (*sparse, *dense, *int8)
-    for name in sorted(listed, key=lambda n: order.get(n, order.get(_parent(n), 0))):
+    # A projection of a dense attention is not a module: it has the place of the attention.
+    for name in sorted(listed, key=lambda n: order.get(n, order.get(n.rpartition(".")[0], 0))):
         if name in sparse:
             layer = sparse[name]
             kept, bias = layer.values.numel(), 0 if layer.bias is None else layer.bias.numel()
             full = layer.out_features * layer.in_features
             saved += full - kept
             shape, block = layer.weight_shape, str(layer.block_size)
-            line = _line(name, shape, block, f"{layer.density:.4f}", kept, full, bias)
+            line = _make_row(name, shape, block, f"{layer.density:.4f}", kept, full, bias)
             if batch is not None:
                 *kernels, speedup = _describe_kernels(layer, batch)
                 line += (*kernels, "-" if speedup is None else f"{speedup:.1f}x")
@@ -89,14 +90,14 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
             kept, full = module.values.numel(), pattern.shape[0] * pattern.shape[1]
             saved += full - kept
             now += kept + biases
-            density = f"{pattern.density:.4f}"
-            line = _line(name, pattern.shape, f"{pattern.block_size}", density, kept, full, biases)
+            block, density = str(pattern.block_size), f"{pattern.density:.4f}"
+            line = _make_row(name, pattern.shape, block, density, kept, full, biases)
             lines.append(line if batch is None else (*line, "int8", "-", "-"))
         else:
             candidate = dense[name]
             bias = 0 if candidate.bias is None else candidate.bias.numel()
             full = candidate.weight.numel()
-            line = _line(name, candidate.shape, "-", "dense", full, full, bias)
+            line = _make_row(name, candidate.shape, "-", "dense", full, full, bias)
             lines.append(line if batch is None else (*line, "-", "-", "-"))
     lines = lines if len(lines) <= _MOST_ROWS else _join_alike(lines)
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
@@ -115,7 +116,7 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
 
 
 def _join_alike(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """One row for all layers that differ only in the numbers in their names."""
+    """Merge the rows of layers that differ only in the numbers in their names."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in lines:
         alike.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name)
@@ -126,8 +127,8 @@ def _join_alike(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _describe_kernels(layer: SparseLinear, batch: int) -> tuple[str, str, float | None]:
-    """What computes a layer forward and backward, and the predicted gain over a dense layer, or
-    None where no cost model predicts it."""
+    """Return the kernels of a layer, forward and backward, and its predicted speed-up over a dense
+    layer, None where no cost model predicts it."""
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
         return "-", "-", None  # depends on the size of the inputs
     forward, backward = (layer.kernel(batch, backward=b) for b in (False, True))
@@ -141,7 +142,7 @@ def _describe_kernels(layer: SparseLinear, batch: int) -> tuple[str, str, float 
 def _describe_dense(
     model: nn.Module, candidates: Mapping[str, Candidate], all_parameters: int
 ) -> list[str]:
-    """Lines on the layers that stay dense at any density."""
+    """Return lines about the layers that stay dense at any density."""
     excluded = default_exclusions(model, candidates)
     by_reason: dict[str, list[str]] = {}
     for name, reason in excluded.items():
@@ -154,7 +155,8 @@ def _describe_dense(
     experts = {type(module).__name__ for module in find_experts(model).values()}
     for kind, (modules, parameters) in kinds.items():
         advice = ": dynsparse.nn.split_experts makes them linear layers" if kind in experts else ""
-        lines.append(f"{modules:,} {kind}: {_amount(parameters)} parameters stay dense{advice}")
+        count = _format_count(parameters)
+        lines.append(f"{modules:,} {kind}: {count} parameters stay dense{advice}")
     dense = sum(parameters for _, parameters in kinds.values())
     excluded_sizes = {candidates[n].key: candidates[n].weight.numel() for n in excluded}
     dense += sum(excluded_sizes.values())
@@ -169,7 +171,7 @@ def _describe_dense(
 def _count_unconverted(
     model: nn.Module, candidates: Mapping[str, Candidate]
 ) -> dict[str, tuple[int, int]]:
-    """Kind of module -> (count, parameters of their weights), for modules that have no candidate.
+    """Return kind -> (count, parameters of their weights), of modules that have no candidate.
 
     Vectors, such as norms, biases and tokens, are not counted: nothing in them can be left out.
     """
@@ -190,15 +192,11 @@ def _count_unconverted(
     return dict(sorted(kinds.items(), key=lambda item: -item[1][1]))
 
 
-def _amount(parameters: int) -> str:
+def _format_count(parameters: int) -> str:
     return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _line(
+def _make_row(
     name: str, shape: tuple[int, ...], block: str, density: str, kept: int, full: int, bias: int
 ) -> tuple[str, ...]:
     parameters = f"{full + bias:,} -> {kept + bias:,}" if kept < full else f"{full + bias:,}"
@@ -216,7 +214,7 @@ def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 @check_types
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups for an optimizer: with and without weight decay.
+    """Return two parameter groups for an optimizer: with and without weight decay.
 
         optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.1), lr=1e-3)
 

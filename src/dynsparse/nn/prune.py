@@ -23,7 +23,7 @@ _DAMPING = 0.01
 
 
 def find_nonzero_pattern(candidate: Candidate, block_size: int | None) -> SparsePattern:
-    """The blocks of a layer's weight that hold anything but zeros.
+    """Return the pattern of the blocks of a layer's weight that hold anything but zeros.
 
     Args:
         block_size: None for the largest blocks that hold no zero at all, among powers of two from 4
@@ -53,13 +53,13 @@ def _is_whole(present: Tensor, b: int) -> bool:
 
 
 def _sum_blocks(scores: Tensor, b: int) -> Tensor:
-    """Scores [out, in] -> those of blocks [out / b, in / b], the sums of their elements'."""
+    """Return the sums [out / b, in / b], float64, of the scores [out, in] in each block."""
     height, width = scores.shape[0] // b, scores.shape[1] // b
     return scores.double().view(height, b, width, b).sum((1, 3))
 
 
 def score_blocks(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
-    """The scores [out / b, in / b] of blocks of a weight [out, in], float64.
+    """Return the scores [out / b, in / b] of the blocks of a weight [out, in], float64.
 
     The score of a block is the sum of those of its elements: |W_ij|, or with `squares` those of
     Wanda, |W_ij| * ||X_j||_2 (Sun et al. 2023, "A Simple and Effective Pruning Approach for Large
@@ -73,7 +73,7 @@ def score_blocks(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
 
 
 def select_best_blocks(scores: Tensor, nnz: int, per_row: bool) -> Tensor:
-    """The positions of the `nnz` largest of `scores` [rows, cols], flat and ascending.
+    """Return the positions of the `nnz` largest of `scores` [rows, cols], flat and ascending.
 
     Ties go to the first. With `per_row` the numbers of two rows differ by at most one: the rows
     that keep one more are those whose next score is largest.
@@ -93,7 +93,7 @@ def select_best_blocks(scores: Tensor, nnz: int, per_row: bool) -> Tensor:
 def sparsegpt(
     weight: Tensor, products: Tensor, nnz: int, b: int, per_row: bool
 ) -> tuple[SparsePattern, Tensor]:
-    """The pattern that SparseGPT keeps, and the weight [out, in] with the other weights updated.
+    """Prune by SparseGPT; return the pattern that it keeps and the updated weight [out, in].
 
     Frantar and Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
     One-Shot", algorithm 1, with a damping of 1 % of the mean diagonal. Weights are pruned column by
@@ -104,7 +104,7 @@ def sparsegpt(
     Args:
         products: H, the sum of x x^T over the inputs x, [in, in].
         nnz: blocks to keep.
-        b: their size. The score of a block is the sum of those of its elements.
+        b: the block size. The score of a block is the sum of those of its elements.
         per_row: whether rows keep the same number of blocks in each 128 columns, to within one.
     """
     w = weight.to(products.dtype, copy=True)
@@ -133,7 +133,7 @@ def sparsegpt(
 
 
 def _factor_of_inverse(products: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped matrix [in, in].
+    """Return the upper Cholesky factor of the inverse of the damped matrix [in, in].
 
     The square of its entry at (j, j) is the diagonal of the inverse when the columns before j are
     left out, and its row j the first row of that inverse, divided by the root of that.
@@ -146,7 +146,7 @@ def _factor_of_inverse(products: Tensor) -> Tensor:
 
 
 def global_counts(scores: Mapping[str, Tensor], density: float) -> dict[str, int]:
-    """How many blocks each layer keeps if the best of all layers are kept, at least one each.
+    """Return how many blocks each layer keeps if the best of all layers are kept, at least one.
 
     Args:
         scores: layer name -> scores of its blocks, [rows, cols].

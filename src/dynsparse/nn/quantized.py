@@ -94,7 +94,7 @@ class QuantizedSparseLinear(nn.Module):
     @torch.no_grad()
     @check_types
     def from_float(cls, layer: SparseLinear, activations: str = "float32") -> QuantizedSparseLinear:
-        """The layer with its weights rounded to int8, at most half a step of `scale` off.
+        """Make a copy of a layer with weights rounded to int8, at most half a step of `scale` off.
 
         The step of each row of W is its largest magnitude / 127.
 
@@ -141,18 +141,21 @@ class QuantizedSparseLinear(nn.Module):
         return self.to_dense()
 
     def to_dense(self) -> Tensor:
-        """The weight as a float32 [out, in] tensor."""
+        """Return the weight as a float32 [out, in] tensor."""
         return int8.to_dense(self.values, self.scale, self.row_ptr, self.cols, self.in_features)
 
     def pack(self) -> dict[str, Tensor]:
-        """Values and pattern as in a file: "values", [nnz] or [nnz, b, b], and "gaps" or "mask"."""
+        """Return values and pattern as in a file.
+
+        These are "values", [nnz] or [nnz, b, b], and "gaps" or "mask".
+        """
         pattern = self.pattern
         flat = pattern.rows.long() * pattern.grid[1] + pattern.cols
         form, packed = pack(flat, pattern.grid[0] * pattern.grid[1])
         return {"values": int8.from_kernel_order(self.values), form: packed}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], float32."""
+        """Return y [..., out_features] for x [..., in_features], float32."""
         if check_tensor("x", x).requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "a layer with int8 weights has no gradients: compute under torch.no_grad(), or "
@@ -186,7 +189,7 @@ class QuantizedSparseLinear(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_known"}
 
     def train(self, mode: bool = True) -> QuantizedSparseLinear:
-        """Evaluation mode only."""
+        """Raise RuntimeError unless `mode` is False: the layer has no training mode."""
         if mode:
             raise RuntimeError(
                 "a model with int8 weights cannot be trained: train the float32 model, then "
@@ -203,8 +206,8 @@ class QuantizedSparseLinear(nn.Module):
 
 
 def _version(tensor: Any) -> float:
-    """How often the tensor was written to; inference tensors do not count it, and get a number
-    that equals none."""
+    """Return the version of a tensor, which counts writes; NaN for inference tensors, which have
+    none."""
     return float("nan") if tensor.is_inference() else tensor._version
 
 
@@ -301,7 +304,7 @@ def quantize(
 
 
 def replace_by_quantized(model: nn.Module, layers: dict[str, QuantizedSparseLinear]) -> None:
-    """Put layers at their names, and set the model up for inference."""
+    """Replace layers by name, and set the model up for inference."""
     replacement: Any
     for name, replacement in layers.items():
         model.set_submodule(name, replacement)

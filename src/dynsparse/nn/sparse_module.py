@@ -34,7 +34,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def trace_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The call of a module with a `torch.fx.Proxy` as one node of the traced graph, as of layers of
+    """Trace the call of a module with a `torch.fx.Proxy` as one node of the graph, as for layers of
     torch.nn: the graph follows the module's pattern."""
     tracer = args[0].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
@@ -228,7 +228,7 @@ class SparseModule(nn.Module):
             self._own_index, self._state = self._state.index, None
 
     def snapshot(self) -> tuple[Tensor, PatternIndex]:
-        """Values and index tensors of the same moment, whatever other threads do.
+        """Return values and index tensors of the same moment, whatever other threads do.
 
         With gradients enabled the values are the Parameter, and only the thread that changes the
         pattern should call this; otherwise they are its memory.
@@ -402,8 +402,8 @@ class SparseModule(nn.Module):
                 values.grad = values.grad.detach()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; but functions of torch.distributed.checkpoint that rename entries of a
-        state dict also get rows and cols."""
+        """Yield the buffers; for functions of torch.distributed.checkpoint that rename entries of a
+        state dict also rows and cols."""
         caller = distributed_caller()
         if caller is not None and caller.f_code.co_name == "_get_managed_states":
             self._check_before_sharding(caller)
@@ -537,8 +537,8 @@ class SparseModule(nn.Module):
         self._install(pattern, values.to(require_unsharded(self.values), copy=True))
 
     def prepare_pattern(self, pattern: SparsePattern) -> Callable[[], None]:
-        """As `prepare`, for a pattern whose values the caller changes: sharded values move between
-        ranks."""
+        """Do the same as `prepare` for a pattern, but leave its values to the caller: sharded
+        values move between ranks."""
         self._check_capacity(pattern)
         self._pattern.forget_index()
         return self._prepare_change(pattern, None)
@@ -591,7 +591,7 @@ class SparseModule(nn.Module):
             )
 
     def to_dense(self) -> Tensor:
-        """The weight as an [out, in] tensor, differentiable in the values.
+        """Return the weight as an [out, in] tensor, differentiable in the values.
 
         If the values are sharded, all ranks must call it. A backward pass through it raises
         RuntimeError after the pattern has changed.

@@ -60,7 +60,7 @@ def set_quantizers(model: nn.Module) -> None:
 
 
 def convert_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file of `save_pretrained`, by the names of `model.state_dict()`.
+    """Rename and convert the tensors of a `save_pretrained` file to those of `model.state_dict()`.
 
     `save_pretrained` of transformers 5 writes weights under the names, and experts in the shapes,
     of earlier versions, and `from_pretrained` converts them back. This does the same, with the

@@ -42,7 +42,7 @@ from dynsparse._core.files.atomic_write import replace_file
 from dynsparse._core.files.limits import check_regular, parse_json, read_limit
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.active_set import warn_of_active_sets
-from dynsparse.nn.candidates import Candidate, find_candidates
+from dynsparse.nn.candidates import Candidate, find_candidates, join_names
 from dynsparse.nn.convert import (
     check_replaceable,
     disable_fast_paths,
@@ -102,7 +102,7 @@ def save_safetensors(
 
     state = _state_of(model)
     warn_of_active_sets(model)
-    tensors, aliases = _distinct(pack_layers(model, state))
+    tensors, aliases = _deduplicate(pack_layers(model, state))
     check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
     for key, value in user.items():
@@ -144,7 +144,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
             "files"
         )
     for name in file.layers:
-        values = file.tensors.get(_key(name, "values"))
+        values = file.tensors.get(join_names(name, "values"))
         if values is not None and values.dtype is torch.int8:
             raise ValueError(
                 f"the values of {name!r} in {path} are int8, which no layer that trains can hold: "
@@ -196,7 +196,7 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of any safetensors file."""
+    """Read any safetensors file; return its metadata and its tensors."""
     import safetensors
 
     check_regular(path)
@@ -261,7 +261,7 @@ def _read_folder(path: Path) -> WeightsFile:
     if path.suffix != ".json":
         return read_weights(path)
     tensors = {}
-    for file, names in _shards(path).items():
+    for file, names in _read_index(path).items():
         _, part = read_tensors(file)
         for name in names:
             if name not in part:
@@ -270,8 +270,8 @@ def _read_folder(path: Path) -> WeightsFile:
     return WeightsFile(tensors, None, {})
 
 
-def _shards(path: Path) -> dict[Path, list[str]]:
-    """File -> the names of its tensors, according to the index."""
+def _read_index(path: Path) -> dict[Path, list[str]]:
+    """Read the index of a sharded model: file -> the names of its tensors."""
     if path.stat().st_size > read_limit():
         raise ValueError(f"{path} is too large for an index")
     try:
@@ -291,8 +291,8 @@ def _shards(path: Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state with each tensor once, contiguous and in separate memory, and the aliases."""
+def _deduplicate(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, contiguous and in separate memory, and the aliases of its names."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -312,7 +312,7 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def pack_layers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` with packed patterns, and with the values of sparse layers in row-major order.
+    """Return `state` with packed patterns and the values of sparse layers in row-major order.
 
     Shared layers keep a pattern under each of their names, and share their values.
     """
@@ -322,20 +322,20 @@ def pack_layers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
         if isinstance(module, QuantizedSparseLinear):
             parts = module.pack()
             parts["values"] = values_of.setdefault(id(module), parts["values"])
-            del packed[_key(name, "row_ptr")], packed[_key(name, "cols")]
-            packed |= {_key(name, part): tensor for part, tensor in parts.items()}
+            del packed[join_names(name, "row_ptr")], packed[join_names(name, "cols")]
+            packed |= {join_names(name, part): tensor for part, tensor in parts.items()}
             continue
-        keys = [_key(name, part) for part in _PARTS]
+        keys = [join_names(name, part) for part in _PARTS]
         if not isinstance(module, SparseLinear) or any(key not in packed for key in keys):
             continue
-        # Those of the state, which are of one moment; another thread may be changing the layer.
+        # From the state, where they are consistent: another thread may be changing the layer.
         rows, cols, values = (packed.pop(key) for key in keys)
         grid = module.pattern.grid
         flat, order = (given := rows.long() * grid[1] + cols).sort()
         if not torch.equal(flat, given):
             values = values[order.to(values.device)]
         form, pattern = pack(flat, grid[0] * grid[1])
-        packed[_key(name, form)] = pattern
+        packed[join_names(name, form)] = pattern
         packed[keys[2]] = values_of.setdefault(id(module), values)
     return packed
 
@@ -356,9 +356,8 @@ def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()`, if all entries are tensors."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    """Return `model.state_dict()`, after checking that all entries are tensors."""
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     state = model.state_dict()
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -384,7 +383,7 @@ def _load(
         candidates: the dense layers that may become sparse.
     """
     names = _sparse_names(candidates, tensors)
-    for key in [_key(name, "weight") for name in names]:
+    for key in [join_names(name, "weight") for name in names]:
         if key in tensors and not tensors[key].numel():
             del tensors[key]  # see `hf_quantizer`
     _share_values(candidates, names, tensors)
@@ -392,15 +391,15 @@ def _load(
         if isinstance(module, SparseLinear) and name not in names:
             raise ValueError(f"the layer {name!r} is not sparse in the file")
     quantized = _take_quantized(names, tensors)
-    layers = _sparse_layers(model, candidates, names, tensors, described)
+    layers = _make_layers(model, candidates, names, tensors, described)
     loaded = {n: layer for n, layer in layers.items() if isinstance(layer, SparseLinear)}
     replaced = replace_layers(model, candidates, layers)
     try:
         for name, layer in loaded.items():
             layer._omits_pattern = True
             for part in (*_PARTS, *PACKED):  # which the layer has already
-                tensors.pop(_key(name, part), None)
-        _check_state(model, tensors, names, {_key(name, "values") for name in loaded})
+                tensors.pop(join_names(name, part), None)
+        _check_state(model, tensors, names, {join_names(name, "values") for name in loaded})
         with materialize_meta_tensors(model):
             model.load_state_dict(tensors, strict=False)
             if quantized:
@@ -417,20 +416,20 @@ def _load(
 def _take_quantized(
     names: list[str], tensors: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> the int8 values of a layer and their scale.
+    """Return name -> the int8 values of a layer and their scale.
 
-    In `tensors` float32 values stand in their place, for layers that are loaded as others are.
+    In `tensors` they are replaced by float32 values, so that the layers are loaded as others are.
     """
     quantized: dict[str, tuple[Tensor, Tensor]] = {}
     for name in names:
-        values = tensors.get(_key(name, "values"))
+        values = tensors.get(join_names(name, "values"))
         if values is None or values.dtype is not torch.int8:
             continue
-        scale = tensors.pop(_key(name, "scale"), None)
+        scale = tensors.pop(join_names(name, "scale"), None)
         if scale is None or scale.dtype is not torch.float32 or not bool(scale.isfinite().all()):
             raise ValueError(f"the int8 values of {name!r} need a finite float32 scale in the file")
         quantized[name] = values, scale
-        tensors[_key(name, "values")] = values.float()
+        tensors[join_names(name, "values")] = values.float()
     return quantized
 
 
@@ -439,7 +438,7 @@ def _quantize_layers(
     quantized: Mapping[str, tuple[Tensor, Tensor]],
     described: Layers | None,
 ) -> None:
-    """Replace layers, whose patterns and biases are loaded, by those with int8 values."""
+    """Replace layers whose patterns and biases are loaded by layers with int8 values."""
     layers: dict[str, QuantizedSparseLinear] = {}
     shared: dict[int, QuantizedSparseLinear] = {}
     for name, (values, scale) in quantized.items():
@@ -460,7 +459,7 @@ def _quantize_layers(
 
 
 def load_sparse_layers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Replace the layers that `tensors` has values and patterns for, whatever holds the others.
+    """Replace the layers that `tensors` has values and patterns for by sparse layers.
 
     Args:
         model: the model, whose weights of these layers may be on the meta device.
@@ -475,7 +474,7 @@ def load_sparse_layers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, weight in weights.items():
         if not has_pattern(name, tensors):
             raise ValueError(f"the sparse layer {name!r} has no pattern in the file")
-        values = tensors.get(_key(name, "values"))
+        values = tensors.get(join_names(name, "values"))
         if values is not None:
             # Of the device and the dtype of the values, and of one element.
             full = values.new_zeros(()).expand(weight.shape)
@@ -488,30 +487,27 @@ def load_sparse_layers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             module._parameters[part] = stand_ins.get(id(parameter), parameter)
     candidates = find_candidates(model)
     _share_values(candidates, names, tensors)
-    layers = _sparse_layers(model, candidates, names, tensors, None)
+    layers = _make_layers(model, candidates, names, tensors, None)
     replace_layers(model, candidates, layers)
     disable_fast_paths(model)
 
 
 def _sparse_names(candidates: Mapping[str, Candidate], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the sparse layers in the file. Tied layers may have their values under one name."""
+    """Return the names of the sparse layers in the file; tied layers may share their values."""
     names = dict.fromkeys(key.rpartition(".")[0] for key in tensors)
     return [
         name
         for name in names
-        if has_pattern(name, tensors) and (name in candidates or _key(name, "values") in tensors)
+        if has_pattern(name, tensors)
+        and (name in candidates or join_names(name, "values") in tensors)
     ]
 
 
 def has_pattern(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether the file has a pattern for the layer `name`."""
-    if any(_key(name, form) in tensors for form in PACKED):
+    if any(join_names(name, form) in tensors for form in PACKED):
         return True
-    return _key(name, "rows") in tensors and _key(name, "cols") in tensors
-
-
-def _key(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
+    return join_names(name, "rows") in tensors and join_names(name, "cols") in tensors
 
 
 def _share_values(
@@ -519,23 +515,23 @@ def _share_values(
 ) -> None:
     """Add the values of tied layers, which most files have once, under all their names."""
     by_weight = {
-        candidates[name].key: tensors[_key(name, "values")]
+        candidates[name].key: tensors[join_names(name, "values")]
         for name in names
-        if name in candidates and _key(name, "values") in tensors
+        if name in candidates and join_names(name, "values") in tensors
     }
     for name in names:
         if name in candidates and candidates[name].key in by_weight:
-            tensors.setdefault(_key(name, "values"), by_weight[candidates[name].key])
+            tensors.setdefault(join_names(name, "values"), by_weight[candidates[name].key])
 
 
-def _sparse_layers(
+def _make_layers(
     model: nn.Module,
     candidates: Mapping[str, Candidate],
     names: list[str],
     tensors: dict[str, Tensor],
     described: Layers | None,
 ) -> dict[str, nn.Module]:
-    """Name -> the sparse layer to put there; tied weights share one layer.
+    """Return name -> the sparse layer to put there; tied weights share one layer.
 
     Packed patterns of layers that are sparse already are replaced by rows and columns in `tensors`,
     as a state dict has them.
@@ -563,8 +559,11 @@ def _sparse_layers(
                     module._check_capacity(pattern)
                 except ValueError as error:
                     raise ValueError(f"{name!r}: {error}") from None
-                if any(tensors.pop(_key(name, form), None) is not None for form in PACKED):
-                    tensors |= {_key(name, "rows"): pattern.rows, _key(name, "cols"): pattern.cols}
+                if any(tensors.pop(join_names(name, form), None) is not None for form in PACKED):
+                    tensors |= {
+                        join_names(name, "rows"): pattern.rows,
+                        join_names(name, "cols"): pattern.cols,
+                    }
                 continue
             kind = "no such layer" if module is None else f"a {type(module).__name__} there"
             raise ValueError(f"{name!r} is a sparse layer in the file, the model has {kind}")
@@ -575,7 +574,7 @@ def _sparse_layers(
             )
         if candidate.key not in shared:
             pattern = read_pattern(name, tensors, candidate.matrix_shape, described)
-            values = tensors[_key(name, "values")]
+            values = tensors[join_names(name, "values")]
             if values.dtype != candidate.weight.dtype:
                 raise ValueError(
                     f"the values of {name!r} are {values.dtype} in the file, "
@@ -599,15 +598,15 @@ def _sparse_layers(
 def read_pattern(
     name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], described: Layers | None
 ) -> SparsePattern:
-    """The pattern of a sparse layer of the file, checked against its description."""
+    """Return the pattern of a sparse layer of the file, checked against its description."""
     layer = None if described is None else described.get(name)
     if layer is not None and tuple(layer["shape"]) != tuple(shape):
         raise ValueError(
             f"{name!r} has the shape {layer['shape']} in the file, {list(shape)} in the model"
         )
-    if _key(name, "values") not in tensors:
+    if join_names(name, "values") not in tensors:
         raise ValueError(f"the sparse layer {name!r} has no values in the file")
-    values = tensors[_key(name, "values")]
+    values = tensors[join_names(name, "values")]
     square = values.dim() == 3 and values.shape[1] == values.shape[2] >= 1
     if values.dim() != 1 and not square:
         raise ValueError(
@@ -615,11 +614,11 @@ def read_pattern(
         )
     b = 1 if values.dim() == 1 else values.shape[1]
     try:
-        packed = unpack(tensors, _key(name, ""), shape, values)
+        packed = unpack(tensors, join_names(name, ""), shape, values)
         if packed is not None:
             pattern = packed
         else:
-            rows, cols = (tensors[_key(name, part)] for part in _PARTS[:2])
+            rows, cols = (tensors[join_names(name, part)] for part in _PARTS[:2])
             pattern = SparsePattern._from_slot_coordinates(rows, cols, shape=shape, block_size=b)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the pattern of {name!r} does not fit: {error}") from None
@@ -646,8 +645,8 @@ def _check_state(
         loaded: keys of the state that the model has from the file already.
     """
     state: dict[str, Any] = _state_of(model)
-    parts = {_key(name, part) for name in names for part in _PARTS}
-    given = {_memory(state[name]) for name in tensors if name in state}
+    parts = {join_names(name, part) for name in names for part in _PARTS}
+    given = {_memory_key(state[name]) for name in tensors if name in state}
     for name in sorted(tensors.keys() - state.keys()):
         raise ValueError(f"{name!r} is only in the file")
     for name, tensor in state.items():
@@ -655,7 +654,7 @@ def _check_state(
         if name in loaded:
             continue
         if other is None:
-            if _memory(tensor) not in given or not tensor.numel():
+            if _memory_key(tensor) not in given or not tensor.numel():
                 raise ValueError(f"{name!r} is only in the model")
         elif other.dtype != tensor.dtype or (other.shape != tensor.shape and name not in parts):
             raise ValueError(
@@ -670,6 +669,7 @@ def _check_state(
             )
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors with the same memory, shape and dtype."""
     address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
     return address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

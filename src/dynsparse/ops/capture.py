@@ -91,11 +91,16 @@ replaced: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
 
 
 def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
-    """The layer with the Parameter `values` has another pattern, whose index has the row pointers
-    `new`. An open capture goes on with the passes to come; earlier pairs are discarded.
+    """Record that a layer's pattern was replaced, and with it the row pointers of its index.
 
-    Programs and autograd graphs that still hold `row_ptr` are refused from now on where they use
-    the layer's values: see `check_program` and `check_backward`.
+    An open capture continues with the next passes; earlier pairs are discarded. From now on
+    `check_program` and `check_backward` refuse programs and autograd graphs that use the layer's
+    values with the old row pointers.
+
+    Args:
+        row_ptr: the row pointers of the old index.
+        new: those of the new index.
+        values: the Parameter of the layer.
     """
     pairs = _open.pop(row_ptr.data_ptr(), None)
     if pairs is not None:
@@ -114,8 +119,8 @@ def forget_replaced(values: Tensor) -> None:
 
 
 def _values_after_replacement(row_ptr: Tensor) -> Tensor | None:
-    """The Parameter of the layer that has replaced `row_ptr`; None where no layer has."""
-    if type(row_ptr) is not Tensor:  # of a tracer: it has no memory
+    """Return the Parameter of the layer that has replaced `row_ptr`, or None."""
+    if type(row_ptr) is not Tensor:  # a tracer's tensor has no memory
         return None
     storage, values = replaced.get(row_ptr.data_ptr(), (None, None))
     return None if storage is None or values is None or storage.expired() else values()
@@ -126,8 +131,9 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def check_program(row_ptr: Tensor, values: Tensor) -> None:
-    """Refuse a product of a layer's present values with an index of an earlier pattern, which an
-    exported or traced program holds as a constant.
+    """Check that a product of a layer's values is not with the index of an earlier pattern.
+
+    Exported and traced programs hold the index as a constant.
 
     Raises:
         RuntimeError: the pattern has changed since the program was made.
@@ -144,13 +150,15 @@ def check_program(row_ptr: Tensor, values: Tensor) -> None:
 
 
 def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
-    """Refuse a backward pass with an index of an earlier pattern. Autograd's own check of versions
-    does not see it where checkpointing recomputes tensors or hooks replace them.
+    """Check that a backward pass is not with the index of an earlier pattern.
+
+    Autograd's own check of versions does not see it where checkpointing recomputes tensors or hooks
+    replace them.
 
     Args:
-        row_ptr: of the index of the forward pass.
-        values: as backward gets them.
-        node: of autograd, which receives the gradient of the values.
+        row_ptr: the row pointers of the forward pass's index.
+        values: the values that backward gets.
+        node: the autograd node that receives the gradient of the values.
 
     Raises:
         RuntimeError: the pattern has changed since the forward pass.
@@ -165,25 +173,28 @@ def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
 
 
 def is_open(row_ptr: Tensor) -> bool:
-    """Whether pairs of this layer are captured; a backward pass need not make them otherwise."""
+    """Whether pairs of this layer are captured; otherwise a backward pass need not make them."""
     return bool(_open) and row_ptr.data_ptr() in _open
 
 
 def hide(index: PatternIndex) -> PatternIndex:
-    """An index whose passes are not recorded; transforms of `torch.func` use it."""
+    """Return an index whose passes are not recorded, for transforms of `torch.func`."""
     return index._replace(row_ptr=index.row_ptr.clone()) if _open else index
 
 
 def needs_check(row_ptr: Tensor) -> bool:
-    """Whether a backward pass must find out which gradients it is asked for: a capture is open, or
-    the pass may be one of two halves, which only torch's pipelines ask for."""
+    """Whether a backward pass must find out which gradients are needed.
+
+    It must if a capture is open, or if the pass may be one half of the two that torch's pipelines
+    make.
+    """
     return (
         bool(_open) and row_ptr.data_ptr() in _open
     ) or "torch.distributed.pipelining" in sys.modules
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
-    """Append a pair, from a backward pass; the tensors must not change while it is held."""
+    """Append the pair of a backward pass; the caller must not write to the tensors."""
     if _open and (pairs := _open.get(row_ptr.data_ptr())) is not None:
         pairs.begin(backward_pass())
         pairs.append((x, dy))

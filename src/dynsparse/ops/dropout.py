@@ -14,8 +14,8 @@ from dynsparse._core.checks import check_kind, is_number, shorten
 from dynsparse.ops.torch_internals import is_plain_eager
 
 
-def _run(x: Tensor, seed: int, rate: float) -> Tensor:
-    """x with about a share `rate` of zeros, the rest scaled by 1 / (1 - rate)."""
+def _apply_mask(x: Tensor, seed: int, rate: float) -> Tensor:
+    """Zero about a share `rate` of the entries of x and scale the others by 1 / (1 - rate)."""
     x = x.contiguous()
     y = torch.empty_like(x)
     # Random int32 below the threshold are dropped: the rate is exact to 2^-32.
@@ -31,7 +31,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, seed, rate):
         ctx.seed, ctx.rate = seed, rate
-        return _run(x, seed, rate)
+        return _apply_mask(x, seed, rate)
 
     @staticmethod
     def backward(ctx, dy):
@@ -69,4 +69,4 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     if x.requires_grad and torch.is_grad_enabled():
         return _Dropout.apply(x, seed, rate)
-    return _run(x, seed, rate)
+    return _apply_mask(x, seed, rate)

@@ -26,7 +26,7 @@ _missing: list[str] = []
 
 
 def _find(name: str, fallback: Any) -> Any:
-    """The attribute `name` of torch, or the fallback if this torch lacks it."""
+    """Return the attribute `name` of torch, or the fallback if this torch lacks it."""
     try:
         return attrgetter(name)(torch)
     except AttributeError:
@@ -82,7 +82,7 @@ def has_modes() -> bool:
 
 
 def dispatch_modes() -> list[Any]:
-    """The active modes; FLOP counters among them copy their formulas when they begin."""
+    """Return the active modes; FLOP counters among them copied their formulas when they began."""
     try:
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     except ImportError:
@@ -100,7 +100,7 @@ def is_transformed() -> bool:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """The tensor inside all transforms of torch.func, with the dimensions of vmap."""
+    """Return the tensor inside all transforms of torch.func, with the dimensions of vmap."""
     while is_wrapped(tensor):
         tensor = _unwrap(tensor)
     return tensor
@@ -122,11 +122,13 @@ def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
 
 
 def refuse_onnx_export(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward function of an operator, for `Library.impl`, refused in `torch.onnx.export`:
-    that calls it before its own error, which names no way out."""
+    """Wrap the forward function of an operator, for `Library.impl`, to fail in `torch.onnx.export`.
+
+    torch's own error, which comes later, does not tell the user what to do.
+    """
 
     @functools.wraps(forward)
-    def refused(*operands: Any) -> Tensor:
+    def checked(*operands: Any) -> Tensor:
         onnx = sys.modules.get("torch.onnx")  # imported by its first use
         if onnx is not None and onnx.is_in_onnx_export():
             raise RuntimeError(
@@ -135,7 +137,7 @@ def refuse_onnx_export(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
         return forward(*operands)
 
-    return refused
+    return checked
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -150,8 +152,10 @@ empty_on_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] 
 
 
 def fast_apply(function: type[Function]) -> Callable[..., Any]:
-    """`raw_apply` of an autograd Function for calls that are plain eager, whose backward skips the
-    search for other kinds of derivatives."""
+    """Return `raw_apply` of an autograd Function for calls that are plain eager.
+
+    Its backward skips the search for other kinds of derivatives.
+    """
     backward_class = vars(function).get("_backward_cls")
     if backward_class is not None:
         backward_class.apply = function.backward
@@ -159,9 +163,11 @@ def fast_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def raw_apply(function: type[Function]) -> Callable[..., Any]:
-    """`apply` of an autograd Function without functorch's wrappers: for calls that no transform
-    sees, since the wrappers cost as much as the products of a small layer, and inside an operator,
-    where the transform has been dispatched already."""
+    """Return `apply` of an autograd Function without functorch's wrappers.
+
+    For calls that no transform sees, since the wrappers cost as much as the products of a small
+    layer, and inside an operator, where the transform has been dispatched already.
+    """
     parent: Any = super(Function, function)
     apply: Callable[..., Any] = parent.apply
     return apply
@@ -173,8 +179,10 @@ def is_recording() -> bool:
 
 
 def skip_autograd() -> AbstractContextManager:
-    """Calls of operators inside skip autograd, as `torch.library.register_autograd` does it; that
-    has no derivatives in forward mode."""
+    """Skip autograd in calls of operators, as `torch.library.register_autograd` does.
+
+    That function itself offers no derivatives in forward mode.
+    """
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -193,17 +201,17 @@ def is_gradient_needed(node: Any) -> bool:
 
 
 def backward_pass() -> int:
-    """The number of the backward pass in progress; -1 in a torch that does not number them."""
+    """Return the number of the backward pass in progress; -1 if this torch does not number them."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if current is None else current()
 
 
 def distributed_caller() -> FrameType | None:
-    """The function of torch that asks a module for its buffers, called in that module's
-    `named_buffers`: None unless it shards modules or renames entries of their state dicts.
+    """Return the frame of torch's function that calls a module's `named_buffers`, or None.
 
-    torch offers modules no hook there: `fully_shard` and the state dicts of
-    torch.distributed.checkpoint take what `named_buffers` gives.
+    Call it in `named_buffers`. It is None unless the function shards modules or renames entries of
+    their state dicts: `fully_shard` and the state dicts of torch.distributed.checkpoint read
+    `named_buffers`, and torch offers modules no hook there.
     """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(2):  # `Module.buffers` may be in between

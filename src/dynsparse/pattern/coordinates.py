@@ -15,7 +15,7 @@ INT32_MAX = 2**31 - 1
 
 
 def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple[int, int]]:
-    """Checked (shape, block size, shape in blocks)."""
+    """Check a shape and a block size; return (shape, block size, shape in blocks)."""
     if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
         raise ValueError(f"shape must be (out_features, in_features), got {shorten(shape)}")
     out_features = check_integer("out_features", shape[0], 1)
@@ -33,7 +33,7 @@ def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple
 
 
 def check_coordinates(values: Any, what: str, bound: int, least: int = 0) -> np.ndarray:
-    """int64 [n], from anything that holds integers in [least, bound)."""
+    """Return `values` as an int64 array [n], after checking that they are in [least, bound)."""
     if isinstance(values, Tensor):
         if check_tensor(what, values).is_meta:
             raise ValueError(f"{what} must hold data, got a tensor on the meta device")
@@ -60,7 +60,7 @@ def check_coordinates(values: Any, what: str, bound: int, least: int = 0) -> np.
 def sample_without_replacement(
     population: int, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """`count` distinct integers of [0, population), uniform over subsets, sorted, int64.
+    """Draw `count` distinct integers of [0, population), uniform over subsets; sorted, int64.
 
     Memory is in proportion to `count`, not to `population`: numbers are drawn in rounds, each as
     many as are still missing, and duplicates are dropped.
@@ -84,8 +84,8 @@ def sample_without_replacement(
 def sample_per_row(
     rows: int, width: int, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """`count` distinct positions row * width + column, as many in each row as in the others, to
-    within one; uniform over such sets, sorted, int64.
+    """Draw `count` distinct positions row * width + column, equally many in each row, to within
+    one; uniform over such sets; sorted, int64.
 
     Memory is in proportion to `count`.
     """
@@ -103,8 +103,8 @@ def sample_per_row(
 def _distinct_per_row(
     rows: int, width: int, count: int, generator: torch.Generator | None
 ) -> Tensor:
-    """`count` distinct integers of [0, width) for each row, ascending: int32 [rows, count]."""
-    if 2 * count > width:  # those that are absent are fewer
+    """Draw `count` distinct integers of [0, width) for each row, ascending: int32 [rows, count]."""
+    if 2 * count > width:  # draw the absent ones, which are fewer
         present = torch.ones(rows, width, dtype=torch.bool, device="cpu")
         absent = _distinct_per_row(rows, width, width - count, generator)
         present.scatter_(1, absent.long(), False)
@@ -116,10 +116,10 @@ def _distinct_per_row(
     drawn = draw(rows, count).sort(1).values
     pending = torch.arange(rows, device="cpu")
     while len(pending):  # duplicates are drawn again
-        some = drawn[pending]
-        again = torch.zeros_like(some, dtype=torch.bool)
-        again[:, 1:] = some[:, 1:] == some[:, :-1]
-        some[again] = draw(int(again.sum()))
-        drawn[pending] = some.sort(1).values
-        pending = pending[again.any(1)]
+        numbers = drawn[pending]
+        repeats = torch.zeros_like(numbers, dtype=torch.bool)
+        repeats[:, 1:] = numbers[:, 1:] == numbers[:, :-1]
+        numbers[repeats] = draw(int(repeats.sum()))
+        drawn[pending] = numbers.sort(1).values
+        pending = pending[repeats.any(1)]
     return drawn

@@ -21,15 +21,20 @@ from dynsparse.tracing import spanned
 
 
 class SortedEntries(NamedTuple):
-    """A pattern in row-major order, all int32: row_ptr [height + 1], cols [nnz], and the slots of
-    the entries, [nnz] or, where entry i is in slot i, [0]."""
+    """A pattern in row-major order, int32 tensors.
+
+    Attributes:
+        row_ptr: [height + 1], the first entry of each row.
+        cols: [nnz].
+        slots: [nnz], the slot of each entry; [0] if entry i is in slot i.
+    """
 
     row_ptr: Tensor
     cols: Tensor
     slots: Tensor
 
 
-# Bytes from which on large pages matter: small ones are allocated one by one when first written.
+# Size in bytes from which large pages pay: small pages are mapped one by one when first written.
 _LARGE = 4 << 20
 _LARGE_PAGE = 2 << 20
 
@@ -37,13 +42,14 @@ _LARGE_PAGE = 2 << 20
 def empty(
     *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu", brief: bool = False
 ) -> Tensor:
-    """`torch.empty`, on large pages if it is large, which are written in a fifth of the time.
+    """Allocate an uninitialised tensor, on large pages if it is large.
 
-    Outside the C library's heap, where arrays of patterns would leave holes between activations.
+    Writing to them takes a fifth of the time. They are outside the C library's heap, where arrays
+    of patterns would leave holes between activations.
 
     Args:
-        brief: for an array that is freed after the update: the last page is a large one too, even
-            if it is not full.
+        brief: whether the array is freed after the update; its last page is then a large one too,
+            even if it is not full.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < (_LARGE_PAGE // 2 if brief else _LARGE):
@@ -63,7 +69,7 @@ def empty(
 
 @spanned("encode")
 def sort_by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """col_ptr [width + 1], csc_rows [nnz] and the slots in that order [nnz], all int32."""
+    """Return the order by columns: col_ptr [width + 1], csc_rows [nnz], slots [nnz], all int32."""
     row_ptr, cols, slots = entries
     height, nnz = len(row_ptr) - 1, len(cols)
     if native.load() is None:
@@ -85,9 +91,9 @@ def sort_by_columns(entries: SortedEntries, width: int) -> tuple[Tensor, Tensor,
 def unpack_entries(
     packed: Tensor, gaps: bool, grid: tuple[int, int], nnz: int
 ) -> tuple[SortedEntries, Tensor] | None:
-    """The entries of a pattern in a file, see `pattern.packed`, and col_ptr [width + 1].
+    """Unpack a pattern of a file, see `pattern.packed`, into its entries and col_ptr [width + 1].
 
-    None if the compiled kernels are not loaded, or the pattern is not one of `nnz` blocks.
+    Returns None if the compiled kernels are not loaded, or if the pattern has not `nnz` blocks.
     """
     if native.load() is None:
         return None
@@ -104,21 +110,21 @@ def unpack_entries(
 def merge(
     pattern: SortedEntries, width: int, leaves: Tensor, grow: Tensor, reused: Tensor | None = None
 ) -> SortedEntries:
-    """The pattern without some slots and with the flat positions `grow`, int64.
+    """Remove some slots from a pattern and add flat positions.
 
     Args:
-        pattern: as it is.
+        pattern: the pattern before the update.
         width: block columns.
-        leaves: bool [nnz], by slot.
-        grow: in any order.
-        reused: int64, as long as `grow`: the slots of the grown positions in ascending order of
-            these; -1 if not given.
+        leaves: bool [nnz], whether each slot is removed.
+        grow: the positions to add, int64, in any order.
+        reused: int64, as long as `grow`: the slots of the added positions, in ascending order of
+            these; defaults to -1 for all.
 
     Returns:
-        The entries after; the slots of those that stay are the old ones.
+        The entries after the update; those that stay have their old slots.
 
     Raises:
-        ValueError: a position out of range, named twice or taken.
+        ValueError: a position out of range, named twice or already present.
     """
     if native.load() is None:
         return _merge(pattern, width, leaves, grow, reused)
@@ -162,22 +168,22 @@ def _merge(
 
 
 def to_slot_order(entries: Tensor, slots: Tensor) -> Tensor:
-    """Entries in row-major order, [nnz, ...], in the order of slots; `slots` [0]: as they are."""
+    """Reorder entries in row-major order, [nnz, ...], by slots; if `slots` is [0] they are."""
     if not len(slots):
         return entries
     return torch.empty_like(entries).index_copy_(0, slots.long(), entries)
 
 
 def slots_of(entries: Tensor, slots: Tensor) -> Tensor:
-    """The slots of entries, int32 [any]."""
+    """Return the slots of some entries, int32 [any]."""
     return slots.index_select(0, entries) if len(slots) else entries
 
 
 def nonzero_positions(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
-    """The indices at which a mask, bool [n], is set, plus `offset`: int64 [any].
+    """Return the indices at which a mask, bool [n], is set, plus `offset`: int64 [any].
 
     Args:
-        out: takes them, on the CPU, of the right size.
+        out: a tensor on the CPU, of the right size, to write them to.
     """
     if not chosen.is_cpu or native.load() is None:
         indices = chosen.nonzero().flatten().add_(offset)
@@ -191,19 +197,20 @@ def nonzero_positions(chosen: Tensor, offset: int = 0, out: Tensor | None = None
 
 
 def membership_mask(numbers: Tensor, count: int) -> Tensor:
-    """bool [count]: which of 0, 1, ... are among `numbers`, int64. With `nonzero_positions` they
-    come in ascending order, faster than sorted."""
+    """Return a mask, bool [count], of the indices that are among `numbers`, int64.
+
+    `nonzero_positions` of it is faster than sorting the numbers.
+    """
     return torch.zeros(count, dtype=torch.bool, device="cpu").index_fill_(0, numbers, True)
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
-    """A copy in memory of `empty`."""
+    """Copy a tensor to memory of `empty`."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def move_entries(tensor: Tensor, source: Tensor) -> Tensor:
-    """A new tensor whose entry j is entry source[j] of this one; zero where that is -1. Its length
-    is that of `source`."""
+    """Return a new tensor whose entry j is tensor[source[j]], or zero where source[j] is -1."""
     on_cpu = tensor.is_cpu and source.is_cpu
     if not on_cpu or native.load() is None or not tensor.numel():
         return move(tensor, source.to(tensor.device))

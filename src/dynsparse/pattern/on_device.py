@@ -15,19 +15,27 @@ _DROPPED = 2**62  # sorts after every position
 
 
 def row_pointers(flat: Tensor, height: int, width: int) -> Tensor:
-    """The first entry of each row among sorted positions: int32 [height + 1]."""
+    """Return the first entry of each row among sorted positions: int32 [height + 1]."""
     bounds = torch.arange(height + 1, device=flat.device) * width
     return torch.searchsorted(flat, bounds, out_int32=True)
 
 
+def expand_row_pointers(row_ptr: Tensor, nnz: int) -> Tensor:
+    """Return the row of each entry, int64 [nnz], without a synchronisation."""
+    counts = row_ptr.diff().long()
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(
+        counts, output_size=nnz
+    )
+
+
 def flat_positions(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
-    """The flat positions of a CSR pattern, int64 [nnz]."""
+    """Return the flat positions of a CSR pattern, int64 [nnz]."""
     starts = torch.arange(len(row_ptr) - 1, device=cols.device) * width
     return starts.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
 
 
 def column_pointers(cols: Tensor, width: int) -> Tensor:
-    """The first entry of each column in the order by columns: int32 [width + 1]."""
+    """Return the first entry of each column in the order by columns: int32 [width + 1]."""
     ends = torch.zeros(width + 1, dtype=torch.int32, device=cols.device)
     if cols.is_cpu:  # five times faster; on a device it would synchronise
         torch.cumsum(torch.bincount(cols, minlength=width), 0, out=ends[1:])
@@ -37,7 +45,7 @@ def column_pointers(cols: Tensor, width: int) -> Tensor:
 
 
 def sort_by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
-    """The row of each block in the order of columns, and its slot: int32 [2, nnz]."""
+    """Return the row and the entry of each block in the order by columns: int32 [2, nnz]."""
     height = len(row_ptr) - 1
     flat = flat_positions(row_ptr, cols, width)
     rows = flat.div_(width, rounding_mode="floor")
@@ -46,15 +54,14 @@ def sort_by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the CPU to a device without a host synchronisation, through pinned
-    memory."""
+    """Copy a CPU tensor to a device through pinned memory, without a host synchronisation."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:
-    """The values of tensors [] on devices, with one host synchronisation for all."""
+    """Return the values of scalar tensors on devices, with one host synchronisation for all."""
     if not numbers:
         return []
     device = numbers[0].device
@@ -62,12 +69,12 @@ def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:
 
 
 def remove_slots(flat: Tensor, drop: Tensor) -> Tensor:
-    """The positions without the distinct slots `drop`, int64 [any]."""
+    """Return the positions without those of the distinct slots `drop`, int64 [any]."""
     return flat.index_fill(0, drop, _DROPPED).sort().values.narrow(0, 0, len(flat) - len(drop))
 
 
 def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions after an update, and the old slot of each (int32), -1 where it was grown.
+    """Return the positions after an update, and the old slot of each (int32), -1 if grown.
 
     A position that is dropped and grown in one update keeps its entry.
 
@@ -83,8 +90,9 @@ def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assign_slots(source: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots of sorted entries if survivors keep theirs and grown ones get the free slots in
-    order: int32 [nnz]; and which slots were free, bool [nnz].
+    """Assign slots to sorted entries: survivors keep theirs, grown ones get free slots in order.
+
+    Returns the slots, int32 [nnz], and which slots were free, bool [nnz].
 
     Args:
         source: int32 [nnz], the old slot of each entry, -1 where it was grown; as many are free.
@@ -101,7 +109,7 @@ def assign_slots(source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_sources(flat: Tensor, after: Tensor) -> Tensor:
-    """The index in `flat` of each position of `after`: int32, -1 where there is none."""
+    """Return the index in `flat` of each position of `after`, int32; -1 if it is not there."""
     if not len(flat):
         return torch.full_like(after, -1, dtype=torch.int32)
     slot = torch.searchsorted(flat, after).clamp_(max=len(flat) - 1)
@@ -110,10 +118,12 @@ def find_sources(flat: Tensor, after: Tensor) -> Tensor:
 
 
 def move(tensor: Tensor, source: Tensor, fill: float | Tensor = 0.0) -> Tensor:
-    """Entry j of the result is entry source[j] of `tensor` [nnz, ...], or `fill` where that is -1.
+    """Return a tensor whose entry j is tensor[source[j]], or `fill` where source[j] is -1.
 
-    A tensor `fill` of as many dimensions holds one entry for each such j, in order, or one for all
-    j.
+    Args:
+        tensor: [nnz, ...].
+        fill: a number, or a tensor of as many dimensions, with one entry for each j where source[j]
+            is -1, in order, or one for every j.
     """
     grown = source < 0
     mask = grown.view(-1, *[1] * (tensor.dim() - 1))
@@ -164,7 +174,7 @@ class HostCopy:
         return self._event is None or bool(self._event.query())
 
     def get(self) -> list[Tensor]:
-        """The copies, in pageable memory."""
+        """Wait for the copies and return them, in pageable memory."""
         if self._event is not None:
             self._event.synchronize()
             # Pinned memory is scarce: do not keep it.

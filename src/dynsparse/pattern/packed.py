@@ -29,7 +29,7 @@ _MORE = 255  # a byte of `gaps` that the next one continues
 
 
 def pack(flat: Tensor, total: int) -> tuple[str, Tensor]:
-    """The form and the bytes of a pattern.
+    """Pack a pattern; return its form, "gaps" or "mask", and its bytes.
 
     Args:
         flat: sorted, distinct positions of the present blocks, int64 [nnz].
@@ -51,7 +51,7 @@ def pack(flat: Tensor, total: int) -> tuple[str, Tensor]:
 def unpack(
     tensors: Mapping[str, Any], prefix: str, shape: tuple[int, int], values: Tensor
 ) -> SparsePattern | None:
-    """The pattern that `tensors` hold packed under the names that begin with `prefix`, if they do.
+    """Unpack the pattern that `tensors` hold under names with this prefix; None without one.
 
     The memory it takes is in proportion to the tensors of the file.
 

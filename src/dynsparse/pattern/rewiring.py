@@ -74,8 +74,11 @@ class Rewiring:
 
     @classmethod
     def _unchecked(cls, before: SparsePattern, after: SparsePattern, **source: Tensor) -> Rewiring:
-        """Without checks, which take as long as making a rewiring. `source` has what the source is,
-        or follows from: `source`, `_device_source` or `_reused`."""
+        """Make a rewiring without checks, which would take as long as the rest.
+
+        Args:
+            source: `source`, or what it follows from: `_device_source` or `_reused`.
+        """
         rewiring = cls.__new__(cls)
         vars(rewiring).update(before=before, after=after, **source)
         return rewiring
@@ -91,7 +94,7 @@ class Rewiring:
         *,
         row_major: bool = False,
     ) -> Rewiring:
-        """`make` on the device of `drop` and `grow`, without a synchronisation.
+        """Compute the same as `make` on the device of `drop` and `grow`, without a synchronisation.
 
         Arguments are not checked. A position that is both dropped and grown counts as neither.
 
@@ -149,8 +152,7 @@ class Rewiring:
         return {"before": self.before, "after": self.after, "source": self.source}
 
     def _start_host_copy(self) -> None:
-        """Start copying what is only on a device to the CPU; later reads wait for these copies
-        only."""
+        """Start copying to the CPU what is only on a device; later reads wait for that only."""
         self.before._start_host_copy()
         self.after._start_host_copy()
         cache = vars(self)
@@ -159,7 +161,7 @@ class Rewiring:
 
     @property
     def _is_on_host(self) -> bool:
-        """Whether reading any of it does not wait."""
+        """Whether reading its tensors does not wait for a device."""
         copy = vars(self).get("_host_copy")
         ready = "_device_source" not in vars(self) or "source" in vars(self)
         ready = ready or (copy is not None and copy.is_ready)
@@ -167,14 +169,14 @@ class Rewiring:
 
     @property
     def _grown_count(self) -> int:
-        """Number of grown slots; a synchronisation only if the host does not know it."""
+        """Number of grown slots; reading it synchronises only if the host does not know it."""
         known: int | None = vars(self).get("_known_grown")
         return len(self.grown) if known is None else known
 
     def _source_on(self, device: torch.device) -> Tensor:
-        """`source` on a device; no synchronisation if the update was made there."""
-        held: Tensor | None = vars(self).get("_device_source")
-        return self.source.to(device) if held is None or held.device != device else held
+        """Return `source` on a device, without a synchronisation if the update was made there."""
+        source: Tensor | None = vars(self).get("_device_source")
+        return self.source.to(device) if source is None or source.device != device else source
 
     @classmethod
     @check_types
@@ -197,7 +199,7 @@ class Rewiring:
             ValueError: a slot or position out of range or repeated, or a position that is not free.
         """
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
-        drop, grow = _integers("drop", drop), _integers("grow", grow)
+        drop, grow = _to_int64("drop", drop), _to_int64("grow", grow)
         nnz = pattern.nnz
         if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
             raise ValueError(f"slots to drop must lie in [0, {nnz})")
@@ -222,7 +224,7 @@ class Rewiring:
     @classmethod
     @check_types
     def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
-        """The rewiring that leads from one pattern to another of the same shape and block size."""
+        """Return the rewiring from one pattern to another of the same shape and block size."""
         _check_alike(before, after)
         if "cols" not in vars(after):
             device = after._device
@@ -269,7 +271,7 @@ class Rewiring:
         return leaves.nonzero().flatten()
 
     def apply(self, tensor: Tensor, fill: float | Tensor = 0.0) -> Tensor:
-        """`tensor` ([before.nnz, ...]) in the order of the new slots: a new tensor.
+        """Return a copy of `tensor` [before.nnz, ...] in the order of the new slots.
 
         Survivors keep their entries; grown slots get `fill`: a number, a tensor [grown, ...] in
         slot order, or one [after.nnz, ...], of which only their entries are used. On a device the
@@ -295,7 +297,7 @@ class Rewiring:
         return out
 
     def _moves_on_device(self, tensor: Tensor) -> bool:
-        """Whether a tensor is moved by `on_device.move`."""
+        """Whether `on_device.move` moves the tensor."""
         return not tensor.is_cpu or "_device_source" in vars(self)
 
     def _check_fill(self, fill: float | Tensor, tensor: Tensor) -> None:
@@ -322,14 +324,14 @@ class Rewiring:
 
 
 def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:
-    """The slots of entries, int32; -1 stays."""
+    """Return the slots of entries, int32; -1 stays -1."""
     if not len(slots):
         return source
     return torch.where(source < 0, -1, slots.index_select(0, source.clamp(min=0)).int())
 
 
 def _select_fill(fill: Tensor, grown: Tensor, tensor: Tensor) -> Tensor:
-    """The entries of `fill` for the grown slots; it may have an entry for every slot."""
+    """Return the entries of `fill` for the grown slots, if it has one for every slot."""
     for_all = fill.dim() == tensor.dim() and len(fill) == len(tensor)
     return fill[grown.to(fill.device)] if for_all else fill
 
@@ -341,9 +343,9 @@ def _check_alike(before: SparsePattern, after: SparsePattern) -> None:
         raise ValueError(f"{before} and {after} differ in shape or block size")
 
 
-def _integers(name: str, given: Any) -> Tensor:
-    """int64 [any] on the CPU, from a tensor or what can be one."""
-    # Of the right kind already, as components of trainers give them.
+def _to_int64(name: str, given: Any) -> Tensor:
+    """Return `given`, a tensor or what can be one, as int64 [any] on the CPU."""
+    # The components of trainers pass the right kind already.
     kind = torch.int64, torch.strided, "cpu", 1
     if isinstance(given, Tensor) and kind == (
         given.dtype, given.layout, given.device.type, given.dim()

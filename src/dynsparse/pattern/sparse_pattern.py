@@ -63,8 +63,7 @@ class PatternIndex(NamedTuple):
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Tensors that are kept must be ordinary: neither of a function transform, nor of inference
-    mode, whose tensors have no version counter."""
+    """Make ordinary tensors, which can be kept, also in function transforms and inference mode."""
     with torch._C._DisableFuncTorch(), torch.inference_mode(False):
         yield
 
@@ -105,7 +104,11 @@ class SparsePattern:
     def _init_from_coordinates(
         self, rows: Any, cols: Any, shape: Sequence[int], block_size: int, in_order: bool = False
     ) -> None:
-        """See the class; `in_order`: whether slots have the order of the coordinates."""
+        """Initialise from the arguments of the class.
+
+        Args:
+            in_order: whether slots have the order of the coordinates, instead of row-major order.
+        """
         shape, block_size, grid = block_grid(shape, block_size)
         row = check_coordinates(rows, "rows", grid[0])
         col = check_coordinates(cols, "cols", grid[1])
@@ -133,8 +136,8 @@ class SparsePattern:
 
     @classmethod
     def _from_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
-        """Distinct flat positions in the order of slots, int64 [nnz]; the shape and block size of
-        `like`."""
+        """Make a pattern of distinct flat positions in the order of slots, int64 [nnz], with the
+        shape and block size of `like`."""
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
         ordered, slots = flat.sort()
@@ -147,7 +150,7 @@ class SparsePattern:
     def _from_slot_coordinates(
         cls, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1
     ) -> SparsePattern:
-        """The constructor, with slots in the order of `rows` and `cols`."""
+        """Make a pattern as the constructor, but with slots in the order of the coordinates."""
         pattern = cls.__new__(cls)
         pattern._init_from_coordinates(rows, cols, shape, block_size, in_order=True)
         return pattern
@@ -156,7 +159,7 @@ class SparsePattern:
     def _from_entries(
         cls, entries: SortedEntries, col_ptr: Tensor, *, shape: tuple[int, int], block_size: int
     ) -> SparsePattern:
-        """From entries that were checked, and their `column_pointers`."""
+        """Make a pattern of entries that were checked, and their `column_pointers`."""
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = shape, block_size
         pattern._set_index(*entries)
@@ -164,15 +167,15 @@ class SparsePattern:
         return pattern
 
     def _to_explicit_slots(self) -> SparsePattern:
-        """The same pattern with an explicit tensor of slots even in row-major order, so that its
-        size does not change when an update changes the order."""
+        """Return the same pattern with an explicit tensor of slots even in row-major order, so that
+        its size does not change when an update changes the order."""
         if not self._is_row_major:
             return self
         pattern = SparsePattern.__new__(SparsePattern)
         pattern.shape, pattern.block_size = self.shape, self.block_size
         if "sorted_cols" in vars(self):
             slots = empty(self.nnz, dtype=torch.int32)
-            # `device` says so, since a default device would be taken in place of that of `out`.
+            # With `device`, since torch would otherwise use a default device instead of `out`'s.
             slots = torch.arange(self.nnz, out=slots, device="cpu")
             pattern._set_index(self.row_ptr, self.sorted_cols, slots)
         if self._device_index is not None:
@@ -185,7 +188,7 @@ class SparsePattern:
         return pattern
 
     def _to_row_major(self) -> SparsePattern:
-        """The same pattern with slots in row-major order."""
+        """Return the same pattern with slots in row-major order."""
         if self._is_row_major:
             return self
         entries = SortedEntries(self.row_ptr, self.sorted_cols, self.slots.new_empty(0))
@@ -205,9 +208,13 @@ class SparsePattern:
     def _from_device(
         cls, flat: Tensor, like: SparsePattern, slots: Tensor | None = None
     ) -> SparsePattern:
-        """Positions on a device, sorted and distinct by the way they were made, int64 [nnz], and
-        the slot of each (int32 [nnz]; None: in this order); the shape and block size of `like`.
-        The caller must not write to them."""
+        """Make a pattern of positions on a device, without checks or a synchronisation.
+
+        Args:
+            flat: sorted and distinct, int64 [nnz]; the caller must not write to it.
+            like: a pattern with its shape and block size.
+            slots: the slot of each position, int32 [nnz]; defaults to this order.
+        """
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
         height, width = pattern.grid
@@ -223,7 +230,7 @@ class SparsePattern:
     @classmethod
     @check_types
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
-        """From sorted, distinct flat block positions (row * (in/b) + col), int64 [nnz]."""
+        """Make a pattern of sorted, distinct flat positions row * (in/b) + col, int64 [nnz]."""
         shape, block_size, grid = block_grid(shape, block_size)
         if flat.dtype != torch.int64 or flat.dim() != 1:
             raise TypeError(
@@ -250,7 +257,7 @@ class SparsePattern:
         per_row: bool = False,
         generator: torch.Generator | None = None,
     ) -> SparsePattern:
-        """A uniformly random pattern with an exact number of blocks.
+        """Draw a uniformly random pattern with an exact number of blocks.
 
         Give either `density` in [0, 1] (the count is rounded to the nearest block) or `nnz`. With
         `per_row` all block rows have the same number, to within one: a fixed fan-in of the outputs.
@@ -274,12 +281,13 @@ class SparsePattern:
 
     @classmethod
     def full(cls, shape: Sequence[int], *, block_size: int = 1) -> SparsePattern:
-        """Every block present."""
+        """Make a pattern with every block present."""
         return cls.random(shape, density=1.0, block_size=block_size)
 
     @classmethod
     def from_mask(cls, mask: Any, block_size: int = 1) -> SparsePattern:
-        """The blocks of which any element of `mask` (bool or number, [out, in]) is non-zero."""
+        """Make a pattern of the blocks with any non-zero element of `mask` [out, in], bool or
+        numbers."""
         mask = _as_tensor("mask", mask)
         if mask.dim() != 2:
             raise ValueError(f"mask must be [out, in], got the shape {list(mask.shape)}")
@@ -291,7 +299,7 @@ class SparsePattern:
 
     @classmethod
     def from_scipy(cls, matrix: Any, block_size: int | None = None) -> SparsePattern:
-        """The stored positions of a SciPy sparse matrix, explicit zeros included.
+        """Make a pattern of the stored positions of a SciPy sparse matrix, with explicit zeros.
 
         A BSR matrix of square blocks keeps its block size; other formats become elements, or
         blocks of `block_size` with any stored element. `values_of` gives the values.
@@ -374,7 +382,7 @@ class SparsePattern:
         return vars(self)[name]
 
     def _start_host_copy(self) -> None:
-        """Start copying what is only on a device to the CPU."""
+        """Start copying to the CPU what is only on a device."""
         if self._host_copy is None and "sorted_cols" not in vars(self):
             with _plain_tensors():
                 self._host_copy = self._copy_to_host()
@@ -384,25 +392,26 @@ class SparsePattern:
 
     @property
     def _is_on_host(self) -> bool:
-        """Whether reading the positions does not wait."""
+        """Whether reading the positions does not wait for a device."""
         return "sorted_cols" in vars(self) or (
             self._host_copy is not None and self._host_copy.is_ready
         )
 
-    def _read(self, of: Callable[[Tensor, Tensor, Tensor], T]) -> T:
-        """`of` the tensors on the device, which change if the layer gets another pattern
-        meanwhile."""
+    def _read(self, function: Callable[[Tensor, Tensor, Tensor], T]) -> T:
+        """Return `function` of the tensors on the device.
+
+        Calls it again if the layer gets another pattern meanwhile, which overwrites them.
+        """
         while True:
             index = self._device_index
             assert index is not None
-            result = of(*index)
+            result = function(*index)
             if self._device_index is index:
                 return result
 
     @property
     def flat(self) -> Tensor:
-        """Flat block positions (row * (in/b) + col) of the slots, int64 [nnz]; computed each
-        time."""
+        """Flat block positions row * (in/b) + col of the slots, int64 [nnz]; computed each time."""
         return to_slot_order(self.sorted_flat, self.slots)
 
     @property
@@ -412,7 +421,7 @@ class SparsePattern:
 
     @property
     def _device(self) -> torch.device:
-        """The CPU, or the device if the pattern is only there."""
+        """The device of the pattern if it is only there, otherwise the CPU."""
         index = self._device_index
         if index is None or "sorted_cols" in vars(self):
             return torch.device("cpu")
@@ -422,7 +431,7 @@ class SparsePattern:
         return self._device_index is not None and self._device_index[1].device == device
 
     def _flat_on(self, device: torch.device) -> Tensor:
-        """`flat` on a device."""
+        """Return `flat` on a device."""
         if not self._is_on(device):
             return self.flat.to(device)
         width = self.grid[1]
@@ -431,32 +440,32 @@ class SparsePattern:
         )
 
     def _sorted_flat_on(self, device: torch.device) -> Tensor:
-        """`sorted_flat` on a device."""
+        """Return `sorted_flat` on a device."""
         if not self._is_on(device):
             return self.sorted_flat.to(device)
         width = self.grid[1]
         return self._read(lambda row_ptr, cols, slots: flat_positions(row_ptr, cols, width))
 
     def _slots_on(self, device: torch.device) -> Tensor:
-        """`slots` on a device."""
+        """Return `slots` on a device."""
         if not self._is_on(device):
             return self.slots.to(device)
         return self._read(lambda row_ptr, cols, slots: slots)
 
     def _index_on(self, device: torch.device) -> PatternIndex:
-        """The tensors of `index` without the order by columns on a device; on others than the CPU
-        they share no memory with the pattern."""
+        """Return `index` on a device, without the order by columns.
+
+        On other devices than the CPU the tensors share no memory with the pattern.
+        """
         if self._is_on(device):
             return self._make_csr_index(
                 *self._read(lambda *index: [tensor.clone() for tensor in index])
             )
-        if device.type == "cpu":
-            return self._csr_index()
         tensors = self.row_ptr, self.sorted_cols, self.slots
         return self._make_csr_index(*(tensor.to(device) for tensor in tensors))
 
     def _shared_on(self, device: torch.device) -> PatternIndex:
-        """`_index_on`, copied to a device once, for readers that do not write to it."""
+        """Return `index` on a device, copied there once, for readers that do not write to it."""
         if device.type == "cpu":
             return self.index
         if is_compiling():
@@ -471,13 +480,6 @@ class SparsePattern:
     def _shared(self) -> dict[torch.device, PatternIndex]:
         return {}
 
-    def _csr_index(self) -> PatternIndex:
-        """`index` without the order by columns."""
-        nothing = self.sorted_cols.new_empty(0)
-        return PatternIndex(
-            self.row_ptr, self.sorted_cols, self._col_ptr, nothing, nothing, self.slots
-        )
-
     @cached_property
     def _col_ptr(self) -> Tensor:
         with _plain_tensors():
@@ -485,8 +487,9 @@ class SparsePattern:
 
     def _make_csr_index(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> PatternIndex:
         nothing = cols.new_empty(0)
-        pointers = column_pointers(cols, self.grid[1])
-        return PatternIndex(row_ptr, cols, pointers, nothing, nothing, slots)
+        cached = cols is vars(self).get("sorted_cols")
+        col_ptr = self._col_ptr if cached else column_pointers(cols, self.grid[1])
+        return PatternIndex(row_ptr, cols, col_ptr, nothing, nothing, slots)
 
     def _attach(self, index: PatternIndex) -> None:
         """Share the memory of a layer's index on a device."""
@@ -498,14 +501,16 @@ class SparsePattern:
             self._device_index = None
 
     def _save_before_overwrite(self, index: PatternIndex) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The tensors on the device to keep when another pattern is written over `index`: none if
-        the CPU has the pattern, otherwise a copy."""
-        mine = self._device_index
-        if mine is None or mine[1] is not index.cols:
-            return mine
+        """Return the tensors to keep on the device when another pattern is written over `index`.
+
+        None if the CPU has the pattern, otherwise a copy.
+        """
+        held = self._device_index
+        if held is None or held[1] is not index.cols:
+            return held
         if "sorted_cols" in vars(self):
             return None
-        return mine[0].clone(), mine[1].clone(), mine[2].clone()
+        return held[0].clone(), held[1].clone(), held[2].clone()
 
     @property
     def nnz(self) -> int:
@@ -528,7 +533,7 @@ class SparsePattern:
             return PatternIndex(self.row_ptr, self.sorted_cols, *by_column, self.slots)
 
     def by_rows(self, by_slot: Tensor) -> Tensor:
-        """A tensor with an entry for each slot ([nnz, ...]), in row-major order."""
+        """Return a tensor with an entry for each slot, [nnz, ...], in row-major order."""
         slots = self.slots
         return by_slot[slots.to(by_slot.device)] if len(slots) else by_slot
 
@@ -538,7 +543,7 @@ class SparsePattern:
 
     @property
     def total(self) -> int:
-        """How many blocks the matrix has, present or not."""
+        """Number of blocks of the matrix, present or not."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -607,14 +612,14 @@ class SparsePattern:
             )
 
     def to_mask(self) -> Tensor:
-        """bool [out, in], True at every element of a present block."""
+        """Return a mask, bool [out, in], True at every element of a present block."""
         ones = torch.ones(self.values_shape, dtype=torch.bool, device="cpu")
         return self.to_dense(ones)
 
     def to_dense(self, values: Tensor) -> Tensor:
-        """`values` ([nnz] or [nnz, b, b]) laid out in an [out, in] tensor of zeros.
+        """Lay out `values` ([nnz] or [nnz, b, b]) in an [out, in] tensor of zeros.
 
-        Differentiable; dtype and device are those of `values`.
+        It is differentiable, and dtype and device are those of `values`.
         """
         self._check_values(values)
         height, width = self.grid
@@ -624,7 +629,7 @@ class SparsePattern:
         return dense.view(height, width, b, b).transpose(1, 2).reshape(self.shape)
 
     def values_of(self, matrix: Any) -> Tensor:
-        """The entries of `matrix` at this pattern: [nnz] or [nnz, b, b].
+        """Return the entries of `matrix` at this pattern: [nnz] or [nnz, b, b].
 
         `matrix` is [out, in]: a tensor (differentiable), an array, or a SciPy sparse matrix, whose
         missing entries are zero.
@@ -658,7 +663,7 @@ class SparsePattern:
         return torch.from_numpy(values.reshape(self.values_shape))
 
     def to_scipy(self, values: Any, format: str | None = None) -> Any:
-        """A SciPy sparse array with `values` at this pattern.
+        """Return a SciPy sparse array with `values` at this pattern.
 
         `format` is any of SciPy's; by default CSR for elements and BSR for blocks.
         """
@@ -680,7 +685,7 @@ class SparsePattern:
 
 
 def _as_tensor(name: str, values: Any) -> Tensor:
-    """A tensor on the CPU, from anything that holds numbers."""
+    """Return `values`, anything that holds numbers, as a tensor on the CPU."""
     if isinstance(values, Tensor):
         if check_tensor(name, values).is_meta:
             raise ValueError(f"{name} must hold data, got a tensor on the meta device")

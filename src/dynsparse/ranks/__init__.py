@@ -1,4 +1,4 @@
-"""Decisions over the ranks of torch.distributed: each is made once and then known to all ranks.
+"""Decisions over the ranks of torch.distributed: all ranks reach the same result.
 
 `ranks` has the collectives, `consistency` errors and comparisons over ranks, `select` the selection
 of the best scores of all ranks, `grow` growth, and `grid` meshes.

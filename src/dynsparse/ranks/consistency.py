@@ -20,7 +20,7 @@ _LONGEST = 2000  # characters of an error that are sent
 
 
 class collective_errors:
-    """Raises on every rank what one of them raises in the block, in one line that names the ranks.
+    """Raise an error of one rank in the block on every rank, in one line that names the ranks.
 
     Every rank enters and leaves the block at the same point of its program and starts no collective
     inside: a rank that has failed would not join it. It costs one all-reduce of 4 bytes; with one
@@ -109,7 +109,7 @@ def _format_error(error: BaseException) -> str:
 
 
 def _merge_errors(texts: Sequence[str]) -> Exception:
-    """One error for those of all ranks: "kind\\nline", or "" where there is none."""
+    """Merge the errors of all ranks, each "kind\\nline" or "", into one."""
     ranks_by_text = _ranks_by_text(texts)
     ranks_by_text.pop("", None)
     names = {text.partition("\n")[0] for text in ranks_by_text}
@@ -129,7 +129,7 @@ def _ranks_by_text(texts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 1 and 3", "ranks 1, 2, 4 and 995 more"."""
+    """Return "rank 1", "ranks 1 and 3", "ranks 1, 2, 4 and 995 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 8:
@@ -140,14 +140,14 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def gather_texts(ranks: Ranks, text: str) -> list[str]:
-    """The text of every rank, in the order of ranks."""
+    """Return the text of every rank, in the order of ranks."""
     raw = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     parts = ranks.all_gather(raw.to(ranks.device))
     return [bytes(part.tolist()).decode(errors="replace").strip("\0") for part in parts]
 
 
 def broadcast_from_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of the first rank, int64 [any] each; the arguments themselves with one rank."""
+    """Return the tensors of the first rank, int64 [any] each."""
     if ranks.alone:
         return list(parts)
     sizes = torch.tensor([len(part) for part in parts], device=ranks.device)
@@ -159,7 +159,7 @@ def broadcast_from_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sum_over_ranks(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The sums of these tensors over ranks, in one all-reduce; themselves with one rank."""
+    """Return the sums of these tensors over ranks, in one all-reduce."""
     if ranks.alone or not parts:
         return list(parts)
     # A rank without samples has zeros of any type.
@@ -176,7 +176,7 @@ def sum_over_ranks(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def digest(*parts: Tensor | str) -> int:
-    """A signed 64-bit hash of the bytes of these parts."""
+    """Return a signed 64-bit hash of the bytes of these parts."""
     hashed = hashlib.sha1(usedforsecurity=False)  # most processors have instructions for it
     for part in parts:
         if isinstance(part, str):
@@ -189,8 +189,11 @@ def digest(*parts: Tensor | str) -> int:
 
 
 def min_max_digest(*values: object) -> list[int]:
-    """Two numbers for an `all_reduce` of `collective_errors`, from which `are_all_equal` tells
-    whether all ranks passed equal values: of plain types, or with a `repr` of their own."""
+    """Return two numbers for an `all_reduce` of `collective_errors`, for `are_all_equal`.
+
+    Args:
+        values: of plain types, or of types with a `repr` that identifies them.
+    """
     number = digest(repr(values))
     return [number, ~number]
 
@@ -205,7 +208,7 @@ def are_all_equal(ranks: Ranks, reduced: Sequence[int]) -> bool:
 
 
 def find_differing(ranks: Ranks, numbers: Sequence[int]) -> list[int]:
-    """The indices of those 64-bit integers that differ between ranks; sends 16 bytes for each."""
+    """Return the indices of the 64-bit integers that differ between ranks; sends 16 bytes each."""
     if ranks.alone or not numbers:
         return []
     mine = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
@@ -224,7 +227,7 @@ def check_consistent(
     Args:
         values: name -> this rank's value: a text, or a `digest`.
         advice: what the user should do.
-        shown: whether the error shows the values; False where they mean nothing to people.
+        shown: whether the error shows the values; False if they mean nothing to the user.
     """
     if ranks.alone or not values:
         return

@@ -15,11 +15,11 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
 
 AXES = ("x", "y", "z")
-"""Of a mesh: features are sharded along x and y, samples along z."""
+"""The axes of a mesh: features are sharded along x and y, samples along z."""
 
 
 def check_axes(names: Any) -> tuple[str, ...]:
-    """The axis names of a mesh, checked.
+    """Return the axis names of a mesh, after checking them.
 
     Raises:
         ValueError: names other than x, y and z.
@@ -37,7 +37,7 @@ class RankGrid:
 
     Attributes:
         x, y: the ranks along these axes; `ALONE` if the mesh has no such axis.
-        z: those with other samples for the same shard. Their errors are raised on `all_ranks`.
+        z: the ranks with other samples for the same shard. Their errors are raised on `all_ranks`.
         all_ranks: all ranks of the mesh.
     """
 
@@ -52,9 +52,10 @@ class RankGrid:
 
     @classmethod
     def from_mesh(cls, mesh: Any) -> RankGrid:
-        """From a `DeviceMesh` with axes named x, y and z, or some; a `RankGrid` is returned.
+        """Make the groups of a `DeviceMesh` with axes named x, y and z, or some of them.
 
-        Makes process groups: every rank of the mesh must call it.
+        Every rank of the mesh must call it, since it makes process groups. A `RankGrid` is
+        returned unchanged.
 
         Raises:
             TypeError: something else.
@@ -70,7 +71,7 @@ class RankGrid:
         return cls(**groups, all_ranks=ranks_of(flat))
 
     def ranks_along(self, axis: str | None) -> Ranks:
-        """The ranks along an axis; `ALONE` for None."""
+        """Return the ranks along an axis; `ALONE` for None."""
         ranks: Ranks = ALONE if axis is None else getattr(self, axis)
         return ranks
 
@@ -93,12 +94,12 @@ class DimShard:
         return self.borders[self.ranks.rank], self.borders[self.ranks.rank + 1]
 
     def narrow(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's features of a full tensor: a view."""
+        """Return this rank's features of a full tensor: a view."""
         first, last = self.ends
         return full.narrow(dim, first, last - first)
 
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
-        """The full tensor, from the shards of all ranks of the group, which all call this."""
+        """Return the full tensor, from the shards of all ranks of the group; a collective."""
         shapes = [list(shard.shape) for _ in range(self.ranks.size)]
         for shape, (first, last) in zip(shapes, itertools.pairwise(self.borders), strict=True):
             shape[dim] = last - first
@@ -111,9 +112,9 @@ class Placement(NamedTuple):
     """The mesh dimensions that a layer is sharded over.
 
     Attributes:
-        rows, cols: the axis ("x" or "y") that rows (out) and columns (in) are sharded over; None:
-            every rank along the axis has all of them.
-        input: the axis that the input's features are sharded over; None: each rank has all.
+        rows, cols: the axis ("x" or "y") that rows (out) and columns (in) are sharded over; None if
+            every rank has all of them.
+        input: the axis that the input's features are sharded over; None if each rank has all.
         gather_output: whether the output's features are gathered; otherwise each rank has those of
             its rows.
     """
@@ -174,34 +175,36 @@ class ShardSpec:
         return tuple(axis for axis in self.placement[:2] if axis is not None)
 
     def replace_active(self, active: Any) -> Any:
-        """The same shard, whose forward pass uses these slots; None: all."""
+        """Return the same shard with a forward pass that uses these slots; all if None."""
         return self if active is self.active else replace(self, active=active)
 
     def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
-        """The slots in the full layer of the slots of a pattern in this shard, int64 [nnz],
-        ascending, and the number of slots of the full layer: by how many non-zeros each row has in
-        each shard. All ranks of the layer call this, each with the pattern of its shard."""
+        """Return the slots in the full layer of this shard's slots, and the full layer's count.
+
+        The slots are int64 [nnz], ascending. It is a collective of all ranks of the layer, each
+        with the pattern of its shard, which exchange the number of blocks of each block row.
+        """
         rows, cols = self.dim_shards
         counts = pattern.row_ptr.long().diff()
-        beside = torch.stack(cols.ranks.all_gather(counts, [len(counts)] * cols.ranks.size))
-        in_row = beside.sum(0)
-        in_shard = in_row.sum().view(1)
-        above = torch.cat(rows.ranks.all_gather(in_shard, [1] * rows.ranks.size))
-        first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
-        first += beside[: cols.ranks.rank].sum(0)
-        at = pattern.rows.long()
-        offset = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[at]
-        return first[at] + offset, int(above.sum())
+        by_shard = torch.stack(cols.ranks.all_gather(counts, [len(counts)] * cols.ranks.size))
+        per_row = by_shard.sum(0)
+        totals = rows.ranks.all_gather(per_row.sum().view(1), [1] * rows.ranks.size)
+        per_band = torch.cat(totals)
+        first = per_band[: rows.ranks.rank].sum() + per_row.cumsum(0) - per_row
+        first += by_shard[: cols.ranks.rank].sum(0)
+        block_rows = pattern.rows.long()
+        offset = torch.arange(pattern.nnz, device="cpu") - pattern.row_ptr.long()[block_rows]
+        return first[block_rows] + offset, int(per_band.sum())
 
     def to_full(self, flat: Tensor, block_size: int) -> Tensor:
-        """Flat block positions in the shard as positions in the full layer; the order stays."""
+        """Convert flat block positions in the shard to positions in the full layer, in order."""
         (top, _), (left, right) = self.rows, self.cols
         width = (right - left) // block_size
         rows = flat // width + top // block_size
         return rows * (self.shape[1] // block_size) + flat % width + left // block_size
 
     def to_local(self, flat: Tensor, block_size: int) -> Tensor:
-        """Those of flat positions in the full layer that are in the shard, as positions in it."""
+        """Convert flat positions in the full layer to positions in the shard; drop the others."""
         top, (left, right) = self.rows[0], self.cols
         flat = flat[self.contains(flat, block_size)]
         full_width, width = self.shape[1] // block_size, (right - left) // block_size
@@ -212,7 +215,7 @@ class ShardSpec:
         )
 
     def contains(self, flat: Tensor, block_size: int) -> Tensor:
-        """Which flat positions in the full layer are in the shard."""
+        """Whether each flat position in the full layer is in the shard: bool [any]."""
         width = self.shape[1] // block_size
         row, col = flat // width * block_size, flat % width * block_size
         (top, bottom), (left, right) = self.rows, self.cols

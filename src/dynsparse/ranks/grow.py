@@ -38,7 +38,7 @@ from dynsparse.ranks.select import (
     select_over_ranks,
 )
 
-# Of what a rank sends in one all-to-all.
+# Size of what a rank sends in one all-to-all.
 _CHUNK_BYTES = 8 << 20
 
 
@@ -47,17 +47,17 @@ class GrowRequest:
     """The positions that one layer grows.
 
     Attributes:
-        name: of the layer, for errors.
-        pairs: (x [batch, in], dY [batch, out]) of this rank; none where no backward pass came
-            through the layer here.
-        pattern: positions that are not free; the same on all ranks, as is what follows.
+        name: the name of the layer, for errors.
+        pairs: (x [batch, in], dY [batch, out]) of this rank; empty if no backward pass reached the
+            layer here.
+        pattern: positions that are not free; like the rest the same on all ranks.
         count: number of positions to grow.
         scores: computes the scores of all blocks from pairs and a pooling, on the backend of the
-            layer; None: they are computed here.
-        spec: where this rank holds a shard of the layer: pattern and pairs are of the shard, count
+            layer; None if the host computes them.
+        spec: the shard of the layer that this rank holds: pattern and pairs are of the shard, count
             is of the full layer.
-        ranked: takes the scores that ranked the positions, if the caller checks them later without
-            waiting for the device; None: they are checked here.
+        ranked: a list to which the scores that ranked the positions are appended, if the caller
+            checks them later without waiting for the device; None if they are checked at once.
     """
 
     name: str
@@ -72,13 +72,13 @@ class GrowRequest:
 def comm_volume(
     ranks: int, shape: tuple[int, int], samples: int, sample_dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Bytes that one rank sends for one layer, on average: by gradients, and by samples.
+    """Return the bytes that one rank sends for one layer, on average: by gradients, by samples.
 
     Args:
         ranks: number of ranks.
         shape: (out, in).
-        samples: of all ranks together.
-        sample_dtype: in which samples are sent.
+        samples: number of samples of all ranks together.
+        sample_dtype: the dtype in which samples are sent.
     """
     out, in_ = shape
     others = (ranks - 1) / ranks
@@ -91,12 +91,12 @@ def topk_over_ranks(
     requests: Sequence[GrowRequest],
     *,
     pooling: str = "sum",
-    exchange: str | None = None,
 ) -> list[Tensor]:
-    """For each layer the `count` positions of largest |sum over ranks and pairs of dY^T X| that are
-    not in its pattern: flat block positions, ascending, int64 [count] on the CPU, on every rank.
+    """Find for each layer the `count` positions of largest |sum over ranks and pairs of dY^T X|.
 
-    Equal scores: the smaller position first, as in `ops.grow.topk_outside`.
+    Positions of its pattern are excluded; among equal scores the smaller position comes first, as
+    in `ops.grow.topk_outside`. Layers are sent by samples or by gradients, whichever sends less;
+    convolutions always by gradients, since their samples are many times larger.
 
     For a sharded layer the result has the positions in this rank's shard, as many as fall into it:
     `ranks` are those with other samples for the same shard, and the ranks of the whole mesh select
@@ -104,22 +104,22 @@ def topk_over_ranks(
 
     Args:
         pooling: see `topk_outside`.
-        exchange: "pieces" (by gradients) or "samples" for all layers; defaults to what sends less.
-            Convolutions always send gradients: their samples are many times larger.
+
+    Returns:
+        For each layer flat block positions, ascending, int64 [count] on the CPU; the same on every
+        rank.
 
     Raises:
         ValueError, TypeError: as `topk_outside`, the same line on every rank.
     """
     pooling = check_pooling(pooling)
     jobs: list[_Job] = []
-    facts = [0] * _FACTS * len(requests)
-    with collective_errors(ranks, all_reduce=facts, op="sum"):
-        if exchange not in (None, "pieces", "samples"):
-            raise ValueError(f'exchange must be "pieces" or "samples", got {exchange!r}')
+    totals = [0] * _COUNTS * len(requests)
+    with collective_errors(ranks, all_reduce=totals, op="sum"):
         jobs = [_Job(request, ranks) for request in requests]
-        facts[:] = [fact for job in jobs for fact in job.facts()]
+        totals[:] = [count for job in jobs for count in job.count_samples()]
     for i, job in enumerate(jobs):
-        job.decide(ranks, facts[i * _FACTS : (i + 1) * _FACTS], exchange)
+        job.decide(ranks, totals[i * _COUNTS : (i + 1) * _COUNTS])
     # A shard may have no free position where others of the layer have some.
     busy = [job for job in jobs if job.count]
     failed = DeferredError()
@@ -141,7 +141,8 @@ def topk_over_ranks(
 
 # ---- one layer ----
 
-_FACTS = 5
+_COUNTS = 5
+"""How many numbers `_Job.count_samples` returns."""
 
 
 class _Job:
@@ -173,8 +174,8 @@ class _Job:
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.candidates = Candidates.from_scores(none.float(), none)
 
-    def facts(self) -> list[int]:
-        """Numbers whose sums over ranks `decide` takes: samples, and their types."""
+    def count_samples(self) -> list[int]:
+        """Return the numbers of samples, of tensors of some dtypes, and of pairs, for `decide`."""
         types = [tensor.dtype for pair in self.pairs for tensor in pair]
         return [
             self.local_samples,
@@ -184,17 +185,20 @@ class _Job:
             sum(are_patches(*pair) for pair in self.pairs),
         ]
 
-    def decide(self, ranks: Ranks, facts: Sequence[int], exchange: str | None) -> None:
-        """Set what is sent, and in which types, the same on all ranks."""
-        samples, other_types, double, pairs, patches = facts
+    def decide(self, ranks: Ranks, totals: Sequence[int]) -> None:
+        """Set what is sent, and in which dtypes, the same on all ranks.
+
+        Args:
+            totals: the sums of `count_samples` over ranks.
+        """
+        samples, other_types, double, pairs, patches = totals
         self.dtype = torch.float64 if double else torch.float32
         self.sample_dtype = self.dtype if other_types else torch.bfloat16
         self.reached = pairs > 0
         by_gradients, by_samples = comm_volume(
             ranks.size, self.mean_shape, samples, self.sample_dtype
         )
-        self.by_samples = by_samples < by_gradients if exchange is None else exchange == "samples"
-        self.by_samples = self.by_samples and not patches
+        self.by_samples = by_samples < by_gradients and not patches
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -226,7 +230,7 @@ class _Job:
         )
 
     def prepare(self) -> None:
-        """Allocate what collects gradients round by round."""
+        """Allocate the memory that collects the best positions round by round."""
         if self.count:
             room = min(self._round_rows(1), max(self.last - self.first, 1)) * self.pattern.grid[1]
             self.best = RunningBest(max(1, self.most), room, -1.0, self.dtype, self.device)
@@ -237,35 +241,34 @@ class _Job:
         return min(self.count, (self.last - self.first) * self.pattern.grid[1])
 
     def _round_rows(self, shares: int) -> int:
-        """Block rows whose gradient, `shares` times, fits one round."""
+        """Return the number of block rows whose gradient, `shares` times, fits one round."""
         row = self.pattern.shape[1] * self.pattern.block_size * self.dtype.itemsize
         return max(1, _CHUNK_BYTES // (shares * row))
 
     def rounds(self, ranks: Ranks) -> Iterator[tuple[int, int]]:
-        """The block rows of each round, counted from the first row of every owner."""
+        """Yield the block rows of each round, counted from the first row of every owner."""
         share = self._most_rows(ranks)
         rows = self._round_rows(ranks.size)
         for begin in range(0, share, rows):
             yield begin, min(begin + rows, share)
 
     def _most_rows(self, ranks: Ranks) -> int:
-        """Block rows of the first rank, which has the most."""
+        """Return the number of block rows of the first rank, which has the most."""
         return chunk(self.pattern.grid[0], ranks.size, 0)[1]
 
     def ranges_by_owner(self, ranks: Ranks, begin: int, end: int) -> list[tuple[int, int]]:
-        """For each owner its block rows [begin, end), counted from its first, as rows of the
-        matrix."""
+        """Return for each owner its block rows [begin, end) as block rows of the layer."""
         chunks = [chunk(self.pattern.grid[0], ranks.size, owner) for owner in range(ranks.size)]
         return [(min(first + begin, last), min(first + end, last)) for first, last in chunks]
 
     def rows_by_owner(self, ranks: Ranks) -> list[tuple[int, int]]:
-        """For each owner all of its rows, in elements."""
+        """Return for each owner all of its rows, in elements."""
         b = self.pattern.block_size
         ranges = self.ranges_by_owner(ranks, 0, self._most_rows(ranks))
         return [(first * b, last * b) for first, last in ranges]
 
     def local_gradient(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """This rank's gradient of these ranges of block rows, as it is sent: [any]."""
+        """Compute this rank's gradient of these ranges of block rows, as it is sent: [any]."""
         b, width = self.pattern.block_size, self.pattern.shape[1]
         rows = [(first * b, last * b) for first, last in ranges]
         grad = torch.zeros(
@@ -285,7 +288,7 @@ class _Job:
         self.best.add(scores, self.pattern, first)
 
     def finish(self) -> None:
-        """Set `candidates` when all gradients are added."""
+        """Set `candidates`, after all gradients were added."""
         if not self.by_samples:
             self.best.compact()
             count = self.best.count
@@ -300,7 +303,7 @@ class _Job:
 def _exchange_gradients(
     ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: DeferredError
 ) -> None:
-    """Gradients go to the owners of their rows, as many layers in one round as fit."""
+    """Send gradients to the owners of their rows, as many layers in one round as fit."""
     parts: list[tuple[_Job, int, int]] = []
     size = 0
     for job in jobs:
@@ -322,7 +325,7 @@ def _exchange_gradients(
 def _exchange_round(
     ranks: Ranks, parts: Sequence[tuple[_Job, int, int]], pooling: str, failed: DeferredError
 ) -> None:
-    """One all-to-all: of each part, the gradient of these rows of all owners."""
+    """Send, in one all-to-all, the gradient of these rows of all owners, of each part."""
     dtype, device = parts[0][0].dtype, parts[0][0].device
     ranges = [job.ranges_by_owner(ranks, begin, end) for job, begin, end in parts]
     # How many numbers of each part go to each owner.
@@ -356,7 +359,7 @@ def _exchange_round(
 def _exchange_samples(
     ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: DeferredError
 ) -> None:
-    """x goes to all ranks, the columns of dY to the owners of their rows."""
+    """Send x to all ranks, and the columns of dY to the owners of their rows."""
     if not jobs:
         return
     local = torch.tensor([job.local_samples for job in jobs], device=ranks.device)
@@ -384,7 +387,12 @@ def _search(
     *,
     guess: bool,
 ) -> None:
-    """Find the best positions in this rank's rows; `held` are the samples of each rank."""
+    """Find the best positions in this rank's rows.
+
+    Args:
+        held: number of samples of each rank.
+        guess: whether to search above a guessed threshold.
+    """
     out, in_ = job.pattern.shape
     samples = held[ranks.rank]
     x = torch.zeros(samples, in_, dtype=job.sample_dtype, device=job.device)
@@ -422,7 +430,7 @@ def _search(
 
 
 def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Tensor]:
-    """The best of all ranks' positions, on every rank; for a shard, those in it.
+    """Select the best of all ranks' positions, on every rank; for a shard, those in it.
 
     Args:
         sure: for each layer the number of positions of all ranks that join without a score.

@@ -25,9 +25,9 @@ class Ranks:
     Tensors may be on any device; one that the backend cannot send is copied to `device` first.
 
     Attributes:
-        rank: of this process in the group, from 0.
+        rank: the rank of this process in the group, from 0.
         size: number of ranks.
-        device: where small tensors for collectives are best made.
+        device: the device to make small tensors for collectives on.
         sent: bytes that this rank has sent, counted as in a ring.
         calls: number of collectives.
         timeout: seconds that `barrier` waits with gloo.
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def all_ranks(self) -> Ranks:
-        """All ranks of the mesh that these are a group of, or these: they share errors."""
+        """The ranks that share errors: those of the mesh that this is a group of, or these."""
         return self._mesh or self
 
     @property
@@ -59,7 +59,7 @@ class Ranks:
         return self._coordinates.get("x", 0), self._coordinates.get("y", 0), self.rank
 
     def as_mesh_group(self, mesh: Ranks, coordinates: dict[str, int]) -> Ranks:
-        """These ranks as one group of a mesh, at these coordinates along its other axes."""
+        """Return these ranks as one group of a mesh, at these coordinates along its other axes."""
         if mesh.alone:
             return self
         group = object.__new__(type(self))
@@ -67,17 +67,20 @@ class Ranks:
         return group
 
     def is_lead_group(self, axes: Collection[str] = ()) -> bool:
-        """Whether this group counts for what is sharded over these axes of the mesh: along other
-        axes all groups hold the same, and only the first counts."""
+        """Whether this is the first group along all axes of the mesh but these.
+
+        Of a layer that is sharded over `axes` all groups along the other axes hold the same.
+        """
         return not any(rank for axis, rank in self._coordinates.items() if axis not in axes)
 
     def is_lead_rank(self, axes: Collection[str] = ()) -> bool:
-        """Whether this is the first rank of such a group."""
+        """Whether this is the first rank of a lead group."""
         return self.rank == 0 and self.is_lead_group(axes)
 
     def barrier(self, what: str, timeout: float | None = None) -> None:
-        """Wait for all ranks, with a shorter timeout than the collectives that follow. If the first
-        rank is missing, the timeout of the group applies.
+        """Wait for all ranks, with a shorter timeout than the collectives that follow.
+
+        If the first rank is missing, the timeout of the group applies.
 
         Args:
             what: for the error: what this rank does, and what the user should do.
@@ -88,28 +91,28 @@ class Ranks:
         """
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum a tensor over ranks, in place."""
         if not self.alone:
             self._count_call(2 * tensor.nbytes * (self.size - 1) // self.size)
             self._reduce(tensor, "sum")
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over ranks, in place."""
+        """Take the elementwise maximum over ranks, in place."""
         if not self.alone:
             self._count_call(2 * tensor.nbytes * (self.size - 1) // self.size)
             self._reduce(tensor, "max")
         return tensor
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The tensor of rank `source`, in place."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Send the tensor of the first rank to all others, in place."""
         if not self.alone:
-            self._count_call(tensor.nbytes if self.rank == source else 0)
-            self._broadcast(tensor, source)
+            self._count_call(tensor.nbytes if self.rank == 0 else 0)
+            self._broadcast(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """The tensors of all ranks, in the order of ranks.
+        """Return the tensors of all ranks, in the order of ranks.
 
         Args:
             tensor: [any, ...]; the first dimension may differ between ranks.
@@ -135,45 +138,47 @@ class Ranks:
     def all_to_all(
         self,
         tensor: Tensor,
-        sizes: Sequence[int] | None = None,
-        coming: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Send a slice of `tensor` to every rank; returns the slices that all ranks send to this
-        one, concatenated in the order of ranks.
+        """Send a slice of `tensor` to every rank; return the slices that this rank receives.
 
         Args:
-            tensor: [sum of sizes, ...].
-            sizes: leading entries that go to each rank; defaults to equal shares.
-            coming: entries that come from each rank; defaults to equal shares.
+            tensor: [sum of input_sizes, ...].
+            input_sizes: leading entries to send to each rank; defaults to equal shares.
+            output_sizes: entries to receive from each rank; defaults to equal shares.
+
+        Returns:
+            The slices, concatenated in the order of ranks.
         """
         if self.alone:
             return tensor
         share = [len(tensor) // self.size] * self.size
-        sizes = share if sizes is None else list(sizes)
-        coming = share if coming is None else list(coming)
+        input_sizes = share if input_sizes is None else list(input_sizes)
+        output_sizes = share if output_sizes is None else list(output_sizes)
         row = tensor[:1].nbytes if len(tensor) else 0
-        self._count_call(row * (sum(sizes) - sizes[self.rank]))
-        out = tensor.new_empty(sum(coming), *tensor.shape[1:])
-        self._exchange(out, tensor.contiguous(), coming, sizes)
+        self._count_call(row * (sum(input_sizes) - input_sizes[self.rank]))
+        out = tensor.new_empty(sum(output_sizes), *tensor.shape[1:])
+        self._exchange(out, tensor.contiguous(), output_sizes, input_sizes)
         return out
 
     def _count_call(self, sent: int) -> None:
         self.sent += sent
         self.calls += 1
 
-    # Of a group of one; subclasses override these.
+    # For a group of one; subclasses override these.
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
         pass
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _broadcast(self, tensor: Tensor) -> None:
         pass
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
         out.copy_(tensor.expand_as(out))
 
     def _exchange(
-        self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
+        self, out: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int]
     ) -> None:
         out.copy_(tensor)
 
@@ -209,7 +214,7 @@ class GroupRanks(Ranks):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
 
     def _to_supported_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on a device that the backend supports; itself if it is on one."""
+        """Return the tensor on a device that the backend supports; itself if it is on one."""
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
@@ -234,10 +239,10 @@ class GroupRanks(Ranks):
         if at is not tensor:
             tensor.copy_(at)
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _broadcast(self, tensor: Tensor) -> None:
         at = self._to_supported_device(tensor)
         with _shorten_errors():
-            torch.distributed.broadcast(at, group=self.group, group_src=source)
+            torch.distributed.broadcast(at, group=self.group, group_src=0)
         if at is not tensor:
             tensor.copy_(at)
 
@@ -249,12 +254,13 @@ class GroupRanks(Ranks):
             out.copy_(at)
 
     def _exchange(
-        self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
+        self, out: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int]
     ) -> None:
         at, sent = self._to_supported_device(out), self._to_supported_device(tensor)
-        dist, parts = torch.distributed, (list(coming), list(sizes))
         with _shorten_errors():
-            dist.all_to_all_single(at, sent, *parts, group=self.group)
+            torch.distributed.all_to_all_single(
+                at, sent, output_sizes, input_sizes, group=self.group
+            )
         if at is not out:
             out.copy_(at)
 
@@ -275,12 +281,12 @@ def _shorten_errors() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error of torch."""
+    """Return the first line of an error of torch."""
     return str(error).partition("\n")[0][:300]
 
 
 def _find_all_gather() -> Any:
-    """By its newer name where torch has one and deprecates the old."""
+    """Return torch's function by its new name, or by the old one in an older torch."""
     dist = torch.distributed
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -291,7 +297,7 @@ _group_ranks: WeakKeyDictionary[Any, GroupRanks] = WeakKeyDictionary()
 
 
 def ranks_of(choice: Any) -> Ranks:
-    """The `Ranks` for the argument `ranks` of a trainer.
+    """Return the `Ranks` for the argument `ranks` of a trainer.
 
     Args:
         choice: "auto": all ranks of torch.distributed if it is initialised, otherwise this process
@@ -348,7 +354,7 @@ def _make_ranks(group: Any) -> Ranks:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """The timeout of a group's collectives; None, torch's default, where it cannot be read."""
+    """Return the timeout of a group's collectives; None, torch's default, if it cannot be read."""
     try:
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):

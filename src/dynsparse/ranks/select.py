@@ -23,25 +23,29 @@ _DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer
 
 
 def chunk_of(ranks: Ranks, count: int) -> tuple[int, int]:
-    """This rank's chunk [first, last) of `count` items, as `torch.chunk` divides them."""
+    """Return this rank's chunk [first, last) of `count` items, as `torch.chunk` divides them."""
     return chunk(count, ranks.size, ranks.rank)
 
 
 def chunk(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Chunk number `part` of `parts`, [first, last), of `count` items, as `torch.chunk` divides
-    them: equal lengths, the last chunks shorter or empty."""
+    """Return chunk number `part` of `parts`, [first, last), of `count` items.
+
+    Chunks are those of `torch.chunk`: of equal lengths, the last ones shorter or empty.
+    """
     share = -(-count // parts)
     return min(part * share, count), min((part + 1) * share, count)
 
 
 def key_bits(dtype: torch.dtype) -> int:
-    """The number of bits of the keys of scores."""
+    """Return the number of bits of the keys of scores."""
     return 64 if dtype == torch.float64 or not dtype.is_floating_point else 32
 
 
 def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
-    """Integers in the order of the scores, or in the reverse order: int32 or int64, signed; and
-    their number of bits."""
+    """Return integers in the order of the scores, reversed unless `largest`, and their bits.
+
+    They are signed, int32 or int64.
+    """
     bits = key_bits(scores.dtype)
     if bits == 64:
         raw = (scores.double() + 0.0).view(torch.int64)  # -0.0 becomes 0.0
@@ -67,7 +71,7 @@ class _Digits(NamedTuple):
     digits: Tensor | None  # None: the compiled kernels compute them from the keys
 
     def select(self, digit: int) -> Tensor:
-        """The keys with this digit."""
+        """Return the keys with this digit."""
         if self.digits is not None:
             return self.keys[(self.digits == digit).nonzero().flatten()]
         selected = empty(int(self.counts[digit]), dtype=torch.int32)
@@ -79,8 +83,10 @@ class _Digits(NamedTuple):
 
 
 def _compute_digits(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Digits:
-    """Digits of `bits` bits, at most 11, from bit `shift` on. The first digits, with the sign, are
-    offset so that they ascend with the keys."""
+    """Compute the digits of `bits` bits, at most 11, from bit `shift` on.
+
+    The first digits, with the sign, are offset so that they ascend with the keys.
+    """
     bins = 1 << bits
     top = first and shift + bits == 32
     narrow = keys.is_cpu and keys.dtype == torch.int32
@@ -104,7 +110,7 @@ def select_over_ranks(
     below: int = 2**62,
     bits: int | None = None,
 ) -> list[Tensor]:
-    """For each problem, which of this rank's scores are among the `count` largest of all ranks.
+    """Select for each problem this rank's scores among the `count` largest of all ranks.
 
     Among equal scores the smaller positions win, as in `ops.grow.select`.
 
@@ -149,7 +155,7 @@ def select_over_ranks(
 
 
 def masked_positions(positions: Tensor | int, chosen: Tensor) -> Tensor:
-    """The positions of the scores in a mask, int64 [any].
+    """Return the positions of the scores in a mask, int64 [any].
 
     Args:
         positions: of all scores, as for `select_over_ranks`.
@@ -163,14 +169,17 @@ def masked_positions(positions: Tensor | int, chosen: Tensor) -> Tensor:
 def kth_over_ranks(
     ranks: Ranks, keys: Sequence[Tensor], counts: Sequence[int], bits: int, most: int = 2**62
 ) -> tuple[list[int], list[int], list[int]]:
-    """For each problem the count-th largest key of all ranks; how many of the keys equal to it are
-    among the `count` largest; and how many keys are equal to it.
+    """Find for each problem the count-th largest key of all ranks.
 
     Args:
         keys: for each problem this rank's keys, signed, int32 or int64 [n].
-        counts: for each problem; 0 gives a key larger than that of any number.
+        counts: the count of each problem; 0 gives a key larger than that of any number.
         bits: number of bits of the keys, at most 64.
         most: upper bound of the number of keys of a problem on all ranks.
+
+    Returns:
+        For each problem the key; how many of the keys equal to it are among the `count` largest;
+        and how many keys are equal to it.
 
     Raises:
         ValueError: `count` is larger than the number of keys.
@@ -212,7 +221,7 @@ def _check_enough(counts: Sequence[int], totals: Sequence[int]) -> None:
 
 
 def gather_sorted(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list[Tensor]:
-    """For each problem the numbers of all ranks, ascending, int64 on the CPU.
+    """Return for each problem the numbers of all ranks, ascending, int64 on the CPU.
 
     Dense numbers are sent as bit masks.
 
@@ -258,7 +267,7 @@ class _Run(NamedTuple):
         return self.size * (4 if self.small else 8)
 
     def pack(self, numbers: Tensor) -> Tensor:
-        """uint8 [bytes]"""
+        """Return the numbers as they are sent, uint8 [bytes]."""
         if not self.is_mask:
             return numbers.to(torch.int32 if self.small else torch.int64).view(torch.uint8)
         return _pack_bits(numbers, self.first, self.end)
@@ -284,7 +293,7 @@ def _concatenate(runs: Sequence[_Run], packed: Sequence[Tensor]) -> Tensor:
 
 
 def _pack_bits(numbers: Tensor, first: int, end: int) -> Tensor:
-    """Ascending numbers in [first, end), int64, as a bit mask: uint8 [ceil((end - first) / 8)]."""
+    """Pack ascending int64 numbers in [first, end) to a bit mask, uint8 [ceil of an eighth]."""
     if not numbers.is_cpu or native.load() is None:
         mask = np.zeros(end - first, np.uint8)
         mask[(numbers - first).cpu().numpy()] = 1
@@ -296,7 +305,7 @@ def _pack_bits(numbers: Tensor, first: int, end: int) -> Tensor:
 
 
 def _unpack_bits(bits: Tensor, first: int, out: Tensor) -> None:
-    """The inverse, on the CPU, into `out`, whose length is the number of set bits."""
+    """Unpack a bit mask, on the CPU, to `out`, whose length is the number of set bits."""
     if native.load() is None:
         mask = np.unpackbits(bits.numpy(), bitorder="little")
         nonzero_positions(torch.from_numpy(mask).view(torch.bool), first, out)

@@ -84,7 +84,7 @@ def check_writable(path: Path) -> None:
 
 
 def current_rank() -> int:
-    """This process's rank, also before its group is made; 0 for a single process."""
+    """Return this process's rank, also before its group is made; 0 for a single process."""
     distributed = torch.distributed
     if not distributed.is_available():
         return 0
@@ -94,7 +94,7 @@ def current_rank() -> int:
 
 
 def rank_path(path: Path, rank: int) -> Path:
-    """The path of a rank's file."""
+    """Return the path of a rank's file."""
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
@@ -112,7 +112,7 @@ def _write(path: Path, recorder: Recorder, end: int) -> None:
     def write(file: BinaryIO) -> None:
         file.write(json.dumps(head)[:-1].encode() + b', "traceEvents": [\n')
         first = True
-        for part in _parts(recorder, pid, rank):
+        for part in _format_events(recorder, pid, rank):
             file.write((b"" if first else b",\n") + ",\n".join(part).encode())
             first = False
         file.write(b"\n]}\n")
@@ -121,45 +121,45 @@ def _write(path: Path, recorder: Recorder, end: int) -> None:
     _log.info("wrote the trace %s", path)
 
 
-def _parts(recorder: Recorder, pid: int, rank: int) -> Iterator[list[str]]:
-    """The events as JSON, in lists of thousands, none of them empty."""
+def _format_events(recorder: Recorder, pid: int, rank: int) -> Iterator[list[str]]:
+    """Yield the events as JSON, in lists of thousands, none of them empty."""
     yield [
-        _metadata("process_name", f"dynsparse, rank {rank}", pid, 0, recorder.begin),
-        *(_metadata("thread_name", lane.name, pid, lane.thread, recorder.begin)
+        _format_metadata("process_name", f"dynsparse, rank {rank}", pid, 0, recorder.begin),
+        *(_format_metadata("thread_name", lane.name, pid, lane.thread, recorder.begin)
           for lane in recorder.lanes),
     ]  # fmt: skip
     for lane in recorder.lanes:
         # Outer spans before inner ones, as simple readers expect.
         marks = sorted(lane.marks, key=lambda mark: (mark[1], -(mark[2] or mark[1])))
         for start in range(0, len(marks), _PART):
-            yield [_event(mark, lane, pid) for mark in marks[start : start + _PART]]
+            yield [_format_event(mark, lane, pid) for mark in marks[start : start + _PART]]
 
 
-def _metadata(name: str, value: str, pid: int, thread: int, begin: int) -> str:
+def _format_metadata(name: str, value: str, pid: int, thread: int, begin: int) -> str:
     event = {"ph": "M", "name": name, "ts": begin / 1000, "pid": pid, "tid": thread}
     return json.dumps({**event, "args": {"name": value}})
 
 
-def _event(mark: Mark, lane: Lane, pid: int) -> str:
+def _format_event(mark: Mark, lane: Lane, pid: int) -> str:
     title, begin, end, about = mark
     at = f'"ts":{_microseconds(begin)},"pid":{pid},"tid":{lane.thread}'
     name = json.dumps(str(title))
     if end is None:
         return f'{{"ph":"C","cat":"dynsparse","name":{name},{at},"args":{{{name}:{about!r}}}}}'
-    more = f',"args":{json.dumps(_plain(about))}' if about else ""
+    more = f',"args":{json.dumps(_to_json_values(about))}' if about else ""
     length = _microseconds(end - begin)
     return f'{{"ph":"X","cat":"dynsparse","name":{name},{at},"dur":{length}{more}}}'
 
 
 def _microseconds(time: int) -> str:
-    """Exact to the nanosecond, unlike a float."""
+    """Format nanoseconds as microseconds, exactly, unlike a float."""
     return f"{time // 1000}.{time % 1000:03d}"
 
 
-def _plain(about: dict[str, Any]) -> dict[str, Any]:
-    """Values that JSON can hold."""
+def _to_json_values(about: dict[str, Any]) -> dict[str, Any]:
+    """Convert values that JSON cannot hold to text."""
 
-    def fits(value: Any) -> bool:
+    def is_json(value: Any) -> bool:
         return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
-    return {name: value if fits(value) else str(value) for name, value in about.items()}
+    return {name: value if is_json(value) else str(value) for name, value in about.items()}

@@ -31,13 +31,13 @@ def watch(model: nn.Module) -> None:
 
 
 def unwatch(model: nn.Module) -> None:
-    """Undo `watch`, for a loop that has its own spans; before a trace begins."""
+    """Undo `watch`, for a loop that has its own spans. Call it before a trace begins."""
     _models.discard(model)
 
 
 @contextmanager
 def hook_models() -> Iterator[None]:
-    """All watched models have hooks inside, also those that are watched later."""
+    """Add hooks to all watched models inside the context, also to those that are watched later."""
     for model in _models:
         _hook(model)
     try:
@@ -71,24 +71,24 @@ def _end_forward(model: nn.Module, args: Any, out: Any) -> None:
     if recorder.forwards:  # inside another
         return
     recorder.mark(("forward", begin, time.perf_counter_ns(), None))
-    tensor = _with_gradient(out)
+    tensor = _find_differentiable(out)
     if tensor is not None:
         with suppress(RuntimeError):  # transforms of torch.func do not support hooks
             tensor.register_hook(_begin_backward)
 
 
-def _with_gradient(out: Any) -> Tensor | None:
-    """The first tensor of a model's output that requires a gradient."""
+def _find_differentiable(out: Any) -> Tensor | None:
+    """Return the first tensor of a model's output that requires a gradient, or None."""
     if isinstance(out, Tensor):
         return out if out.requires_grad else None
     parts = out.values() if isinstance(out, Mapping) else out
     if not isinstance(out, (Mapping, tuple, list)):
         return None
-    return next((t for part in parts if (t := _with_gradient(part)) is not None), None)
+    return next((t for part in parts if (t := _find_differentiable(part)) is not None), None)
 
 
 def _begin_backward(gradient: Tensor) -> None:
-    """A backward pass reached the model; its span ends with the whole pass."""
+    """Begin the span of a backward pass, which reached the model; it ends with the whole pass."""
     recorder = active_recorder()
     if recorder is None or torch.compiler.is_compiling():
         return

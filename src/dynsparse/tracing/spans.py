@@ -35,7 +35,7 @@ class Lane:
 
     @property
     def is_full(self) -> bool:
-        """Whether earlier ones may have been dropped."""
+        """Whether earlier marks may have been dropped."""
         return len(self.marks) == self.marks.maxlen
 
 
@@ -65,7 +65,7 @@ class Recorder(threading.local):
 
     @classmethod
     def start(cls, limit: int) -> Recorder:
-        """A recorder that begins now."""
+        """Make a recorder that begins now."""
         return cls(limit, [], time.perf_counter_ns())
 
 
@@ -75,12 +75,12 @@ _recorder: Recorder | None = None
 
 
 def active_recorder() -> Recorder | None:
-    """The recorder of the trace that is on."""
+    """Return the recorder of the trace that is on, or None."""
     return _recorder
 
 
 def set_recorder(recorder: Recorder | None) -> None:
-    """Set the recorder of all spans from now on; None: no trace is on."""
+    """Set the recorder of all spans from now on; None ends the trace."""
     global _recorder
     _recorder = recorder
 
@@ -138,7 +138,7 @@ class _ProfiledSpan(Span):
 
 
 def span(name: str, **about: Any) -> Span | _Off:
-    """A context manager whose time is recorded as `name` in the trace that is on, if there is one.
+    """Return a context manager whose time is recorded as `name` in the trace that is on, if any.
 
     torch's profiler shows it too, as a `record_function`. With neither on it takes a third of a
     microsecond.
@@ -157,7 +157,7 @@ def span(name: str, **about: Any) -> Span | _Off:
 
 
 def spanned(name: str) -> Callable[[_Function], _Function]:
-    """A decorator that records each call of a function as a span."""
+    """Return a decorator that records each call of a function as a span."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)

@@ -17,7 +17,7 @@ from dynsparse.ops.linear.cuda.costs import (
     bounds,
     choose,
     config_of,
-    product,
+    dense_seconds,
     rates_of,
     seconds,
 )
@@ -50,10 +50,10 @@ def of(b):
 def test_bounds_of_a_large_layer(b):
     at = layer(4096, 0.1, b)
     forward, weight = (bounds(at, 8192, c, "16-bit", H100) for c in of(b))
-    assert round(product(at, 8192, "16-bit", H100) * 1e6) == 344
+    assert round(dense_seconds(at, 8192, "16-bit", H100) * 1e6) == 344
     assert [round(t * 1e6) for t in (*forward, weight.cache)] == list(FIGURES[b])
     assert weight[:3] == forward[:3]
-    assert forward.least == max(forward)
+    assert forward.largest == max(forward)
 
 
 def test_bounds_use_the_chosen_configuration():
@@ -78,9 +78,9 @@ def test_single_elements_are_bound_by_the_cache():
 def test_float32():
     at, config = layer(4096, 0.1, 64), of(64)[0]
     fast, exact = (bounds(at, 8192, config, numbers, H100) for numbers in ("tf32", "tf32x3"))
-    assert round(product(at, 8192, "tf32", H100) * 1e6) == 833
+    assert round(dense_seconds(at, 8192, "tf32", H100) * 1e6) == 833
     assert round(fast.cache * 1e6) == 111
-    assert product(at, 8192, "tf32x3", H100) * 1e6 == pytest.approx(5300, rel=0.01)
+    assert dense_seconds(at, 8192, "tf32x3", H100) * 1e6 == pytest.approx(5300, rel=0.01)
     assert round(exact.arithmetic * 1e6) == 206
 
 
@@ -90,10 +90,10 @@ def test_expected_times():
     for b in (16, 32, 64, 128):
         at = layer(4096, 0.1, b)
         config = config_of(at, 8192, "forward", HALF, INTERPRETED)
-        least = bounds(at, 8192, config, "16-bit", H100).least
+        least = bounds(at, 8192, config, "16-bit", H100).largest
         found = seconds("blocks", at, 8192, "forward", HALF, INTERPRETED)
         assert found == pytest.approx(least / H100.share["16-bit"][b][0] + 5e-6)
-    at, dense = layer(4096, 0.1, 1), product(layer(4096, 0.1, 1), 8192, "16-bit", H100)
+    at, dense = layer(4096, 0.1, 1), dense_seconds(layer(4096, 0.1, 1), 8192, "16-bit", H100)
     for what, low, high in (("forward", 15, 25), ("grad_input", 0, 5), ("grad_weight", 15, 35)):
         beside = seconds("dense", at, 8192, what, HALF, INTERPRETED) - dense
         assert low < beside * 1e6 < high
@@ -101,7 +101,7 @@ def test_expected_times():
     beside = seconds("dense", at, 4000, "grad_input", HALF, INTERPRETED) - dense * 4000 / 8192
     assert 15 < beside * 1e6 < 25
     full = layer(4096, 1.0, 1)
-    dense = product(full, 8192, "16-bit", H100)
+    dense = dense_seconds(full, 8192, "16-bit", H100)
     assert seconds("dense", full, 8192, "forward", HALF, INTERPRETED) == pytest.approx(dense + 3e-6)
 
 

@@ -34,7 +34,7 @@ _checked = TensorCache()
 
 
 def _check_index(row_ptr: Tensor, cols: Tensor, queries: int, keys: int, block: int) -> None:
-    """Raise RuntimeError for an index with which kernels would read out of bounds."""
+    """Raise RuntimeError if kernels would read out of bounds with this index."""
     sizes = row_ptr.dim() == cols.dim() == 1 and len(row_ptr) * block == queries + block
     kinds = row_ptr.dtype == cols.dtype == torch.int32
     if block < 1 or keys % block or not sizes or not kinds or not row_ptr.is_contiguous():
@@ -87,7 +87,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
 
 
 def _prepare(q: Tensor, rest: tuple[Any, ...]) -> tuple[Any, torch.dtype, tuple[Any, ...]]:
-    """The module that computes, the dtype, and its arguments besides q, k and v."""
+    """Return the module that computes, the dtype, and its arguments besides q, k and v."""
     row_ptr, cols, bias, seed, block, causal, scale, dropout = rest[:8]
     low = q.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if low else q.dtype
@@ -112,7 +112,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 
 def _order_heads(out: Tensor) -> Tensor:
-    """[N, heads, tokens, features] with the heads of a token adjacent in memory."""
+    """Copy [N, heads, tokens, features] so that the heads of a token are adjacent in memory."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -136,7 +136,7 @@ _library.impl("block_attention", _forward, "CompositeExplicitAutograd")
 _library.impl("block_attention_backward", _backward, "CompositeExplicitAutograd")
 
 
-def _like(q: Tensor, shape: Sequence[int]) -> Tensor:
+def _empty_by_token(q: Tensor, shape: Sequence[int]) -> Tensor:
     n, heads, tokens, features = shape
     return q.new_empty(n, tokens, heads, features).transpose(1, 2)
 
@@ -144,14 +144,15 @@ def _like(q: Tensor, shape: Sequence[int]) -> Tensor:
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, rest)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _like(q, (*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=sums)
+    out = _empty_by_token(q, (*q.shape[:3], v.shape[3]))
+    return out, q.new_empty(q.shape[:3], dtype=sums)
 
 
 def _backward_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     needed = zip((q, k, v), rest[8], strict=True)
-    dq, dk, dv = (_like(q, t.shape) if n else q.new_empty(0) for t, n in needed)
+    dq, dk, dv = (_empty_by_token(q, t.shape) if n else q.new_empty(0) for t, n in needed)
     return dq, dk, dv
 
 
@@ -192,8 +193,17 @@ torch.library.register_autograd(
 register_autocast(_library, "block_attention", cast=(0, 1, 2, 5))  # query, key, value and bias
 
 
+def additive_mask(mask: Tensor, name: str, like: Tensor) -> Tensor:
+    """Return a mask as a tensor of the dtype of `like` to add to scores: -infinity for True."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
+    if mask.is_floating_point():
+        return mask.to(like.dtype)
+    raise TypeError(f"{name} must be bool or floating point, got {mask.dtype}")
+
+
 def bias_of(key_padding_mask: Tensor | None, like: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """The bias of the scores of keys [N, S], -infinity where the mask is True.
+    """Return the bias of the scores of keys [N, S], -infinity where the mask is True.
 
     Raises:
         TypeError: a mask that is neither bool nor floating point.
@@ -207,15 +217,11 @@ def bias_of(key_padding_mask: Tensor | None, like: Tensor, shape: tuple[int, int
         raise ValueError(
             f"key_padding_mask must have the shape {list(shape)}, got {list(mask.shape)}"
         )
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
-    if not mask.is_floating_point():
-        raise TypeError(f"key_padding_mask must be bool or floating point, got {mask.dtype}")
     if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "key_padding_mask gets no gradient where the attention has a pattern: detach it"
         )
-    return mask.to(like.dtype)
+    return additive_mask(mask, "key_padding_mask", like)
 
 
 def scaled_dot_product_attention(

@@ -23,12 +23,12 @@ class Settings(NamedTuple):
 
     @property
     def keep_scale(self) -> float:
-        """The factor of weights that dropout keeps; 0 without dropout."""
+        """The scale of the weights that dropout keeps; 0 without dropout."""
         return 1 / (1 - self.dropout) if 0 < self.dropout < 1 else 0.0
 
     @property
     def threshold(self) -> int:
-        """Random int32 below it are dropped: the rate is exact to 2^-32."""
+        """Weights whose random int32 is below it are dropped; the rate is exact to 2^-32."""
         return min(round(self.dropout * 2**32), 2**32 - 1) - 2**31
 
 
@@ -39,7 +39,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> np.ndarray:
 
 
 def _with_strides(tensors: Sequence[Tensor | None]) -> list[Tensor | np.ndarray | None]:
-    """Each tensor followed by its strides."""
+    """Return each tensor followed by its strides."""
     arguments: list[Tensor | np.ndarray | None] = []
     for tensor in tensors:
         strides = (0,) * 4 if tensor is None else tensor.stride()
@@ -51,8 +51,8 @@ def _options(s: Settings) -> tuple[float, int, int, float, int]:
     return s.scale, s.seed, s.threshold, s.keep_scale, torch.get_num_threads()
 
 
-def _by_token(shape: Sequence[int]) -> Tensor:
-    """Uninitialised [batch, heads, tokens, features], the heads of a token adjacent in memory."""
+def _empty_by_token(shape: Sequence[int]) -> Tensor:
+    """Allocate [batch, heads, tokens, features] with the heads of a token adjacent in memory."""
     n, heads, tokens, features = shape
     return torch.empty(n, tokens, heads, features, device="cpu").transpose(1, 2)
 
@@ -66,8 +66,11 @@ def forward(
     bias: Tensor | None,
     s: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """[batch, heads, queries, value features], and [batch, heads, queries] for `backward`."""
-    out = _by_token((*q.shape[:3], v.shape[3]))
+    """Return the output [batch, heads, queries, value features], and sums for `backward`.
+
+    The sums [batch, heads, queries] are the logarithms of the sums of exponentials.
+    """
+    out = _empty_by_token((*q.shape[:3], v.shape[3]))
     sums = torch.empty(q.shape[:3], device="cpu")
     status = native.call(
         "dynsparse_attention_forward",
@@ -95,8 +98,9 @@ def backward(
     s: Settings,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of q, k and v, where they are needed."""
-    gradients = [_by_token(t.shape) if n else None for t, n in zip((q, k, v), needed, strict=True)]
+    """Return the gradients of q, k and v, or None for those that are not needed."""
+    tensors = zip((q, k, v), needed, strict=True)
+    gradients = [_empty_by_token(t.shape) if n else None for t, n in tensors]
     status = native.call(
         "dynsparse_attention_backward",
         *_with_strides((grad, q, k, v, out)),

@@ -9,7 +9,7 @@ from dynsparse.pattern import SparsePattern
 
 
 def dense_of(values: Tensor, pattern: SparsePattern) -> Tensor:
-    """[..., nnz] or [..., nnz, b, b] -> [..., m, n], zeros elsewhere; matrix by matrix."""
+    """Lay out values [..., nnz] or [..., nnz, b, b] in matrices [..., m, n] of zeros."""
     shape = pattern.values_shape
     batch = values.shape[: values.dim() - len(shape)]
     matrices = [pattern.to_dense(matrix) for matrix in values.reshape(batch.numel(), *shape)]
@@ -17,10 +17,10 @@ def dense_of(values: Tensor, pattern: SparsePattern) -> Tensor:
 
 
 def _softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Zeros where nothing is seen, rows without anything included."""
-    some = mask.any(-1, keepdim=True)
-    weights = scores.masked_fill(~mask & some, -torch.inf).softmax(-1)
-    return weights * (mask & some)
+    """Return the softmax over the entries of a mask; zeros elsewhere, also in empty rows."""
+    has_entries = mask.any(-1, keepdim=True)
+    weights = scores.masked_fill(~mask & has_entries, -torch.inf).softmax(-1)
+    return weights * (mask & has_entries)
 
 
 def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:

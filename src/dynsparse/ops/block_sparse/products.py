@@ -17,12 +17,13 @@ from dynsparse._core.checks import check_choice, check_kind, check_tensor
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.pattern.index_arrays import to_slot_order
+from dynsparse.pattern.on_device import expand_row_pointers
 
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 
 
 def check_values(values: Tensor, pattern: SparsePattern) -> torch.Size:
-    """The batch of matrices [..., nnz] or [..., nnz, b, b] at a pattern: its sizes.
+    """Check values [..., nnz] or [..., nnz, b, b] against a pattern; return the batch's sizes.
 
     Raises:
         TypeError: not a floating point tensor, or not a pattern.
@@ -49,7 +50,7 @@ def check_operand(name: str, dense: Tensor, like: Tensor | None, **sizes: int | 
     """Raise unless `dense` is [..., rows, columns], of the type and on the device of `like`.
 
     Args:
-        sizes: how many rows and columns, by what they are called; None: any.
+        sizes: the number of rows and of columns, by their names in messages; None allows any.
     """
     _check_floating(name, dense)
     expected = list(sizes.values())
@@ -65,15 +66,15 @@ def check_operand(name: str, dense: Tensor, like: Tensor | None, **sizes: int | 
 
 
 def _batch_of(first: Sequence[int], second: Sequence[int], shared: bool) -> list[int]:
-    """The batch of both operands; one of them may have none where it can be shared."""
+    """Return the batch of both operands; with `shared` the first may have none."""
     if list(first) == list(second) or (shared and not len(first)):
         return list(second)
     rule = "be equal in both operands" + (", or absent from values" if shared else "")
     raise ValueError(f"the dimensions of the batch must {rule}: {list(first)}, {list(second)}")
 
 
-def _diagonal(index: PatternIndex, count: int) -> PatternIndex:
-    """The index of `count` matrices along the diagonal."""
+def _block_diagonal(index: PatternIndex, count: int) -> PatternIndex:
+    """Return the index of a matrix with `count` copies of a pattern along the diagonal."""
     row_ptr, cols, col_ptr, csc_rows, csc_perm, slots = index
     nnz, height, width = len(cols), len(row_ptr) - 1, len(col_ptr) - 1
     most = max(nnz, height, width) * count
@@ -117,7 +118,7 @@ def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -
         return linear(x, values, index).unflatten(0, [*batch, n]).movedim(-1, -2)
     count = matrices.numel()
     x = dense.reshape(count * pattern.shape[1], n).t()
-    y = linear(x, values.reshape(-1, *pattern.values_shape[1:]), _diagonal(index, count))
+    y = linear(x, values.reshape(-1, *pattern.values_shape[1:]), _block_diagonal(index, count))
     return y.t().reshape(*batch, pattern.shape[0], n)
 
 
@@ -134,7 +135,8 @@ def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -
         return grad_input(dense, values, index)
     count = matrices.numel()
     dy = dense.reshape(count, n, pattern.shape[0]).transpose(0, 1).reshape(n, -1)
-    y = grad_input(dy, values.reshape(-1, *pattern.values_shape[1:]), _diagonal(index, count))
+    blocks = values.reshape(-1, *pattern.values_shape[1:])
+    y = grad_input(dy, blocks, _block_diagonal(index, count))
     return y.unflatten(1, (count, -1)).transpose(0, 1).reshape(*batch, n, pattern.shape[1])
 
 
@@ -165,21 +167,14 @@ def sampled_matmul(a: Tensor, b: Tensor, pattern: SparsePattern) -> Tensor:
     dy = a.reshape(count * pattern.shape[0], -1).t()
     x = b.reshape(count, -1, pattern.shape[1]).transpose(0, 1).reshape(b.shape[-2], -1)
     like = a.new_empty(count * pattern.nnz, *shape[1:])
-    return grad_weight(dy, x, like, _diagonal(index, count)).reshape(*batch, *shape)
-
-
-def rows_of(row_ptr: Tensor, nnz: int) -> Tensor:
-    """The block row of every slot, int64 [nnz]; without synchronising with a device."""
-    counts = row_ptr.diff().long()
-    each = torch.arange(len(counts), device=counts.device)
-    return torch.repeat_interleave(each, counts, output_size=nnz)
+    return grad_weight(dy, x, like, _block_diagonal(index, count)).reshape(*batch, *shape)
 
 
 def diagonal_mask(rows: Tensor, cols: Tensor, block: int, upper: bool) -> Tensor:
-    """The elements of blocks above the diagonal, or below: bool [nnz, b, b]."""
-    within = torch.arange(block, device=rows.device)
-    ahead = (cols - rows)[:, None, None] * block + within - within[:, None]
-    return ahead > 0 if upper else ahead < 0
+    """Return which elements of blocks are above the diagonal, or below it: bool [nnz, b, b]."""
+    index = torch.arange(block, device=rows.device)
+    offset = (cols - rows)[:, None, None] * block + index - index[:, None]
+    return offset > 0 if upper else offset < 0
 
 
 def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:
@@ -208,7 +203,7 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
     block, height = pattern.block_size, pattern.grid[0]
     index = pattern._index_on(values.device)
-    rows = to_slot_order(rows_of(index.row_ptr, pattern.nnz), index.slots)
+    rows = to_slot_order(expand_row_pointers(index.row_ptr, pattern.nnz), index.slots)
     wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
     scores = values.to(wide).reshape(*batch, pattern.nnz, block, block)
     if subblock_mask != "none":
@@ -219,9 +214,9 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
 
 
 def sum_by_index(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
-    """The sum of the parts, as `index_add` to `size` zeros along a dimension.
+    """Add up the parts by index, as `index_add` to `size` zeros along a dimension.
 
-    The same bits on every run, also on a GPU, where `index_add` adds in any order.
+    The result has the same bits on every run, also on a GPU, where `index_add` adds in any order.
     """
     zeros = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
     if parts.is_cpu:
@@ -230,23 +225,25 @@ def sum_by_index(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
 
 
 def index_add_in_order(sums: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
-    """`index_add` that sorts what it adds."""
-    first = sums.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
-    return first.movedim(0, dim)
+    """Compute `index_add` in the order of the index, by `index_put`, which sorts."""
+    total = sums.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
+    return total.movedim(0, dim)
 
 
 def softmax_weights(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """The softmax of scores [..., nnz, b, b], and what was taken from them and divided by, as the
-    logarithm of the sum of exponentials [..., height, b]: infinity where there is none."""
-    # Finite, so that what is masked everywhere gives zeros and not NaN. No gradient goes through
-    # it, as the weights do not depend on it.
+    """Return the softmax of scores [..., nnz, b, b], and the logarithms of its denominators.
+
+    These are log(sum of exp(s)) of each row [..., height, b], infinity for rows without entries.
+    """
+    # The maximum is finite, so that fully masked rows give zeros and not NaN. The weights do not
+    # depend on it, so no gradient goes through it.
     largest = scores.detach().amax(-1)
     lowest = torch.finfo(scores.dtype).min
     top = largest.new_full((*largest.shape[:-2], height, largest.shape[-1]), lowest)
     top = top.scatter_reduce(-2, rows[:, None].expand_as(largest), largest, "amax")
     weights = (scores - top.index_select(-2, rows)[..., None]).exp()
     sums = sum_by_index(weights.sum(-1), rows, weights.dim() - 3, height)
-    nothing = sums == 0
-    sums = sums.masked_fill(nothing, 1)
+    is_empty = sums == 0
+    sums = sums.masked_fill(is_empty, 1)
     weights = weights / sums.index_select(-2, rows)[..., None]
-    return weights, (top + sums.log()).masked_fill(nothing, torch.inf)
+    return weights, (top + sums.log()).masked_fill(is_empty, torch.inf)

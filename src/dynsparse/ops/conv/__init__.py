@@ -43,7 +43,7 @@ def conv(
     geometry: Geometry,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A convolution with a sparse weight. Differentiable twice in x, values and bias.
+    """Compute a convolution with a sparse weight, differentiable twice in x, values and bias.
 
     Args:
         x: [batch, in, height, width]; any strides; float32, float64, bfloat16 or float16.
@@ -76,7 +76,7 @@ def grad_input(
     geometry: Geometry,
     size: Sequence[int],
 ) -> Tensor:
-    """dX [batch, in, height, width] of dy [batch, out, ...]; `size` is (height, width)."""
+    """Return dX [batch, in, height, width] of dy [batch, out, ...]; `size` is (height, width)."""
     index = _index_of(pattern)
     _check(geometry, dy=dy, values=values)
     g = geometry.to_list()
@@ -86,7 +86,7 @@ def grad_input(
 def grad_weight(
     dy: Tensor, x: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex, geometry: Geometry
 ) -> Tensor:
-    """The gradient of the weight at the pattern's positions only: like values, which are not
+    """Return the gradient of the weight at the pattern's positions: like values, which are not
     read."""
     index = _index_of(pattern)
     _check(geometry, dy=dy, x=x, values=values)

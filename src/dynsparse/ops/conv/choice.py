@@ -37,7 +37,7 @@ CONSTANTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def family(kind: str, block_size: int) -> str:
-    """The entry of `CONSTANTS`."""
+    """Return the key of `CONSTANTS` for this kind and block size."""
     if kind == "dense":
         return kind
     return "sparse blocks" if block_size >= 4 else "sparse elements"
@@ -49,14 +49,17 @@ def _vector_width_of(path: str) -> int:
 
 
 def vector_width() -> int:
-    """Floats in a vector of the loaded kernels."""
+    """Return the number of floats in a vector of the loaded kernels."""
     library = native.load()
     return 1 if library is None else _vector_width_of(library._name)
 
 
-def _streams(batch: int, height: int, width: int) -> tuple[int, int]:
-    """Groups of streams, and rows of a stream, as csrc/conv/run.cpp divides `batch` images of
-    `height` rows: each lane of a vector holds an image or a strip of one."""
+def _count_streams(batch: int, height: int, width: int) -> tuple[int, int]:
+    """Return the number of groups of streams, and of rows of a stream.
+
+    csrc/conv/run.cpp divides `batch` images of `height` rows into them: each of the `width` lanes
+    of a vector holds an image or a strip of one.
+    """
     divisions = []
     for strips in range(1, min(width, height) + 1):
         strip = -(-height // strips)
@@ -74,11 +77,11 @@ def terms(
     backward: bool,
     width: int,
 ) -> tuple[float, ...]:
-    """The factors of the constants of a family.
+    """Return the factors of the constants of a family.
 
     Args:
-        size: of the output, (height, width).
-        width: of a vector.
+        size: (height, width) of the output.
+        width: number of floats in a vector.
     """
     channels = layer.in_features // g.taps * g.groups
     nonzeros = layer.nnz * layer.block_size**2
@@ -94,7 +97,7 @@ def terms(
         planes, others, phases = layer.out_features, 2 * channels, down * across
         reach = [-(-r // step) for r, step in zip(reach, g.stride, strict=True)]
         down = across = 1
-    groups, strip = _streams(batch, rows, width)
+    groups, strip = _count_streams(batch, rows, width)
     packed = groups * ((strip - 1) * down + reach[0]) * ((columns - 1) * across + reach[1])
     vectors = groups * strip * columns
     # Each run of neighbouring outputs has a fixed cost.
@@ -111,7 +114,7 @@ def cost(
     backward: bool,
     width: int,
 ) -> float:
-    """The predicted nanoseconds of a pass on one thread; arguments as of `terms`."""
+    """Return the predicted nanoseconds of a pass on one thread; arguments as of `terms`."""
     constants = CONSTANTS[family(kind, layer.block_size)][backward]
     factors = terms(kind, layer, g, batch, size, backward, width)
     return sum(c * t for c, t in zip(constants, factors, strict=True))
@@ -121,7 +124,7 @@ def cost(
 def cheapest_kind(
     layer: Layer, g: Geometry, batch: int, size: tuple[int, int], backward: bool, width: int
 ) -> str:
-    """The kind of least predicted time on a CPU; arguments as of `terms`."""
+    """Return the kind of least predicted time on a CPU; arguments as of `terms`."""
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
     limits = _BLOCKS if layer.block_size >= 4 else _ELEMENTS
     if batch >= _LARGE and density > limits[backward]:
@@ -137,10 +140,10 @@ def route(
     backward: bool,
     dtype: torch.dtype,
 ) -> str:
-    """ "sparse" (compiled kernels over the non-zeros) or "dense" (a dense convolution).
+    """Return "sparse" (compiled kernels over the non-zeros) or "dense" (a dense convolution).
 
     Args:
-        size: of the output.
+        size: (height, width) of the output.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     if not p.on_cpu or not (dtype is torch.float32 or low) or native.load() is None:

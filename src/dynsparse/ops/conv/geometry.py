@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,16 +32,17 @@ class Geometry(NamedTuple):
         return self.kernel[0] * self.kernel[1]
 
     def to_list(self) -> list[int]:
-        """As a list, for the operators."""
+        """Return the options as a list, for the operators."""
         return [*self.kernel, *self.stride, *self.padding, *self.dilation, self.groups]
 
     @classmethod
     def from_list(cls, numbers: Sequence[int]) -> Geometry:
+        """Return the geometry of a `to_list`."""
         kh, kw, sh, sw, top, left, bottom, right, dh, dw, groups = numbers
         return cls((kh, kw), (sh, sw), (top, left, bottom, right), (dh, dw), groups)
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        """Of an input of this size.
+        """Return the size of the output for an input of this size.
 
         Raises:
             RuntimeError: an input smaller than the kernel.
@@ -60,15 +62,14 @@ class Geometry(NamedTuple):
 
 
 def to_matrix(weight: Tensor) -> Tensor:
-    """[out, in / groups, *kernel] -> [out, taps * in / groups], as `Geometry` orders it."""
+    """Return a weight [out, in / groups, *kernel] as the matrix [out, taps * in / groups] of
+    `Geometry`."""
     return weight.flatten(2).transpose(1, 2).flatten(1)
 
 
 def to_weight(matrix: Tensor, kernel: Sequence[int]) -> Tensor:
-    """The inverse of `to_matrix`, contiguous."""
+    """Return the contiguous weight of a matrix: the inverse of `to_matrix`."""
     out, features = matrix.shape
-    taps = 1
-    for size in kernel:
-        taps *= size
+    taps = math.prod(kernel)
     weight = matrix.view(out, taps, features // taps).transpose(1, 2)
     return weight.reshape(out, features // taps, *kernel)

@@ -16,7 +16,7 @@ from dynsparse.pattern import PatternIndex
 def _entries(
     values: Tensor, index: PatternIndex, g: Geometry
 ) -> Iterator[tuple[int, slice, slice, int, int]]:
-    """(slot, outputs, inputs, down, across) of every block."""
+    """Yield (slot, outputs, inputs, down, across) of every block."""
     b = block_size_of(values)
     height, width = (len(index.row_ptr) - 1) * b, (len(index.col_ptr) - 1) * b
     per_group = width // g.taps
@@ -30,7 +30,7 @@ def _entries(
 
 
 def _window(padded: Tensor, down: int, across: int, size: tuple[int, ...], g: Geometry) -> Tensor:
-    """What one tap sees of a padded input [batch, channels, height, width]."""
+    """Return the entries that one tap reads of a padded input [batch, channels, height, width]."""
     (sh, sw), (dh, dw) = g.stride, g.dilation
     rows = slice(down * dh, down * dh + sh * (size[0] - 1) + 1, sh)
     cols = slice(across * dw, across * dw + sw * (size[1] - 1) + 1, sw)
@@ -45,7 +45,7 @@ def _pad(x: Tensor, g: Geometry) -> Tensor:
 def forward(
     x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None, g: Geometry
 ) -> Tensor:
-    """x [batch, in, height, width], values [nnz] or [nnz, b, b] -> [batch, out, ...]."""
+    """Return y [batch, out, ...] of x [batch, in, height, width]; values [nnz] or [nnz, b, b]."""
     b, padded = block_size_of(values), _pad(x, g)
     size = g.output_size(*x.shape[2:])
     y = x.new_zeros(x.shape[0], (len(index.row_ptr) - 1) * b, *size)
@@ -58,7 +58,7 @@ def forward(
 def grad_input(
     dy: Tensor, values: Tensor, index: PatternIndex, size: tuple[int, int], g: Geometry
 ) -> Tensor:
-    """dy [batch, out, ...] -> [batch, in, *size]."""
+    """Return dX [batch, in, *size] of dy [batch, out, ...]."""
     b = block_size_of(values)
     channels = (len(index.col_ptr) - 1) * b // g.taps * g.groups
     dx = _pad(dy.new_zeros(dy.shape[0], channels, *size), g)
@@ -70,7 +70,7 @@ def grad_input(
 
 
 def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex, g: Geometry) -> Tensor:
-    """The gradient of the weight at the pattern's positions only: the shape of `values`."""
+    """Return the gradient of the weight at the pattern's positions: the shape of `values`."""
     b, padded = block_size_of(values), _pad(x, g)
     out = x.new_zeros(len(values), b, b)
     for slot, outputs, inputs, down, across in _entries(values, index, g):

@@ -22,12 +22,12 @@ from dynsparse.ops.conv.geometry import Geometry
 # Dimensions of x and of dY.
 _DIMENSIONS = (7, 5)
 
-# Of the unfolded input at a time.
+# Size of a part of the unfolded input.
 CHUNK_BYTES = 8 << 20
 
 
 def patches_of(x: Tensor, dy: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
-    """x [batch, in, height, width] and dY [batch, out, ...] as a pair of patches."""
+    """Return x [batch, in, height, width] and dY [batch, out, ...] as a pair of patches."""
     top, left, bottom, right = g.padding
     padded = pad(x, (left, right, top, bottom)) if any(g.padding) else x
     batch, channels = x.shape[:2]
@@ -42,24 +42,24 @@ def patches_of(x: Tensor, dy: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
 
 
 def are_patches(x: Tensor, dy: Tensor) -> bool:
-    """Whether a pair is of a convolution."""
+    """Whether a pair is one of patches, of a convolution."""
     return (x.dim(), dy.dim()) == _DIMENSIONS and x.shape[:4] == dy.shape[:4]
 
 
 def features_of(x: Tensor, dy: Tensor) -> tuple[int, int]:
-    """(out, in) of the matrix whose gradient a pair, of any layer, makes."""
+    """Return (out, in) of the matrix whose gradient a pair, of any layer, makes."""
     if not are_patches(x, dy):
         return dy.shape[1], x.shape[1]
     return dy.shape[0] * dy.shape[4], x.shape[4:].numel()
 
 
 def samples_of(x: Tensor) -> int:
-    """Rows of the matrices that a pair stands for."""
+    """Return the number of rows of the matrices that a pair stands for."""
     return len(x) if x.dim() == 2 else x.shape[1:4].numel()
 
 
 def clone_view(x: Tensor) -> Tensor:
-    """A copy of one side of a pair, of no more memory than the tensor that it is a view of."""
+    """Copy one side of a pair, in no more memory than that of the tensor that it is a view of."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     if x.dim() == 2 or not x.numel() or span >= x.numel():
         return x.detach().clone()
@@ -68,8 +68,11 @@ def clone_view(x: Tensor) -> Tensor:
 
 
 def matrices(x: Tensor, dy: Tensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(first, left [rows, samples], right [samples, in]): the products left @ right, added up at
-    the rows from `first` on, are the rows [begin, end) of the gradient of the matrix."""
+    """Yield (first, left [rows, samples], right [samples, in]) of the rows [begin, end).
+
+    The products left @ right, added up at the rows from `first` on, are these rows of the gradient
+    of the matrix.
+    """
     if not are_patches(x, dy):
         yield 0, dy.narrow(1, begin, end - begin).t(), x
         return

@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
 
 
 def _sizes(x: Sequence[int], y: Sequence[int], p: LayerIndex, g: Geometry) -> np.ndarray:
-    """The shapes of x and y and the geometry, in the order of csrc/api.h."""
+    """Return the shapes of x and y and the geometry, in the order of csrc/api.h."""
     numbers = (*x, *y[1:], *g.kernel, *g.stride, *g.padding[:2], *g.dilation, g.groups)
     return np.array([*numbers, p.block_size], np.int64)
 
@@ -92,18 +92,18 @@ def _sparse_backward(
 
 
 def _to_dense(values: Tensor, p: LayerIndex, g: Geometry) -> Tensor:
-    """The weight [out, in / groups, kh, kw]."""
+    """Return the weight [out, in / groups, kh, kw]."""
     return to_weight(expand(values, p, values.dtype), g.kernel)
 
 
 def _from_dense(weight: Tensor, p: LayerIndex) -> Tensor:
-    """The inverse of `_to_dense`, for a gradient: like the values."""
+    """Return the entries of a gradient of the weight at the pattern: like the values."""
     matrix = to_matrix(weight)
     return matrix.reshape(p.values_shape) if p.is_full else gather(matrix, p)
 
 
 def _pad(x: Tensor, g: Geometry) -> tuple[Tensor, tuple[int, int]]:
-    """The input, padded here if the padding is asymmetric, and the padding left to torch."""
+    """Pad the input if the padding is asymmetric; return it and the padding left to torch."""
     top, left, bottom, right = g.padding
     if (top, left) == (bottom, right):
         return x, (top, left)
@@ -153,7 +153,7 @@ KERNELS = {
 def check_forward(
     x: Tensor, values: Tensor, p: tuple[int, int], bias: Tensor | None, g: Geometry
 ) -> tuple[int, int]:
-    """Raise RuntimeError unless the operands fit. Returns the size of the output.
+    """Raise RuntimeError unless the operands fit; return the size of the output.
 
     Args:
         p: out and in features of the matrix.
@@ -185,7 +185,7 @@ def check_backward(
     """Raise RuntimeError unless the operands of the gradients fit.
 
     Args:
-        size: of the input.
+        size: (height, width) of the input.
     """
     expected = [p[0], *g.output_size(*size)]
     if dy.dim() != 4 or list(dy.shape[1:]) != expected:
@@ -204,19 +204,19 @@ def check_backward(
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """On a CPU 16-bit dtypes are computed in float32, on an accelerator every dtype as it is."""
+    """Return the dtype to compute in: float32 for 16-bit dtypes on a CPU, otherwise that of x."""
     low = x.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if low and x.is_cpu else x.dtype
 
 
 def layout_of(x: Tensor) -> torch.memory_format:
-    """The layout of the output, as torch's convolutions choose it."""
+    """Return the memory format of the output, as torch's convolutions choose it."""
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if last else torch.contiguous_format
 
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, g: Geometry) -> Tensor:
-    """[batch, in, height, width] -> [batch, out, ...], the dtype and the layout of x."""
+    """Return y [batch, out, ...] of x [batch, in, height, width], in its dtype and layout."""
     dtype = _compute_dtype(x)
     b = None if bias is None else bias.to(dtype)
     w, size = values.to(dtype), g.output_size(x.shape[2], x.shape[3])
@@ -234,7 +234,8 @@ def backward(
     size: Sequence[int],
     need_input: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX [batch, in, *size], in the layout of dy, if needed, and dW like values if x is given."""
+    """Return dX [batch, in, *size], in the layout of dy, if needed, and dW, like values, if x is
+    given."""
     dtype = _compute_dtype(dy)
     w = values.to(dtype)
     kind = route(p, g, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype)

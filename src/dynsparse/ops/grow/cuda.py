@@ -88,12 +88,13 @@ def scores_kernel(
 TILE = 128
 """Outputs and inputs of a program."""
 
-# Of addresses, in bytes: 16 entries of float32, so that the compiler may copy 16 bytes at a time.
+# Alignment of addresses in bytes: 16 entries of float32, so that the compiler may copy 16 bytes at
+# a time.
 _ALIGNMENT = 64
 
 
 def _with_equal_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, or contiguous copies if strides differ or an address is not aligned."""
+    """Return the tensors, or contiguous copies if strides differ or an address is not aligned."""
     if len({t.stride() for t in tensors}) == 1 and not any(
         t.data_ptr() % _ALIGNMENT for t in tensors
     ):
@@ -102,19 +103,24 @@ def _with_equal_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Of the tensors from the first, in entries."""
+    """Return the offset of each tensor from the first, in entries."""
     first = tensors[0]
     return [(t.data_ptr() - first.data_ptr()) // first.element_size() for t in tensors]
 
 
 def group_of(samples: int, dtype: torch.dtype, chip: Chip) -> int:
-    """Number of tiles of outputs that take all tiles of inputs before the next tiles: theirs of dY
-    take up to a third of the L2 cache."""
+    """Return how many tiles of outputs take all tiles of inputs before the next ones.
+
+    Their tiles of dY take up to a third of the L2 cache.
+    """
     return max(1, min(8, chip.cache // 3 // (TILE * samples * dtype.itemsize)))
 
 
 def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: str) -> Tensor:
-    """float32 [out / b, in / b] of pairs dy [batch, out] and x [batch, in] of one dtype."""
+    """Return the scores, float32 [out / b, in / b], of pairs dy [batch, out] and x [batch, in].
+
+    All tensors have one dtype; see `on_device.block_scores`.
+    """
     many, device = len(xs), xs[0].device
     pairs = None
     if many > 1:

@@ -11,7 +11,7 @@ from dynsparse.pattern.on_device import flat_positions, to_device
 
 
 def check_free_positions(pattern: SparsePattern, k: int) -> int:
-    """`k` as an int.
+    """Return `k` as an int, after checking that so many positions are free.
 
     Raises:
         TypeError: `k` is not an integer.
@@ -30,7 +30,7 @@ def check_free_positions(pattern: SparsePattern, k: int) -> int:
 
 
 def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
-    """The pattern's positions in the block rows [first, last), counted from row `first`, int64."""
+    """Return the pattern's positions in the block rows [first, last), from row `first`, int64."""
     low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
     row_ptr = pattern.row_ptr[first : last + 1]
     return flat_positions(row_ptr, pattern.sorted_cols[low:high], pattern.grid[1])
@@ -43,7 +43,7 @@ def random_outside(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`k` distinct free positions, uniform over subsets: flat block positions, sorted, int64 [k].
+    """Draw `k` distinct free positions, uniform over subsets: flat, sorted, int64 [k].
 
     Memory is in proportion to the pattern and `k`, not to the matrix. For a pattern on a device the
     result is there, without a host synchronisation, and the same.

@@ -11,7 +11,7 @@ from dynsparse.pattern import SparsePattern
 def topk_outside_naive(
     pairs: list[tuple[Tensor, Tensor]], pattern: SparsePattern, k: int, *, pooling: str = "sum"
 ) -> tuple[Tensor, Tensor]:
-    """The flat block positions [k] and scores [k] of `topk_outside`, best first."""
+    """Return the flat block positions [k] and scores [k] of `topk_outside`, best first."""
     wide = torch.float64 if any(t.dtype == torch.float64 for p in pairs for t in p) else None
     dense = sum(dy.to(wide or torch.float32).t() @ x.to(wide or torch.float32) for x, dy in pairs)
     (height, width), b = pattern.grid, pattern.block_size

@@ -23,8 +23,8 @@ from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.cuda.dense import has_accumulators
 from dynsparse.pattern import SparsePattern
 
-# Of the gradient. Smaller panels leave multiprocessors idle; this one and the keys of its scores
-# stay in the L2 cache of a large GPU.
+# Size of a panel of the gradient. Smaller panels leave multiprocessors idle; this one and the keys
+# of its scores stay in the L2 cache of a large GPU.
 PANEL_BYTES = 16 << 20
 
 BLOCKS = (4, 8, 16, 32, 64, 128)
@@ -39,11 +39,10 @@ def topk_on_device(
     pooling: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The positions of largest |sum over pairs of dY^T X| outside the pattern, int64 [k], sorted,
-    and their scores, for the checked arguments of `topk.topk_outside`.
+    """Return the positions and scores of `topk.topk_outside`, by position; arguments are checked.
 
     Args:
-        dtype: of the scores, float32 or float64.
+        dtype: the dtype of the scores, float32 or float64.
     """
     device, x_is_matrix = pairs[0][0].device, pairs[0][0].dim() == 2
     (height, width), b = pattern.grid, pattern.block_size
@@ -100,7 +99,7 @@ def _score(
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right, accumulated and returned in `dtype`."""
+    """Return left @ right, accumulated and returned in `dtype`."""
     if left.dtype is right.dtype and dtype is torch.float32 and has_accumulators(left):
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
@@ -117,7 +116,7 @@ def can_score_blocks(pairs: Sequence[Pair], b: int) -> bool:
 
 
 def block_scores(pairs: Sequence[Pair], b: int, pooling: str = "sum") -> Tensor:
-    """|sum over pairs of dY^T X|, pooled per block: float32 [out / b, in / b], by a Triton kernel.
+    """Compute |sum over pairs of dY^T X|, pooled per block, float32 [out / b, in / b], in Triton.
 
     Each tile of dY^T X is pooled where it is computed, so the work is that of one dense product,
     and one number per block is written. There is no host synchronisation. float32 is multiplied as

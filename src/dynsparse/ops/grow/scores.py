@@ -18,7 +18,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Scorer:
-    """Pooled |dY^T X| of some blocks. Where the compiled kernels rank elements, signs stay."""
+    """Computes pooled |dY^T X| of some blocks.
+
+    If the compiled kernels rank single elements, which ignore signs, scores keep theirs.
+    """
 
     def __init__(
         self, pairs: Sequence[Pair], b: int, pooling: str, dtype: torch.dtype, rows: int
@@ -31,15 +34,17 @@ class Scorer:
         self._gradient = empty(rows * b, in_features, dtype=dtype, device=self.device)
 
     def score_rows(self, first: int, last: int) -> Tensor:
-        """Scores of the block rows [first, last): [last - first, in/b], valid until the next."""
+        """Return the scores of block rows, [last - first, in/b], valid until the next call."""
         begin, end = first * self.b, last * self.b
         grad = self._gradient[: end - begin]
         add_rows(grad, self.pairs, begin, end, fresh=True)
         return self._pool(grad)
 
     def score_submatrix(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Scores of the submatrix of these block rows and columns: [rows, cols]. Not for
-        convolutions."""
+        """Return the scores [rows, cols] of a submatrix of block rows and columns.
+
+        Not for convolutions.
+        """
         inside = torch.arange(self.b, device="cpu")
         out = (rows[:, None] * self.b + inside).view(-1).to(self.device)
         in_ = (cols[:, None] * self.b + inside).view(-1).to(self.device)
@@ -72,7 +77,7 @@ def add_rows(
     """
     for i, (x, dy) in enumerate(pairs):
         fresh = fresh and i == 0
-        if fresh and x.dim() != 2:  # is added up in parts
+        if fresh and x.dim() != 2:  # patches are added up in parts
             grad.zero_()
             fresh = False
         for first, left, right in matrices(x, dy, begin, end):
@@ -81,7 +86,7 @@ def add_rows(
 
 
 def add_row_ranges(grad: Tensor, pairs: Sequence[Pair], ranges: Sequence[tuple[int, int]]) -> None:
-    """`add_rows` for the rows of several ranges [begin, end), one after the other in grad."""
+    """Do the same as `add_rows` for several ranges [begin, end), one after the other in grad."""
     rows = torch.cat([torch.arange(*bounds, device="cpu") for bounds in ranges]).to(grad.device)
     for x, dy in pairs:
         if x.dim() == 2:
@@ -92,7 +97,7 @@ def add_row_ranges(grad: Tensor, pairs: Sequence[Pair], ranges: Sequence[tuple[i
 
 
 def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
-    """[rows * b, columns * b] -> [rows, columns]: the score of each block.
+    """Return the scores [rows, columns] of the blocks of magnitudes [rows * b, columns * b].
 
     Sums run over the rows of a block in order, then over its columns, so that the compiled kernels
     (csrc/update/pool.cpp) give the same bits.

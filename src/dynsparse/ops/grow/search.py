@@ -40,7 +40,7 @@ class Candidates:
 
     @classmethod
     def from_scores(cls, scores: Tensor, flat: Tensor) -> Candidates:
-        """All of them with scores."""
+        """Make candidates that all have scores."""
         return cls(scores, flat, flat[:0], 0)
 
     @property
@@ -87,17 +87,16 @@ class RowSearch:
         return pattern.grid[0] > _SAMPLE_FROM * _chunk_rows(pattern, dtype)
 
     def guess(self, k: int) -> tuple[float, float]:
-        """A lower and an upper threshold that a few more and a few less than `k` positions should
-        exceed; -1 and infinity if a sample does not tell."""
+        """Guess a lower and an upper threshold, see `guess_thresholds`, for `k` positions."""
         if are_patches(*self._pairs[0]):
             return NO_GUESS
         rows = self._first, self._last
         return guess_thresholds(self._scorer.score_submatrix, self._pattern, k, rows)
 
     def find_best(self, k: int, low: float, high: float = torch.inf) -> Candidates:
-        """The `k` best of the positions whose scores exceed `low`, or all of these.
+        """Return the `k` best of the positions whose scores exceed `low`, or all of these.
 
-        If at most `k` exceed `high`, those that clearly do come without scores.
+        If at most `k` scores exceed `high`, positions that clearly do are returned without scores.
         """
         if low > 0 and self._pattern.block_size == 1 and self._scorer.is_compiled:
             candidates = self._screen(k, low, high)
@@ -113,7 +112,7 @@ class RowSearch:
         return Candidates.from_scores(best.scores[: best.count], best.flat[: best.count])
 
     def _screen(self, k: int, low: float, high: float) -> Candidates | None:
-        """`best` by screening; None where that is not faster."""
+        """Do the same as `find_best` by screening; return None where that is not faster."""
         if not can_screen(self._pairs, low):
             return None
         screened = screen_positions(self._pairs, self._pattern, k, low, high, self._first)
@@ -126,7 +125,7 @@ class RowSearch:
 
 
 def _chunk_rows(pattern: SparsePattern, dtype: torch.dtype) -> int:
-    """Block rows of a chunk."""
+    """Return the number of block rows of a chunk."""
     return max(1, CHUNK_BYTES // (pattern.shape[1] * pattern.block_size * dtype.itemsize))
 
 
@@ -239,9 +238,9 @@ def guess_thresholds(
     k: int,
     among: tuple[int, int] | None = None,
 ) -> tuple[float, float]:
-    """A lower threshold that a few more than `k` free positions exceed, and an upper one that a few
-    less exceed; -1 and infinity if a sample does not tell.
+    """Guess two thresholds from a sample of the scores.
 
+    A few more than `k` free positions should exceed the lower one, and a few less the upper one.
     The first saves most of the candidates that a running threshold starts with, the second the
     scores of most positions that join. Scores of one row or column are correlated, so the error of
     the sample's count is estimated from its variance over rows and over columns; the margin is four
@@ -250,10 +249,13 @@ def guess_thresholds(
     Args:
         among: block rows [first, last) of the search; defaults to all. `scores_at` counts rows from
             `first`, and `k` is the number of positions in these rows.
+
+    Returns:
+        (lower, upper); `NO_GUESS`, which is -1 and infinity, if the sample is too small.
     """
     first, last = (0, pattern.grid[0]) if among is None else among
     height, width, b = last - first, pattern.grid[1], pattern.block_size
-    # Its own generator: the training's random numbers do not change.
+    # A separate generator, so that the random numbers of the training do not change.
     generator = torch.Generator().manual_seed(0)
     sides = [min(size, max(1, _SIDE // b)) for size in (height, width)]
     rows, cols = (
@@ -283,13 +285,13 @@ def guess_thresholds(
 
 
 def _score_at_rank(scores: Tensor, rank: int) -> float:
-    """The score that `rank` others reach."""
+    """Return the score that `rank` others reach or exceed."""
     flat = scores.view(-1)
     return float(flat[select(flat, min(rank + 1, len(flat)))].min())
 
 
 def _find_taken(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries of the submatrix `rows` x `cols` are not free: their rows and columns in it."""
+    """Return the entries of the submatrix `rows` x `cols` that are not free: rows and columns."""
     begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
     lengths = end - begin
     # int32: allocating fresh memory takes the longest.
@@ -342,21 +344,24 @@ def screen_positions(
     high: float,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """All free positions whose gradient exceeds `low` in magnitude, and some more: their float32
-    scores [any] and positions, int64 [any]; and positions without scores, int64 [any]. All ascend.
+    """Find all free positions whose gradient exceeds `low` in magnitude, and some more.
 
     Most of the gradient is computed in products of 16-bit integers only, in half of the time that
     float32 takes, and only compared with two bounds, since the error of the products is bounded.
     This excludes most positions and includes most others; the gradient of those in between is
-    computed in float32. Returns None if these are too many to be faster.
+    computed in float32.
 
     Args:
         pairs: (x [batch, in], dY [batch, rows]) float32 on the CPU.
         pattern: of single elements; its positions are not free.
         k: number of positions searched for.
-        low, high: 0 < low <= high. Positions that certainly exceed `high` come without scores;
-            infinity: all have scores.
+        low, high: 0 < low <= high. Positions that certainly exceed `high` are returned without
+            scores; with infinity all have scores.
         offset: the row of the pattern at which dY begins.
+
+    Returns:
+        Float32 scores [any] and their positions, int64 [any], and positions without scores, int64
+        [any]; both ascend. None if too many positions need float32 to be faster.
     """
     x, dy = (
         parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*pairs, strict=True)

@@ -16,7 +16,7 @@ _KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @check_types
 def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
-    """The positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
+    """Return the positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
 
     Among equal scores the smaller positions are selected, so that the result is the same on every
     machine, which `torch.topk` does not guarantee. Scores must not hold NaN. On a device there is
@@ -46,7 +46,10 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
 
 
 def select_on_device(scores: Tensor, k: int, largest: bool = True) -> Tensor:
-    """`select` without waiting for the device. NaN ranks anywhere, but the same on every run."""
+    """Do the same as `select` without waiting for the device.
+
+    NaN ranks anywhere, but the same on every run.
+    """
     if scores.dtype not in _KEY_DTYPES or len(scores) > _LARGEST_INDEX:
         order = scores.sort(descending=largest, stable=True).indices
         return order.narrow(0, 0, k).sort().values
@@ -61,7 +64,7 @@ def select_on_device(scores: Tensor, k: int, largest: bool = True) -> Tensor:
 
 
 def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
-    """The score of rank k."""
+    """Return the lowest of the `k` largest scores, or the highest of the `k` smallest."""
     rank = len(scores) - k if largest else k - 1
     if scores.dtype != torch.bfloat16:
         # Many times faster than torch.topk and torch.kthvalue, at a third of their memory.
@@ -77,13 +80,12 @@ def _select_compiled(scores: Tensor, k: int, largest: bool) -> Tensor:
     return positions
 
 
-def merge_sorted(one: Tensor, other: Tensor) -> Tensor:
+def merge_sorted(a: Tensor, b: Tensor) -> Tensor:
     """Merge two tensors of ascending positions, int64 on the CPU."""
-    if not len(one) or not len(other):
-        return one if len(one) else other
+    if not len(a) or not len(b):
+        return a if len(a) else b
     if native.load() is None:
-        return torch.cat([one, other]).sort().values
-    merged = empty(len(one) + len(other), dtype=torch.int64, brief=True)
-    one, other = one.contiguous(), other.contiguous()
-    native.call("dynsparse_grow_merge", one, len(one), other, len(other), merged)
+        return torch.cat([a, b]).sort().values
+    merged = empty(len(a) + len(b), dtype=torch.int64, brief=True)
+    native.call("dynsparse_grow_merge", a.contiguous(), len(a), b.contiguous(), len(b), merged)
     return merged

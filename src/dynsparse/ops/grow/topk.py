@@ -26,8 +26,12 @@ POOLINGS = ("sum", "avg", "max", "none")
 
 
 class GrowCandidates(NamedTuple):
-    """Positions to grow: `flat` block positions int64 [k], and their `scores` [k], on the device of
-    x and dY."""
+    """Positions to grow, on the device of x and dY.
+
+    Attributes:
+        flat: flat block positions, int64 [k].
+        scores: their scores, [k].
+    """
 
     flat: Tensor
     scores: Tensor
@@ -42,7 +46,7 @@ def topk_outside(
     pooling: str = "sum",
     sort: bool = True,
 ) -> GrowCandidates:
-    """The exact `k` positions of largest |sum over pairs of dY^T X| that are not in `pattern`.
+    """Find the exact `k` positions of largest |sum over pairs of dY^T X| outside a pattern.
 
     Besides the result it needs one chunk of rows of the gradient (about 8 MiB) and the candidates
     of one more. 16-bit activations are accumulated in float32; float64 stays float64. Equal scores:
@@ -76,15 +80,15 @@ def topk_outside(
             torch.zeros(0, dtype=dtype, device="cpu"),
         )
     if not pairs[0][0].is_cpu:
-        return _order(*topk_on_device(pairs, pattern, k, pooling, dtype), sort)
+        return _make_candidates(*topk_on_device(pairs, pattern, k, pooling, dtype), sort)
 
     candidates = _search(pairs, pattern, k, pooling, dtype, scored=True)
-    return _order(candidates.flat, candidates.scores, sort)
+    return _make_candidates(candidates.flat, candidates.scores, sort)
 
 
 @check_types
 def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:
-    """The `k` positions of the largest scores that are not in `pattern`: flat, int64 [k], in order.
+    """Return the `k` positions of the largest scores outside a pattern: flat, ascending, int64 [k].
 
     `topk_outside` for backends that compute the scores themselves. Equal scores: the smaller
     position first.
@@ -109,7 +113,7 @@ def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:
 def best_positions(
     pairs: Sequence[Pair], pattern: SparsePattern, k: int, *, pooling: str = "sum"
 ) -> Tensor:
-    """The positions of `topk_outside`, in order of position, mostly without computing scores."""
+    """Return the positions of `topk_outside`, ascending, without computing most of the scores."""
     if not k or not isinstance(pairs, Sequence) or not pairs or not pairs[0][0].is_cpu:
         return topk_outside(pairs, pattern, k, pooling=pooling, sort=False).flat
     k = check_free_positions(pattern, k)
@@ -130,7 +134,7 @@ def _search(
     *,
     scored: bool,
 ) -> Candidates:
-    """At least `k` positions with the best among them; exactly `k` if all of them are scored."""
+    """Find at least `k` positions, with the best among them; exactly `k` if `scored`."""
     search = RowSearch(pairs, pattern, pooling, dtype)
     low, high = search.guess(k) if search.is_long(pattern, dtype) else NO_GUESS
     candidates = search.find_best(k, low, torch.inf if scored else high)
@@ -141,8 +145,8 @@ def _search(
     return candidates
 
 
-def _order(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
-    """From positions in order."""
+def _make_candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
+    """Return the candidates, sorted by score if `sort`."""
     if not sort:
         return GrowCandidates(flat, values)
     order = values.sort(descending=True, stable=True).indices
@@ -150,14 +154,14 @@ def _order(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
 
 
 def check_pooling(pooling: str) -> str:
-    """The pooling in lower case; "SUM" and "sum" are the same."""
+    """Return the pooling in lower case, after checking it."""
     if not isinstance(pooling, str) or pooling.lower() not in POOLINGS:
         raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
     return pooling.lower()
 
 
 def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
-    """Check that shapes fit and entries are finite; returns the dtype to accumulate in.
+    """Check that shapes fit and entries are finite; return the dtype to accumulate in.
 
     Entries on a device are not checked, which would be a host synchronisation.
     """

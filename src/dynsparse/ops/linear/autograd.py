@@ -63,7 +63,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
-    """The layer index of the tensors that `rest` begins with, checked if it is not registered."""
+    """Return the layer index of the first tensors of `rest`, which are checked if unknown."""
     index = PatternIndex(*rest[:6])
     p = find_index(index)
     if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
@@ -74,7 +74,7 @@ def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
 
 
 def features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
-    """(out, in), from shapes alone."""
+    """Return (out, in), from shapes alone."""
     b = naive.block_size_of(values)
     return (rest[0].shape[0] - 1) * b, (rest[2].shape[0] - 1) * b
 
@@ -126,21 +126,22 @@ _library.impl("linear_backward", _backward_shapes, "Meta")
 
 
 def _save(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, *more: Tensor) -> None:
-    """Save what `gradients` needs; x only for a gradient of the values, to keep it alive no
-    longer than necessary."""
+    """Save what `gradients` needs; x only if the values need a gradient, to free it otherwise."""
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *more)
     ctx.bias_dtype = None if bias is None or not bias.requires_grad else bias.dtype
 
 
 def explain(error: RuntimeError) -> RuntimeError:
-    """The error of autograd for modified tensors, in words for a sparse layer."""
+    """Return the error to raise: autograd's for modified tensors, reworded for a sparse layer."""
     changed = "modified by an inplace operation" in str(error)
     return RuntimeError(capture.CHANGED) if changed else error
 
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, values and bias: of the operator, and of the shortcut, which has set
-    `ctx.layer_index`."""
+    """Compute the gradients of x, values and bias.
+
+    For the operator, and for `SparseLinearFunction`, which has set `ctx.layer_index`.
+    """
     p: LayerIndex | None = ctx.layer_index
     # Read once: activation checkpointing returns each saved tensor a single time.
     try:
@@ -161,7 +162,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
                 f"the values had the shape {list(p.values_shape)} in forward and have "
                 f"{list(values.shape)} in backward: call backward before the layer is resized"
             )
-        if capture.replaced:  # asked here: reading `next_functions` takes half a microsecond
+        if capture.replaced:  # first: reading `next_functions` takes half a microsecond
             capture.check_backward(p.row_ptr, values, ctx.next_functions[1][0])
         checked = capture.needs_check(p.row_ptr)
     if checked:
@@ -216,7 +217,7 @@ class SparseLinearFunction(Function):
 
 
 apply_eagerly = fast_apply(SparseLinearFunction)
-"""(x, values, bias, read) -> y, for calls that are plain eager."""
+"""Function of (x, values, bias, read) that returns y, for calls that are plain eager."""
 
 
 class LinearFunction(Function):
@@ -326,7 +327,7 @@ class LinearBackwardFunction(Function):
 
 
 def _sum(*parts: Tensor | None) -> Tensor | None:
-    """The sum of those that are not None."""
+    """Return the sum of the parts that are not None; None if all are."""
     total = None
     for part in parts:
         if part is not None:
@@ -335,7 +336,7 @@ def _sum(*parts: Tensor | None) -> Tensor | None:
 
 
 def _samples(info: Any, dims: tuple[Any, ...], operands: tuple[Any, ...]) -> list[list[Any]]:
-    """The operands of every sample."""
+    """Return the operands of every sample."""
     pairs = list(zip(operands, dims, strict=True))
     return [
         [operand if dim is None else operand.select(dim, i) for operand, dim in pairs]
@@ -382,7 +383,7 @@ def linear(
     pattern: SparsePattern | PatternIndex | LayerIndex,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Y = X W^T + bias for a sparse W. Differentiable in x, values and bias.
+    """Compute Y = X W^T + bias for a sparse W, differentiable in x, values and bias.
 
     Args:
         x: [..., in]; any strides; float32, float64, bfloat16 or float16.
@@ -422,10 +423,11 @@ def _compute(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tens
 
 
 def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
-    """`linear` for layers, whose values another thread may replace at any time.
+    """Compute `linear` for layers, whose values another thread may replace at any time.
 
     Args:
-        values: the Parameter. read: the index, and the values that belong to it.
+        values: the Parameter.
+        read: the index, and the values that belong to it.
     """
     if is_plain_eager(x):
         try:
@@ -441,13 +443,13 @@ def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> 
 
 
 def _autocast(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
-    """The operator under autocast, without the dispatcher."""
+    """Compute the operator under autocast, without the dispatcher."""
     with torch.autocast(x.device.type, enabled=False):
-        return _compute(_lower(x, x.device.type), values, bias, read)
+        return _compute(_autocast_operand(x, x.device.type), values, bias, read)
 
 
-def _lower(x: Any, device: str) -> Any:
-    """x, a tensor or None, in the dtype of autocast on this kind of device."""
+def _autocast_operand(x: Any, device: str) -> Any:
+    """Return x, a tensor or None, in the dtype of autocast on this kind of device."""
     if x is None or not x.is_floating_point() or x.dtype is torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(device))
@@ -457,7 +459,7 @@ def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | Non
     if not is_compiling():
         _check_operands(x=x, values=values, bias=bias)
         if is_transformed():  # torch.func calls Functions, and no operators that contain one
-            x = _lower(x, x.device.type) if is_autocast(x) else x
+            x = _autocast_operand(x, x.device.type) if is_autocast(x) else x
             return LinearFunction.apply(x, values, *capture.hide(index), bias)
         if has_modes():
             register_flop_formulas()
@@ -466,7 +468,7 @@ def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | Non
 
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:
-    """dX = dY W: [..., out] -> [..., in]."""
+    """Compute dX = dY W, [..., in], of dy [..., out]."""
     _check_operands(dy=dy, values=values)
     index = _index_of(pattern)
     return torch.ops.dynsparse.linear_backward(dy, None, values, *index, True)[0]
@@ -475,7 +477,7 @@ def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex
 def grad_weight(
     dy: Tensor, x: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex
 ) -> Tensor:
-    """dW = (dY^T X) at the pattern's positions only: the shape of `values`, which is not read."""
+    """Compute dW = dY^T X at the pattern's positions: the shape of `values`, which is not read."""
     _check_operands(dy=dy, x=x, values=values)
     index = _index_of(pattern)
     return torch.ops.dynsparse.linear_backward(dy, x, values, *index, False)[1]
@@ -500,7 +502,7 @@ def register_autocast(
         def forward(*operands: Any) -> Any:
             lowered = list(operands)
             for i in cast:
-                lowered[i] = _lower(operands[i], device)
+                lowered[i] = _autocast_operand(operands[i], device)
             with torch.autocast(device, enabled=False):
                 return operator(*lowered)
 

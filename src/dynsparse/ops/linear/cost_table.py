@@ -1,4 +1,4 @@
-"""The cost model that chooses kernels on a CPU: its formula, its constants, and those in use.
+"""The cost model that chooses kernels on a CPU: its formula and its constants.
 
 It predicts nanoseconds on one thread; all kinds scale about equally with threads, so the choice
 does not depend on their number. `benchmarks/kernel_choice.py` measures how far the choice is from
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Layer(NamedTuple):
-    """What costs depend on: features, number of blocks, block size."""
+    """The sizes of a layer that costs depend on; nnz counts blocks."""
 
     out_features: int
     in_features: int
@@ -80,7 +80,7 @@ class Table(NamedTuple):
     """Constants and their origin.
 
     Attributes:
-        name: of the processors that the table is for.
+        name: the processors that the table is for.
         origin: where it was measured, or what it was estimated from.
         costs: a `Cost` for each of `FAMILIES`, forward and backward.
         measured_here: whether this processor was measured.
@@ -93,7 +93,7 @@ class Table(NamedTuple):
 
 
 def family(kind: str, block_size: int) -> str:
-    """The family of kernels, with constants of its own, that serves this kind and block size."""
+    """Return the family of kernels, which shares constants, of this kind and block size."""
     if kind == "dense":
         return kind
     if block_size == 1:
@@ -102,7 +102,7 @@ def family(kind: str, block_size: int) -> str:
 
 
 def evaluate(c: Cost, name: str, layer: Layer, batch: int) -> float:
-    """The formula of `Cost` for kernels of the family `name`."""
+    """Return the nanoseconds of `Cost` for kernels of the family `name`."""
     elements = layer.out_features * layer.in_features
     values = layer.nnz * layer.block_size**2
     entries = elements if name in ("small elements", "dense") else values
@@ -278,7 +278,7 @@ TABLES = (_AMX, _AVX512, _AVX2, _ZEN_3, _ZEN_4, _ZEN_5, _ARM)
 
 
 def default_table() -> Table:
-    """The supplied table for this machine; unknown makers use Intel's."""
+    """Return the supplied table for this machine; unknown makers use Intel's."""
     if "neon" in native.supported_isas():
         return _ARM
     machine = processor()
@@ -296,8 +296,10 @@ _active: Table | None = None
 
 
 def active_table() -> Table:
-    """The table in use, chosen at the first call: the stored measurement if it is enabled, else the
-    supplied table."""
+    """Return the table in use, which the first call chooses.
+
+    It is the stored measurement if that is enabled, otherwise the supplied table.
+    """
     global _active
     if _active is None:
         measurement = None if _has_other_ranks() else load_measurement()
@@ -341,13 +343,13 @@ def _cost(costs: Costs, kind: str, layer: Layer, batch: int, backward: bool) -> 
 
 
 def cheapest_kind(costs: Costs, layer: Layer, batch: int, backward: bool) -> str:
-    """The candidate of least predicted cost."""
+    """Return the candidate of least predicted cost."""
     kinds = candidate_kinds(layer, batch)
     return min(kinds, key=lambda kind: _cost(costs, kind, layer, batch, backward))
 
 
 def candidate_kinds(layer: Layer, batch: int) -> list[str]:
-    """The kinds that the cost model considers for this layer on a CPU."""
+    """Return the kinds that the cost model considers for this layer on a CPU."""
     kinds = ["sparse"]
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
     small_fits = layer.block_size in SMALL_BLOCKS
@@ -367,7 +369,7 @@ def is_full(layer: Layer) -> bool:
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.float32) -> str:
-    """The fastest kind for activations of `dtype` on a CPU with compiled kernels."""
+    """Return the fastest kind for activations of `dtype` on a CPU with compiled kernels."""
     low = dtype is torch.bfloat16
     # The bfloat16 units beat float32 at every density.
     if low and layer.block_size in _UNIT_BLOCKS and native.bfloat16_unit() != "float32":
@@ -379,12 +381,14 @@ def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.
 
 
 def speedup(layer: Layer, batch: int) -> float:
-    """Predicted time of a dense layer over that of the fastest kinds: forward and both gradients of
-    float32, on a CPU with compiled kernels."""
+    """Return the predicted time of a dense layer over that of the fastest kinds.
+
+    For forward and both gradients of float32, on a CPU with compiled kernels.
+    """
     costs = active_table().costs
     dense = fastest = 0.0
     for backward in (False, True):
-        # The kind lays the weight out first; a dense layer has it.
+        # Without the time to lay the weight out, which a dense layer has already.
         cost = costs["dense"][backward]._replace(entry=0.0, far=0.0)
         dense += evaluate(cost, "dense", layer, batch)
         fastest += _cost(costs, choose(layer, batch, backward), layer, batch, backward)
@@ -423,7 +427,7 @@ class Measurement:
 
 @cache
 def _kernels_digest() -> str:
-    """A hash of the compiled kernels; empty if there are none."""
+    """Return a hash of the compiled kernels; empty if there are none."""
     library = native.load()
     if library is None:
         return ""
@@ -431,8 +435,10 @@ def _kernels_digest() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What measured constants depend on: the processor, the kernels, this library, and torch, whose
-    dense products are one of the kinds."""
+    """Return what measured constants depend on: processor, kernels, and versions.
+
+    torch is among them because its dense products are one of the kinds.
+    """
     return {
         "processor": processor().name,
         "kernels": _kernels_digest(),
@@ -447,7 +453,7 @@ def _measurement_file() -> Path:
 
 
 def load_measurement() -> Measurement | None:
-    """The stored measurement of this processor; None if there is none that can be read."""
+    """Return the stored measurement of this processor; None if there is none or it is invalid."""
     if not _kernels_digest():
         return None
     file = _measurement_file()
@@ -469,7 +475,7 @@ def load_measurement() -> Measurement | None:
 
 
 def save_measurement(measurement: Measurement) -> None:
-    """Store it for later processes.
+    """Store a measurement for later processes.
 
     Raises:
         OSError: the file cannot be written.
@@ -481,7 +487,7 @@ def save_measurement(measurement: Measurement) -> None:
 
 
 def delete_measurement() -> bool:
-    """Return to the supplied table; whether there was a measurement to delete."""
+    """Delete the stored measurement; return whether there was one."""
     try:
         _measurement_file().unlink()
     except (FileNotFoundError, NotADirectoryError):
@@ -490,12 +496,12 @@ def delete_measurement() -> bool:
 
 
 def costs_to_json(costs: Costs) -> dict[str, list[list[float]]]:
-    """Plain types, for `costs_from_json`."""
+    """Return the costs as lists of numbers, for `costs_from_json`."""
     return {name: [list(cost) for cost in passes] for name, passes in costs.items()}
 
 
 def costs_from_json(plain: Any) -> Costs:
-    """The inverse of `costs_to_json`.
+    """Return the costs of `costs_to_json`.
 
     Raises:
         ValueError: anything else.

@@ -144,7 +144,7 @@ def _call_backward_by_slots(
     dvalues: Tensor | None,
     dbias: Tensor | None,
 ) -> None:
-    """`_call_backward` of the kinds over the non-zeros."""
+    """Call `_call_backward` of a kind over the non-zeros, with the layout of the index."""
     batch = dy.shape[0]
     rows = None if dvalues is None else row_panels(p, batch)
     order = (p.cols, p.cols) if dx is None else p.column_order()  # not read without dx
@@ -274,7 +274,7 @@ KERNELS = {
 
 
 def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
-    """dy^T x at single positions: float32 [nnz].
+    """Compute dy^T x at single positions: float32 [nnz].
 
     Args:
         dy: [B, out] float32, any strides.

@@ -23,7 +23,7 @@ CHUNK_BYTES = 16 << 20
 
 
 def _chunks(p: LayerIndex) -> list[tuple[int, int]]:
-    """(first, end) row of each chunk; whole block rows."""
+    """Return the (first, end) row of each chunk of block rows."""
     b = p.block_size
     out = p.out_features
     rows = max(1, min(CHUNK_BYTES // 4 // p.in_features, out) // b) * b
@@ -37,7 +37,7 @@ _pool: list[Tensor] = []
 
 @contextmanager
 def _borrow_memory(elements: int) -> Iterator[Tensor]:
-    """At least this many floats, uninitialised."""
+    """Borrow a tensor of at least this many uninitialised floats from the pool."""
     memory = _pool.pop() if _pool else None
     if memory is None or memory.numel() < elements:
         # A tensor made in inference mode cannot be written to outside it.
@@ -54,14 +54,14 @@ def release_memory() -> None:
     _pool.clear()
 
 
-def _rows(memory: Tensor, first: int, end: int, p: LayerIndex) -> Tensor:
-    """[end - first, in] in the memory of a chunk."""
+def _chunk_matrix(memory: Tensor, first: int, end: int, p: LayerIndex) -> Tensor:
+    """Return the memory of a chunk as a matrix [end - first, in]."""
     return memory[: (end - first) * p.in_features].view(-1, p.in_features)
 
 
 def _lay_out(values: Tensor, p: LayerIndex, first: int, end: int, memory: Tensor) -> Tensor:
-    """Rows first to end of the weight, [end - first, in], in `memory`."""
-    chunk = _rows(memory, first, end, p)
+    """Lay out the rows [first, end) of the weight, [end - first, in], in `memory`."""
+    chunk = _chunk_matrix(memory, first, end, p)
     _move_entries("dynsparse_rows_to_dense", values, chunk, p, first, end)
     return chunk
 
@@ -79,7 +79,7 @@ def _move_entries(
 
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
-    """y [B, out] = x W^T + bias: see `cpu.Kernels`."""
+    """Compute y [B, out] = x W^T + bias: see `cpu.Kernels`."""
     values = p.by_rows(values)
     if p.is_full:
         return linear(x, values.view(p.out_features, p.in_features), bias)
@@ -106,7 +106,7 @@ def backward(
     need_values: bool,
     dbias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in], dvalues like values): see `cpu.Kernels`."""
+    """Compute (dx [B, in], dvalues like values): see `cpu.Kernels`."""
     if dbias is not None:
         torch.sum(dy, 0, out=dbias)
     if p.is_full:
@@ -127,7 +127,7 @@ def backward(
                 else:
                     torch.addmm(dx, part, weight, out=dx)
             if dvalues is not None:
-                gradient = _rows(memory, first, end, p)
+                gradient = _chunk_matrix(memory, first, end, p)
                 torch.mm(part.t(), x, out=gradient)
                 _move_entries("dynsparse_rows_from_dense", gradient, dvalues, p, first, end)
     return dx, None if dvalues is None else to_slot_order(dvalues, p.slots)

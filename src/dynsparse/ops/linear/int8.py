@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import TensorCache
+from dynsparse.ops.linear.naive import block_size_of
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 
 QUAD = 4
@@ -26,20 +27,18 @@ _library.define(
 
 
 def to_kernel_order(values: Tensor) -> Tensor:
-    """Values [nnz] or [nnz, b, b] in the order of the kernels: [nnz, b / 4, b, 4] for block sizes
-    that are multiples of 8, otherwise as they are."""
+    """Return values [nnz] or [nnz, b, b] in the order of the kernels.
+
+    It is [nnz, b / 4, b, 4] for block sizes that are multiples of 8, otherwise the same.
+    """
     if values.dim() == 1 or values.shape[2] % 8:
         return values.contiguous()
     return values.unflatten(2, (-1, QUAD)).transpose(1, 2).contiguous()
 
 
 def from_kernel_order(values: Tensor) -> Tensor:
-    """The inverse of `to_kernel_order`."""
+    """Return values in row-major order: the inverse of `to_kernel_order`."""
     return values.transpose(1, 2).flatten(2) if values.dim() == 4 else values
-
-
-def block_size_of(values: Tensor) -> int:
-    return 1 if values.dim() == 1 else values.shape[2]
 
 
 # (row_ptr, cols) -> one more than the largest column, of tensors whose contents were checked.
@@ -68,9 +67,9 @@ def check_weight(
     bias: Tensor | None,
     in_features: int,
 ) -> None:
-    """Raise RuntimeError unless the operands fit each other, for the kernels check nothing.
+    """Raise RuntimeError unless the operands fit each other; the kernels do not check.
 
-    The contents of the index are not looked at: see `check_index`.
+    `check_index` checks the contents of the index.
     """
     b = block_size_of(values)
     blocks = {1: (), 3: (b, b), 4: (b // QUAD, b, QUAD)}
@@ -96,8 +95,10 @@ def check_weight(
 
 
 def check_index(row_ptr: Tensor, cols: Tensor, columns: int) -> None:
-    """Raise RuntimeError unless these are rows of so many columns of blocks. Done once while the
-    tensors are unmodified."""
+    """Raise RuntimeError unless this is the index of a matrix with so many columns of blocks.
+
+    The tensors are checked once while they are unmodified.
+    """
     width = _checked.get((row_ptr, cols))
     if width is None:
         counts, nnz = row_ptr.diff(), len(cols)
@@ -123,7 +124,7 @@ def linear_int8(
     in_features: int,
     int8_activations: bool,
 ) -> Tensor:
-    """Y [..., out] = X W^T + bias.
+    """Compute Y [..., out] = X W^T + bias.
 
     Args:
         x: [..., in_features], float32 on the CPU, as everything else.
@@ -155,7 +156,7 @@ def compute(
     in_features: int,
     int8_activations: bool,
 ) -> Tensor:
-    """`linear_int8` with a weight that was checked."""
+    """Compute `linear_int8` with a weight that was checked."""
     check_input(x, in_features)
     out = scale.shape[0]
     rows = x if x.dim() == 2 else x.reshape(-1, in_features)
@@ -189,7 +190,7 @@ def compute(
 
 
 def _round_samples(x: Tensor) -> Tensor:
-    """x [B, in] with each sample rounded to multiples of its largest magnitude / 127."""
+    """Round each sample of x [B, in] to multiples of its largest magnitude / 127."""
     step = x.abs().amax(1, keepdim=True) / 127
     return (x / torch.where(step > 0, step, 1)).round() * step
 
@@ -197,7 +198,7 @@ def _round_samples(x: Tensor) -> Tensor:
 def to_dense(
     values: Tensor, scale: Tensor, row_ptr: Tensor, cols: Tensor, in_features: int
 ) -> Tensor:
-    """W [out, in_features], float32."""
+    """Return W [out, in_features], float32."""
     b = block_size_of(values)
     blocks = from_kernel_order(values).reshape(-1, b, b).float()
     rows = torch.arange(len(row_ptr) - 1).repeat_interleave(row_ptr.diff())

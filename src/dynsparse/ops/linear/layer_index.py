@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
 
 
 class TensorCache:
-    """Values by the tensors they were made from, while these are alive and unmodified.
+    """A cache of values by the tensors they were made from, while these are alive and unmodified.
 
     Calls through torch's dispatcher pass index tensors only, without the layer they belong to; this
     finds again what was derived from them. Safe to use from several threads.
@@ -42,7 +42,7 @@ class TensorCache:
         return len(self._entries)
 
     def get(self, sources: Sequence[Tensor]) -> Any:
-        """The value for exactly these tensors, or None."""
+        """Return the value for exactly these tensors, or None."""
         entry = self._entries.get(sources[0])
         if entry is None or len(entry.sources) != len(sources):
             return None
@@ -62,7 +62,7 @@ class TensorCache:
         self._entries[sources[0]] = _Entry(references, versions, value)
 
     def discard(self, first: Tensor) -> None:
-        """Remove what was made from tensors that begin with this one."""
+        """Remove values that were made from tensors of which this is the first."""
         self._entries.pop(first, None)
 
 
@@ -147,11 +147,8 @@ class LayerIndex:
                 "pass the values of this pattern"
             )
         omitted = order[0].shape[0] == order[1].shape[0] == 0
-        if not omitted and (order[0].shape[0] != nnz or order[1].shape[0] != nnz):
-            raise RuntimeError(
-                "the index tensors differ in length: take them from SparsePattern.index"
-            )
-        if len(self.slots) not in (0, nnz):
+        orders = () if omitted else order
+        if any(len(t) != nnz for t in orders) or len(self.slots) not in (0, nnz):
             raise RuntimeError(
                 "the index tensors differ in length: take them from SparsePattern.index"
             )
@@ -183,12 +180,14 @@ class LayerIndex:
         return in_order and self.nnz == self.out_features * self.in_features
 
     def by_rows(self, values: Tensor) -> Tensor:
-        """Values in row-major order, for kernels that read them sequentially."""
+        """Return values in row-major order, for kernels that read them sequentially."""
         return values.index_select(0, self.slots) if len(self.slots) else values
 
     def column_order(self) -> tuple[Tensor, Tensor]:
-        """`csc_rows` and `csc_perm`. If the index omits them, as those of layers do, they are made
-        here, which inference never asks for."""
+        """Return `csc_rows` and `csc_perm`.
+
+        The indexes of layers omit them, as inference never reads them; they are then made here.
+        """
         if self.order is not None:
             return self.order
         if self.on_cpu:
@@ -203,7 +202,7 @@ class LayerIndex:
         return rows, slots
 
     def get_derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
-        """A tensor that depends on the index alone, made at the first call and kept."""
+        """Return a tensor that depends on the index alone, made at the first call and kept."""
         entry = self._derived.get(name)
         if entry is not None:
             return entry[0]
@@ -215,7 +214,7 @@ class LayerIndex:
         return tensor
 
     def can_copy_from(self, other: LayerIndex) -> bool:
-        """Whether `take` can overwrite this index with another."""
+        """Whether `copy_from` can overwrite this index with another."""
         return (
             not self.on_cpu
             and self.values_shape == other.values_shape
@@ -231,8 +230,10 @@ class LayerIndex:
             self.get_derived(name, make)
 
     def copy_from(self, other: LayerIndex) -> LayerIndex:
-        """Overwrite the memory with another index, after its `derive_like`. Returns the index of
-        this memory from now on; this object is invalid."""
+        """Overwrite the memory with another index, after its `derive_like`.
+
+        Returns the index of this memory from now on; this object is invalid.
+        """
         names = list(self._derived)
         torch._foreach_copy_(
             [*self.index, *(self._derived[name][0] for name in names)],
@@ -254,10 +255,10 @@ def _make_order(p: LayerIndex) -> Tensor:
 
 
 class Read(NamedTuple):
-    """What forward reads of a layer: a consistent pair, whatever other threads do.
+    """Index and values of a layer that belong to each other, whatever other threads do.
 
     Attributes:
-        layer_index: of the pattern.
+        layer_index: the index of the pattern.
         memory: the values, without autograd.
         plain: whether these are known to be float32, contiguous, on the CPU and of this index.
     """
@@ -301,7 +302,7 @@ def register_index(p: LayerIndex) -> None:
 
 
 def find_index(index: PatternIndex) -> LayerIndex | None:
-    """The layer index that was registered for these tensors, if it is alive."""
+    """Return the layer index that was registered for these tensors, if it is alive."""
     reference = _checked.get(index)
     return None if reference is None else reference()
 
@@ -333,7 +334,7 @@ def _check_entries(index: PatternIndex) -> None:
 
 
 def _expand_pointers(name: str, ptr: Tensor, nnz: int) -> Tensor:
-    """The row or column of every entry: int32 [nnz]."""
+    """Return the row or column of every entry: int32 [nnz]."""
     counts = ptr.diff()
     if not len(ptr) or int(ptr[0]) or int(ptr[-1]) != nnz or bool((counts < 0).any()):
         raise RuntimeError(

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from dynsparse.pattern import PatternIndex
 from dynsparse.pattern.index_arrays import to_slot_order
+from dynsparse.pattern.on_device import expand_row_pointers
 
 _CHUNK_ELEMENTS = 1 << 22
 
 
 def block_size_of(values: Tensor) -> int:
-    return 1 if values.dim() == 1 else values.shape[-1]
+    """Return the block size of values [nnz] or [nnz, b, b]; int8 ones may be [nnz, b / 4, b, 4]."""
+    return 1 if values.dim() == 1 else values.shape[2]
 
 
 def rows_of(index: PatternIndex) -> Tensor:
-    """The block row of every slot, int64 [nnz]."""
-    counts = index.row_ptr.diff().long()
-    each = torch.arange(len(counts), device=counts.device)
-    rows = each.repeat_interleave(counts, output_size=len(index.cols))
-    return to_slot_order(rows, index.slots)
+    """Return the block row of every slot, int64 [nnz]."""
+    return to_slot_order(expand_row_pointers(index.row_ptr, len(index.cols)), index.slots)
 
 
 def cols_of(index: PatternIndex) -> Tensor:
-    """The block column of every slot, int64 [nnz]."""
+    """Return the block column of every slot, int64 [nnz]."""
     return to_slot_order(index.cols.long(), index.slots)
 
 
@@ -40,12 +38,12 @@ def _chunks(count: int, elements_each: int) -> Iterator[slice]:
 
 
 def _to_blocks(matrix: Tensor, b: int) -> Tensor:
-    """[batch, features] -> [features / b, b, batch], contiguous."""
+    """Reshape [batch, features] to [features / b, b, batch], contiguous."""
     return matrix.t().reshape(matrix.shape[1] // b, b, matrix.shape[0])
 
 
 def _scatter(values: Tensor, source: Tensor, take: Tensor, put: Tensor, count: int) -> Tensor:
-    """sum over slots s of values[s] @ source[take[s]] at put[s]: [count * b, batch] transposed."""
+    """Add up values[s] @ source[take[s]] at put[s] over slots s: [batch, count * b]."""
     b, batch = source.shape[1:]
     out = source.new_zeros(count, b, batch)
     for part in _chunks(len(values), b * max(b, batch)):
@@ -54,7 +52,7 @@ def _scatter(values: Tensor, source: Tensor, take: Tensor, put: Tensor, count: i
 
 
 def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
-    """Y = X W^T + bias. x [batch, in], values [nnz] or [nnz, b, b] -> [batch, out]."""
+    """Compute Y = X W^T + bias, [batch, out], of x [batch, in]; values [nnz] or [nnz, b, b]."""
     b = block_size_of(values)
     y = _scatter(
         values.reshape(-1, b, b),
@@ -67,7 +65,7 @@ def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None)
 
 
 def grad_input(dy: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
-    """dX = dY W. dy [batch, out] -> [batch, in]."""
+    """Compute dX = dY W, [batch, in], of dy [batch, out]."""
     b = block_size_of(values)
     return _scatter(
         values.reshape(-1, b, b).transpose(1, 2),
@@ -79,7 +77,7 @@ def grad_input(dy: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
 
 
 def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
-    """dW = (dY^T X) at the pattern's positions only: the shape of `values`."""
+    """Compute dW = dY^T X at the pattern's positions: the shape of `values`."""
     b = block_size_of(values)
     dyt, xt = _to_blocks(dy, b), _to_blocks(x, b)
     rows, cols = rows_of(index), cols_of(index)

@@ -26,7 +26,7 @@ _cache = TensorCache()
 
 
 def row_panels(p: LayerIndex, batch: int) -> Tensor | None:
-    """The panels of the rows, or None if the batch is too small for them."""
+    """Return the panels of the rows, or None if the batch is too small for them."""
     least, panels = p.panels[False]
     if batch < least:
         return None
@@ -34,7 +34,7 @@ def row_panels(p: LayerIndex, batch: int) -> Tensor | None:
 
 
 def column_panels(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
-    """The panels of the columns, or None if the batch is too small for them.
+    """Return the panels of the columns, or None if the batch is too small for them.
 
     Args:
         order: `csc_rows` and `csc_perm` of the index.
@@ -54,7 +54,7 @@ def _keep_panels(p: LayerIndex, columns: bool, order: Order, batch: int) -> Tens
 def _find_panels(
     p: LayerIndex, columns: bool, order: Order, batch: int
 ) -> tuple[int, Tensor | None]:
-    """The number of samples from which panels pay, and the panels if `batch` is as large."""
+    """Return the number of samples from which panels pay, and the panels if `batch` is as large."""
     if p.block_size > 1:
         return _NEVER, None
     majors, minors = p.out_features, p.in_features
@@ -76,7 +76,7 @@ def _find_panels(
 
 
 def discard_panels(p: LayerIndex) -> None:
-    """Release their memory; the next product that uses panels makes them again."""
+    """Free the panels of a layer; the next product that uses panels makes them again."""
     p.panels = [(0, None), (0, None)]
     for source in (p.cols, *(p.order or ())):
         _cache.discard(source)
@@ -85,7 +85,7 @@ def discard_panels(p: LayerIndex) -> None:
 def temporary_row_panels(
     row_ptr: Tensor, cols: Tensor, in_features: int, batch: int
 ) -> Tensor | None:
-    """As `row_panels`, for an index that is used once."""
+    """Return the panels of the rows, as `row_panels`, for an index that is used once."""
     out_features = len(row_ptr) - 1
     if batch < native.call("dynsparse_panels_from", out_features, in_features, len(cols), False):
         return None
@@ -102,7 +102,7 @@ def make_panels(
     *,
     size: int = 0,
 ) -> Tensor | None:
-    """The panels of a compressed index; None if the minors of a major do not ascend.
+    """Make the panels of a compressed index; None if the minors of a major do not ascend.
 
     Args:
         columns: whether the majors are columns, for both gradients.
@@ -123,7 +123,10 @@ def make_panels(
 
 
 def masks_of(p: LayerIndex) -> Tensor | None:
-    """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
+    """Return the bit masks of single elements, int16 [out, ceil(in / 16)]; None for blocks.
+
+    Bit c % 16 of word c / 16 is column c.
+    """
     masks = p.masks
     if masks is None and p.block_size == 1:
         masks = torch.empty(

@@ -48,7 +48,6 @@ _FLOAT32 = torch.float32
 
 KINDS = ("sparse", "small", "dense")
 DEVICE_KINDS = cuda_costs.KINDS
-ROUTES = (*KINDS, "bfloat16", "torch", "blocks")
 
 _forced_kind: str | None = None
 
@@ -77,7 +76,7 @@ def use_kernel(kind: str) -> Iterator[None]:
 
 
 def forced_kind() -> str | None:
-    """The kind set by `use_kernel`, or None."""
+    """Return the kind that `use_kernel` has set, or None."""
     return _forced_kind
 
 
@@ -86,8 +85,11 @@ _MOST_CHOICES = 64
 
 
 def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
-    """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
-    gradients. The result of `choose`, cached, unless `use_kernel` overrides it."""
+    """Return the kind of kernels for a pass over `batch` activations of `dtype`.
+
+    The pass is forward, or with `backward` both gradients. The result is that of `choose`, cached,
+    unless `use_kernel` overrides it.
+    """
     if not p.on_cpu:
         return _route_on_device(p, batch, backward, dtype)
     key = batch if backward else ~batch
@@ -117,7 +119,7 @@ def _log_choice(kind: str, layer: Layer, batch: int, backward: bool) -> None:
 
 
 def _route_on_device(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
-    """On an accelerator."""
+    """Return the kind of kernels on an accelerator."""
     device = p.cols.device
     if _forced_kind == "dense" or not blocks.supports(p, dtype, device):
         return "dense"
@@ -210,7 +212,7 @@ def forward(
     keep: list[Tensor] | None = None,
     plain: bool = False,
 ) -> Tensor:
-    """[..., in] -> [..., out], the dtype of x. Checks all operands.
+    """Check the operands and compute y [..., out] of x [..., in], in its dtype.
 
     Args:
         keep: a list to which tensors for `backward` are appended on an accelerator: see `forward`
@@ -271,11 +273,13 @@ def backward(
     *saved: Tensor,
     sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX [..., in] if needed, and dW like values if x is given. Checks nothing: the operands of
-    autograd were checked in forward, other callers call `check_backward`.
+    """Compute dX [..., in] if needed, and dW, like values, if x is given.
+
+    It checks nothing: forward has checked the operands of autograd, and other callers call
+    `check_backward`.
 
     Args:
-        kept: what `forward` appended to `keep`.
+        saved: the tensors that `forward` appended to `keep`.
         sums: a list to which the gradient of the bias, float32 [out], is appended by kernels that
             also sum dY: those on CPUs, except in float64, and `cuda.blocks`.
     """
@@ -319,7 +323,7 @@ def backward(
 
 
 def _allocate_sums(p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
-    """The tensor that kernels write the gradient of the bias to, appended to `sums`."""
+    """Allocate the tensor that kernels write the gradient of the bias to; append it to `sums`."""
     if sums is None:
         return None
     dbias = empty_on_cpu((p.out_features,), (1,), _FLOAT32)

@@ -27,10 +27,10 @@ _LARGEST_SHARE = 1 / 40
 
 
 def sparse_input_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
-    """y [batch, out] = x W^T + bias for an x [batch, in] in CSR or COO, on the CPU in float32.
+    """Compute y [batch, out] = x W^T + bias for an x [batch, in] in CSR or COO.
 
-    Others are made dense: other dtypes and devices, inputs that require a gradient or of which more
-    than a fortieth is not zero, and all without the compiled kernels.
+    The kernels compute float32 on the CPU. x is made dense if it has another dtype or device,
+    requires a gradient, or has more than a fortieth of non-zeros, and without compiled kernels.
 
     Args:
         values, read: as for `layer_linear`.
@@ -112,7 +112,7 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
 
 
 def _by_samples(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers [batch + 1], features and values of the non-zeros, sample by sample."""
+    """Return pointers [batch + 1], features and values of the non-zeros, sample by sample."""
     if x.layout is torch.sparse_csr:
         pointers, columns = x.crow_indices().int(), x.col_indices().int()
         return pointers.contiguous(), columns.contiguous(), x.values().contiguous()
@@ -142,7 +142,7 @@ def _check_range(what: str, indices: Tensor, count: int) -> None:
 
 
 def _by_features(entries: tuple[Tensor, Tensor, Tensor], features: int) -> tuple[Tensor, ...]:
-    """From `_by_samples`: pointers [features + 1], samples and values, feature by feature."""
+    """Return pointers [features + 1], samples and values of the non-zeros, feature by feature."""
     pointers, columns, values = entries
     samples = torch.arange(len(pointers) - 1, dtype=torch.int32, device="cpu")
     order = columns.argsort(stable=True)
@@ -151,7 +151,7 @@ def _by_features(entries: tuple[Tensor, Tensor, Tensor], features: int) -> tuple
 
 
 def _pointers(numbers: Tensor, count: int) -> Tensor:
-    """Where the entries of each number begin among sorted ones: int32 [count + 1]."""
+    """Return where the entries of each number begin among sorted ones: int32 [count + 1]."""
     pointers = numbers.new_zeros(count + 1, dtype=torch.int32)
     pointers[1:] = torch.bincount(numbers, minlength=count).cumsum(0)
     return pointers

@@ -100,7 +100,7 @@ _BATCHES = (1, 4, 16, 64, 128, 512)
 _MOST_WORK = 600_000_000
 
 
-def _many() -> tuple[Cell, ...]:
+def _make_cells() -> tuple[Cell, ...]:
     cells = [
         Cell(out, in_, block, density, batch)
         for (out, in_), block, density, batch in product(_LAYERS, _BLOCKS, _DENSITIES, _BATCHES)
@@ -111,11 +111,11 @@ def _many() -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-MANY = _many()
+MANY = _make_cells()
 
 
 def time_cell(cell: Cell, seconds: float) -> list[Timing]:
-    """The least times of all kinds of a cell, on one thread: forward, and backward.
+    """Measure the least times of all kinds of a cell, on one thread: forward, and backward.
 
     The kinds are timed in turn, so that other processes disturb all of them alike; the minimum over
     rounds removes most of it. The first round only allocates memory and builds indexes.
@@ -159,8 +159,10 @@ def time_cell(cell: Cell, seconds: float) -> list[Timing]:
 
 @contextmanager
 def _single_thread() -> Iterator[None]:
-    """One thread, no gradients, no autocast: several threads would wait for each other whenever
-    another process runs."""
+    """Compute on one thread, without gradients and autocast.
+
+    Several threads would wait for each other whenever another process runs.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -185,7 +187,7 @@ class Fit(NamedTuple):
 
 
 def terms(name: str, layer: Layer, batch: int, least_batch: int) -> list[float]:
-    """The factors of the constants of `Cost` (except least_batch) in its formula."""
+    """Return the factors of the constants of `Cost`, except least_batch, in its formula."""
     units = np.eye(5).tolist()
     costs = [Cost(a, b, c, d, least_batch, e) for a, b, c, d, e in units]
     return [evaluate(cost, name, layer, batch) for cost in costs]
@@ -232,7 +234,7 @@ def fit(timings: Iterable[Timing], start: Costs) -> Fit:
 def _median_ratio(
     rows: dict[tuple[str, bool], list[tuple[Layer, int, float]]], start: Costs
 ) -> float:
-    """Median of measured / predicted times."""
+    """Return the median of measured / predicted times."""
     ratios = [
         nanoseconds / evaluate(start[name][backward], name, layer, batch)
         for (name, backward), cells in rows.items()
@@ -276,8 +278,8 @@ _CLAMPED_AT = [
 
 
 def _clamp(name: str, fitted: Cost, prior: Cost) -> Cost:
-    """The point between the prior and the fit, as near to the fit as keeps every cost within
-    `_FACTOR` of the prior's."""
+    """Return the point between prior and fit that is nearest to the fit, among those with every
+    cost within `_FACTOR` of the prior's."""
     share = 1.0
     for layer, batch in _CLAMPED_AT:
         if name.endswith("elements"):
@@ -294,8 +296,7 @@ def _clamp(name: str, fitted: Cost, prior: Cost) -> Cost:
 
 
 def mean_excess(timings: Iterable[Timing], costs: Costs) -> float:
-    """How much longer the kinds that the constants choose take than the best kinds, on average:
-    0.05 is 5 %."""
+    """Return how much longer the chosen kinds take than the best kinds, on average: 0.05 is 5 %."""
     excess = []
     for timing in timings:
         kind = cheapest_kind(costs, timing.layer, timing.batch, timing.backward)

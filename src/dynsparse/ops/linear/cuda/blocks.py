@@ -31,8 +31,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def supports(p: LayerIndex, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute this layer for activations of `dtype` on `device`: blocks of 16,
-    32, 64 or 128, and no float64. Warns once if a CUDA device lacks something for them."""
+    """Whether the kernels compute this layer for activations of `dtype` on `device`.
+
+    They compute blocks of 16, 32, 64 or 128, and no float64. Warns once if a CUDA device lacks
+    something that they need.
+    """
     return p.block_size in BLOCKS and dtype in DTYPES and runs_triton(device)
 
 
@@ -47,16 +50,18 @@ def derive(p: LayerIndex) -> None:
 
 
 def _launch() -> ModuleType:
-    """The kernels; Triton is imported when they are first needed."""
+    """Import the kernels, and with them Triton, when they are first needed."""
     from dynsparse.ops.linear.cuda import launch
 
     return launch
 
 
 def ensure_aligned(x: Tensor) -> Tensor:
-    """`x` [any, any], or a contiguous copy if the kernels could not read 16 bytes at a time: for
-    expanded gradients, such as those of `sum`, and slices with unaligned addresses or strides. The
-    copy takes a tenth of the time of reading number by number."""
+    """Return `x` [any, any], or a contiguous copy if it cannot be read 16 bytes at a time.
+
+    It cannot for expanded gradients, such as those of `sum`, and slices with unaligned addresses or
+    strides. The copy takes a tenth of the time of reading number by number.
+    """
     unit = 16 // x.element_size()
     steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     contiguous = steps.count(1) == 1 and all(s == 1 or (s > 0 and s % unit == 0) for s in steps)
@@ -74,7 +79,7 @@ def forward(
     bias: Tensor | None,
     keep: list[Tensor] | None = None,
 ) -> Tensor:
-    """y [B, out] = x W^T + bias, the dtype of x, contiguous.
+    """Compute y [B, out] = x W^T + bias, in the dtype of x, contiguous.
 
     Args:
         x: [B, in] float32, bfloat16 or float16; any strides.
@@ -100,7 +105,7 @@ def backward(
     rounded: Tensor | None = None,
     sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in] of the dtype of dy, dvalues like values); None if not needed.
+    """Compute (dx [B, in] in the dtype of dy, dvalues like values); None if not needed.
 
     Args:
         dy: [B, out] float32, bfloat16 or float16; any strides.

@@ -41,7 +41,7 @@ INTERPRETED = Chip((9, 0), 132, 60 << 20)
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """The device's chip; the driver is queried once."""
+    """Return the device's chip; the driver is queried once."""
     if device.type != "cuda":
         return INTERPRETED
     facts = torch.cuda.get_device_properties(device)
@@ -49,7 +49,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def triton_version() -> str | None:
-    """Version of the installed Triton; None without one."""
+    """Return the version of the installed Triton; None without one."""
     try:
         import triton
     except ImportError:
@@ -59,8 +59,11 @@ def triton_version() -> str | None:
 
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, with Triton
-    3.6 or later and the C compiler that it needs. One RuntimeWarning says what is missing."""
+    """Whether the kernels run on this device; if a GPU lacks something, warns once.
+
+    They need an NVIDIA GPU of capability 8.0 or later, and Triton 3.6 or later with the C compiler
+    that it needs.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     missing = None
@@ -114,7 +117,7 @@ Numbers = Literal["16-bit", "tf32", "tf32x3"]
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """The `input_precision` of `tl.dot`, which 16-bit operands ignore.
+    """Return the `input_precision` of `tl.dot`, which 16-bit operands ignore.
 
     float32 is split into three products of tf32 unless torch's float32 products may use tf32
     (`torch.set_float32_matmul_precision("high")`, or `torch.backends.cuda.matmul.fp32_precision =
@@ -130,5 +133,5 @@ def precision_of(dtype: torch.dtype) -> Precision:
 
 
 def numbers_of(dtype: torch.dtype) -> Numbers:
-    """What the tensor cores multiply."""
+    """Return the kind of numbers that the tensor cores multiply."""
     return precision_of(dtype) if dtype is torch.float32 else "16-bit"

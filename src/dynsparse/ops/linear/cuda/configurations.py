@@ -64,8 +64,12 @@ class Gradient(NamedTuple):
 
 
 class Table(NamedTuple):
-    """For each block size the row tiles by falling size, of which the first that gives every
-    multiprocessor enough of them is used; and the gradient's configuration."""
+    """The configurations of the kernels by block size.
+
+    Attributes:
+        rows: tiles by falling size; the first that gives every multiprocessor enough is used.
+        gradient: the configuration for the gradient of the values.
+    """
 
     rows: dict[int, tuple[Rows, ...]]
     gradient: dict[int, Gradient]
@@ -149,13 +153,15 @@ OTHERS: dict[Numbers, Table] = {
 
 
 def table_of(dtype: torch.dtype, chip: Chip) -> Table:
-    """The configurations for numbers of `dtype` on a chip."""
+    """Return the configurations for numbers of `dtype` on a chip."""
     return (HOPPER if chip.capability == (9, 0) else OTHERS)[numbers_of(dtype)]
 
 
 def choose_rows(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> Rows:
-    """The configuration for `rows` block rows of blocks of `b` over a batch: large tiles if there
-    are at least four for each multiprocessor."""
+    """Choose the configuration for `rows` block rows of blocks of `b` over a batch.
+
+    The tiles are large if there are at least four for each multiprocessor.
+    """
     tiles = table_of(dtype, chip).rows[b]
     for config in tiles[:-1]:
         if -(-batch // config.samples) * rows >= 4 * chip.multiprocessors:
@@ -166,15 +172,14 @@ def choose_rows(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -
 def choose_gradient(
     b: int, dtype: torch.dtype, nnz: int, rows: int, batch: int, chip: Chip
 ) -> Gradient:
-    """The configuration for `nnz` blocks of `b` in `rows` block rows, over a batch.
+    """Choose the configuration for `nnz` blocks of `b` in `rows` block rows, over a batch.
 
     Few large blocks make few programs: samples are then divided among several, as long as each
     has enough of them and all of them run at the same time.
     """
     c = table_of(dtype, chip).gradient[b]
-    programs = nnz / c.blocks + rows / 2 * (
-        c.blocks > 1
-    )  # the last of a row has half of its blocks
+    # The last program of a row has half of its blocks.
+    programs = nnz / c.blocks + rows / 2 * (c.blocks > 1)
     split = c.split
     while (
         split < 8
@@ -186,8 +191,10 @@ def choose_gradient(
 
 
 def smallest_tile_rows(chip: Chip) -> int:
-    """Rows of the smallest tile of the tensor cores: of the ones whose product with dY is the
-    gradient of a bias."""
+    """Return the rows of the smallest tile of the tensor cores.
+
+    A matrix of ones has so many rows; its product with dY is the gradient of a bias.
+    """
     return 64 if chip.capability[0] in (9, 10, 11) else 16
 
 
@@ -195,7 +202,7 @@ def smallest_tile_rows(chip: Chip) -> int:
 
 
 def rows_by_length(p: LayerIndex) -> Tensor:
-    """The block rows by falling number of blocks, equal ones in order: int32 [out / b, 8].
+    """Return the block rows by falling number of blocks, equal ones in order: int32 [out / b, 8].
 
     Each record holds the row, the start and end of its list, and the block column and slot of its
     first entry; the rest is unused.
@@ -204,14 +211,14 @@ def rows_by_length(p: LayerIndex) -> Tensor:
 
 
 def columns_by_length(p: LayerIndex) -> Tensor:
-    """The block columns, likewise: int32 [in / b, 8]."""
+    """Return the block columns likewise: int32 [in / b, 8]."""
     return p.get_derived(
         "columns by length", lambda p: _sort_by_length(p.col_ptr, *p.column_order())
     )
 
 
 def chunks(p: LayerIndex, size: int) -> Tensor:
-    """Block row and first slot of every chunk of up to `size` blocks of one row: int32 [2, n].
+    """Return row and first slot of each chunk of up to `size` blocks of one row: int32 [2, n].
 
     n = nnz // size + rows is an upper bound for every pattern; unused entries have the row -1.
     """

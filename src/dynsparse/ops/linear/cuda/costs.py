@@ -41,10 +41,10 @@ class Rates(NamedTuple):
     """What a chip reaches per second.
 
     Attributes:
-        name: of the chip.
+        name: the name of the chip.
         measured: whether rates and shares were measured, with these kernels, or are assumed.
-        source: of the rates.
-        multiprocessors: of that chip; rates of others scale with theirs.
+        source: the source of the rates.
+        multiprocessors: their number on that chip; rates of others scale with theirs.
         products: operations (a multiply-add is 2) of cuBLAS in a large product of random numbers,
             by what the tensor cores multiply. "tf32x3" is cuBLAS without TF32, on CUDA cores.
         tensor: likewise of the tensor cores, for the kernels over blocks: three products of tf32
@@ -104,7 +104,7 @@ so blocks are chosen only where they should be faster on every chip."""
 
 
 def rates_of(chip: Chip) -> Rates:
-    """The rates of a chip, scaled to its number of multiprocessors."""
+    """Return the rates of a chip, scaled to its number of multiprocessors."""
     row = H100 if chip.capability == (9, 0) else B200
     scale = chip.multiprocessors / row.multiprocessors
     return row._replace(
@@ -123,25 +123,25 @@ class Bounds(NamedTuple):
     cache: float
 
     @property
-    def least(self) -> float:
-        """The largest of them."""
+    def largest(self) -> float:
+        """The largest of the bounds."""
         return max(self)
 
     @property
     def name(self) -> str:
-        """The name of the largest."""
-        return self._fields[self.index(self.least)]
+        """The name of the largest bound."""
+        return self._fields[self.index(self.largest)]
 
 
-def product(layer: Layer, batch: int, numbers: Numbers, rates: Rates) -> float:
-    """Seconds of one dense product of the layer's size by cuBLAS."""
+def dense_seconds(layer: Layer, batch: int, numbers: Numbers, rates: Rates) -> float:
+    """Return the seconds of one dense product of the layer's size by cuBLAS."""
     return 2 * batch * layer.out_features * layer.in_features / rates.products[numbers]
 
 
 def config_of(
     layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
 ) -> Rows | Gradient:
-    """The configuration of a pass."""
+    """Return the configuration of a pass."""
     b, height, width = layer.block_size, layer.out_features, layer.in_features
     if what == "grad_weight":
         return choose_gradient(b, dtype, layer.nnz, height // b, batch, chip)
@@ -151,8 +151,11 @@ def config_of(
 def bounds(
     layer: Layer, batch: int, config: Rows | Gradient, numbers: Numbers, rates: Rates
 ) -> Bounds:
-    """Bounds of a pass over the layer's blocks: with `Rows` of forward and the gradient of the
-    input, with `Gradient` of the gradient of the weight."""
+    """Return the bounds of a pass over the layer's blocks.
+
+    Args:
+        config: `Rows` for forward and the gradient of the input, `Gradient` for that of the weight.
+    """
     b, size = layer.block_size, 2 if numbers == "16-bit" else 4
     values = layer.nnz * b * b
     arithmetic = 2 * batch * values / rates.tensor[numbers]
@@ -176,38 +179,39 @@ def bounds(
 def seconds(
     kind: Kind, layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
 ) -> float:
-    """The predicted time of a pass on the device."""
+    """Return the predicted time of a pass on the device."""
     numbers, rates = numbers_of(dtype), rates_of(chip)
     if kind == "blocks":
         config = config_of(layer, batch, what, dtype, chip)
         share = rates.share[numbers][layer.block_size][what == "grad_weight"]
-        taken, kernels = bounds(layer, batch, config, numbers, rates).least / share, 1
+        taken, kernels = bounds(layer, batch, config, numbers, rates).largest / share, 1
         if isinstance(config, Gradient):
             taken = max(taken, batch / (config.split * config.samples) * _STEP)
             kernels += config.split > 1  # parts are added up
     else:
         kernels, moved = _count_kernels_and_bytes(layer, batch, what, dtype.itemsize)
-        taken = product(layer, batch, numbers, rates) + moved / rates.memory
+        taken = dense_seconds(layer, batch, numbers, rates) + moved / rates.memory
     return taken + kernels * _START[kind]
 
 
 def _count_kernels_and_bytes(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
-    """Number of kernels of kind "dense", and bytes that they move besides the product."""
+    """Return the number of kernels of kind "dense", and the bytes they move besides the product."""
     elements = layer.out_features * layer.in_features
-    held = layer.nnz * layer.block_size**2
-    if held == elements and layer.block_size == 1:  # the values are the weight
+    values = layer.nnz * layer.block_size**2
+    if values == elements and layer.block_size == 1:  # the values are the weight
         return 1, 0
     if what == "grad_weight":  # the product in float32, and the gathered entries
-        return 2, elements * 4 + held * (4 + size)
-    if what == "grad_input" and elements <= max(batch * layer.in_features, held):
+        return 2, elements * 4 + values * (4 + size)
+    if what == "grad_input" and elements <= max(batch * layer.in_features, values):
         return 1, 0  # the weight is saved by forward
-    return 2, (elements + 2 * held) * size  # the weight, of zeros and values, and the product
+    return 2, (elements + 2 * values) * size  # the weight, of zeros and values, and the product
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype, chip: Chip) -> Kind:
-    """ "blocks" or "dense": the predicted faster kind for activations of `dtype`, in forward or in
-    both gradients. Layers that the kernels over blocks do not support are "dense", which is about
-    as fast as a dense layer.
+    """Return "blocks" or "dense", which is predicted to be faster for activations of `dtype`.
+
+    In forward, or with `backward` in both gradients. Layers that the kernels over blocks do not
+    support are "dense", which is about as fast as a dense layer.
     """
     if layer.block_size not in BLOCKS or dtype is torch.float64:
         return "dense"

@@ -24,8 +24,8 @@ from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern.index_arrays import to_slot_order
 
-# Of the gradient, in float32. Products of few rows leave multiprocessors idle, and all entries are
-# searched for in each panel: 8192 x 8192 is one panel.
+# Size of a panel of the gradient, in float32: 8192 x 8192 is one. Products of few rows leave
+# multiprocessors idle, and all entries are searched for in each panel.
 PANEL_BYTES = 256 << 20
 
 # Without Triton, layers with at most so many lines of blocks keep their positions, 8 bytes each.
@@ -41,7 +41,7 @@ def forward(
     bias: Tensor | None,
     keep: list[Tensor] | None = None,
 ) -> Tensor:
-    """y [B, out] = x W^T + bias, the dtype of x.
+    """Compute y [B, out] = x W^T + bias, in the dtype of x.
 
     Args:
         x: [B, in], any strides and floating point type.
@@ -65,7 +65,7 @@ def backward(
     need_values: bool,
     weight: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in], the dtype of dy; dvalues like values); None if not needed.
+    """Compute (dx [B, in] in the dtype of dy, dvalues like values); None if not needed.
 
     16-bit activations are accumulated in float32, and the gradient of float32 values is not rounded
     in between where torch supports that (CUDA, from 2.8 on).
@@ -84,7 +84,8 @@ def backward(
 
 
 def lines_of(row_ptr: Tensor, cols: Tensor, slots: Tensor, b: int, width: int) -> Tensor:
-    """The rows of every block's lines in a matrix [out * in / b, b]: int64 [nnz * b], by slots.
+    """Return the rows of every block's lines in a matrix [out * in / b, b]: int64 [nnz * b], by
+    slots.
 
     Args:
         width: in / b.
@@ -108,20 +109,20 @@ def _keeps_lines(p: LayerIndex) -> bool:
 
 
 def derive(p: LayerIndex) -> None:
-    """Make what is read besides the index."""
+    """Make what `lines` keeps, if the kernels read it."""
     if p.nnz and not p.is_full and _keeps_lines(p) and not runs_triton(p.cols.device):
         lines(p)
 
 
 def lines(p: LayerIndex) -> Tensor:
-    """`lines_of` the layer, kept on the CPU and, if they are few, on other devices."""
+    """Return `lines_of` the layer, kept on the CPU and, if they are few, on other devices."""
     # In large layers of single elements they would take as much memory as the optimizer's state.
     keep = p.on_cpu or _keeps_lines(p)
     return p.get_derived("lines", _make_lines) if keep else _make_lines(p)
 
 
 def _kernels(p: LayerIndex) -> ModuleType | None:
-    """The kernels that move entries, if they run; Triton is imported then."""
+    """Import the kernels that move entries, and with them Triton; None if they do not run."""
     if not p.nnz or not runs_triton(p.cols.device):
         return None
     from dynsparse.ops.linear.cuda import launch
@@ -130,7 +131,7 @@ def _kernels(p: LayerIndex) -> ModuleType | None:
 
 
 def expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of `dtype`; of full layers it may be the memory of the values."""
+    """Return the weight [out, in] in `dtype`; of full layers it may share memory with values."""
     if p.is_full:
         return values.to(dtype).view(p.out_features, p.in_features)
     kernels = _kernels(p)
@@ -144,7 +145,7 @@ def expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
 
 
 def gather(matrix: Tensor, p: LayerIndex) -> Tensor:
-    """The entries of a matrix [out, in] at the pattern, like values."""
+    """Return the entries of a matrix [out, in] at the pattern, like values."""
     kernels = _kernels(p)
     if kernels is not None:
         collected = matrix.new_empty(p.values_shape)
@@ -154,7 +155,7 @@ def gather(matrix: Tensor, p: LayerIndex) -> Tensor:
 
 
 def _gather_gradient(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
-    """dy^T x at the pattern, like values."""
+    """Compute dy^T x at the pattern, like values."""
     b, dtype = p.block_size, values.dtype
     if p.is_full:
         return _product(dy.t(), x, dtype).view_as(values)
@@ -181,7 +182,7 @@ def _gather_gradient(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Te
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix product of activations, of `dtype`."""
+    """Return a matrix product of activations in `dtype`."""
     if dtype is torch.float32 and has_accumulators(left):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

@@ -174,7 +174,7 @@ def grad_weight(
 
 
 def lay_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of `dtype`, of contiguous values."""
+    """Return the weight [out, in] in `dtype` of contiguous values."""
     weight = values.new_empty(p.out_features, p.in_features, dtype=dtype)
     _move(values, weight, p, 0, collect=False)
     return weight
