@@ -181,13 +181,13 @@ def test_copies_and_averages(layer):
 def test_dispatcher_uses_the_layers_index(layer):
     index = layer._state.index
     for _ in range(2):
-        known = autograd.prepare(layer.values, (*layer.index, None))
+        known = autograd.layer_index_of(layer.values, (*layer.index, None))
         assert known is layer._state.index
         layer.rewire(rewiring_on_device(layer))
     assert layer._state.index is not index
     other = torch.zeros(3, *layer.values.shape[1:])
     with pytest.raises(RuntimeError, match="values hold 3 blocks"):
-        autograd.prepare(other, (*layer.index, None))
+        autograd.layer_index_of(other, (*layer.index, None))
 
 
 def test_block_kernel_work_lists_follow_updates():

@@ -272,7 +272,7 @@ def check_types(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def checked(*args: Any, **named: Any) -> Any:
-        positional, hints = _hints(function)
+        positional, hints = _get_hints(function)
         # The function itself reports too many or unknown arguments.
         for (name, hint), value in zip(positional, args, strict=False):
             if type(value) is not hint or hint is Tensor:
@@ -289,7 +289,7 @@ def check_types(function: _Function) -> _Function:
 
 
 @functools.cache
-def _hints(function: Callable[..., Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+def _get_hints(function: Callable[..., Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
     """Return (name, type) of each positional parameter, and name -> type of all parameters.
 
     Annotations are resolved at the first call of a function, when every module is imported.

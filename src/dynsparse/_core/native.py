@@ -194,7 +194,7 @@ def _open(path: Path) -> ctypes.CDLL:
 _REMEDY = "reinstall dynsparse where GCC 12 or Clang 12 is (CXX=g++-12 pip install ...)"
 
 
-def _why_absent() -> str:
+def _absence_reason() -> str:
     """Return the reason why this installation has no kernels, as its build recorded it."""
     try:
         return (_FOLDER / "left_out.txt").read_text(encoding="utf-8").strip()
@@ -243,7 +243,7 @@ def _existing_library(isa: str, kind: str = "") -> Path:
         built = ", ".join(_built_isas())
         raise OSError(
             f"the kernels for {isa} are not in this installation "
-            f"({f'only those for {built}' if built else _why_absent()}): "
+            f"({f'only those for {built}' if built else _absence_reason()}): "
             f"{_REMEDY}, or unset DYNSPARSE_ISA"
         )
     return path
@@ -264,7 +264,7 @@ def find_library(kind: str) -> Path:
     for isa in supported_isas():
         if (path := _library_path(isa, kind)).exists():
             return path
-    raise OSError(f"no compiled kernels: {_why_absent()}. {_REMEDY.capitalize()}")
+    raise OSError(f"no compiled kernels: {_absence_reason()}. {_REMEDY.capitalize()}")
 
 
 def _requested_isa() -> str:
@@ -314,7 +314,7 @@ def _load_best() -> _Choice:
                 reason = str(error)
     built = _built_isas()
     if not built:
-        reason = _why_absent()
+        reason = _absence_reason()
     elif not reason:
         reason = f"they are for {', '.join(built)}, which this machine does not run"
     logs.warn(
@@ -386,11 +386,6 @@ def _address(argument: Any) -> Any:
 _BFLOAT16_UNITS = ("float32", "AVX-512", "AMX")
 
 
-@cache
-def _bfloat16_unit_of(library: ctypes.CDLL) -> str:
-    return _BFLOAT16_UNITS[library.dynsparse_bf16_unit()]
-
-
 def bfloat16_unit() -> str:
     """Return the unit that multiplies bfloat16 blocks of 16 to 128.
 
@@ -398,18 +393,13 @@ def bfloat16_unit() -> str:
     widened.
     """
     library = load()
-    return "float32" if library is None else _bfloat16_unit_of(library)
-
-
-@cache
-def _expands_masks_of(library: ctypes.CDLL) -> bool:
-    return bool(library.dynsparse_masks_expand())
+    return "float32" if library is None else _BFLOAT16_UNITS[library.dynsparse_bf16_unit()]
 
 
 def expands_masks() -> bool:
     """Whether the kernels expand bit masks in hardware; otherwise they read them bit by bit."""
     library = load()
-    return library is not None and _expands_masks_of(library)
+    return library is not None and bool(library.dynsparse_masks_expand())
 
 
 def describe() -> dict[str, object]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dynsparse._core import logs
 from dynsparse._core.checks import check_types
 from dynsparse.ops.linear import LayerIndex, cuda
-from dynsparse.ops.linear.autograd import explain
+from dynsparse.ops.linear.autograd import explain_error
 from dynsparse.ops.linear.layer_index import register_index
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -162,7 +162,7 @@ class _ActiveLinear(torch.autograd.Function):
         try:
             x, values, selected, _ = ctx.saved_tensors
         except RuntimeError as error:
-            raise explain(error) from None
+            raise explain_error(error) from None
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = ctx.layer.grad_input_with(dy, ctx.shape, selected, ctx.active)

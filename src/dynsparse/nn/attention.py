@@ -217,7 +217,7 @@ class SparseMultiheadAttention(nn.Module):
     def from_projections(
         cls, attention: nn.MultiheadAttention, projections: Mapping[str, nn.Module]
     ) -> SparseMultiheadAttention:
-        """A sparse attention with the settings of `attention` and these projections.
+        """Make a sparse attention with the settings of `attention` and these projections.
 
         A projection is sparse or an `nn.Linear`. `bias_k` and `bias_v` are shared with `attention`.
         """
@@ -385,7 +385,7 @@ class SparseMultiheadAttention(nn.Module):
         need_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """(output [N, heads, L, E], weights [N, heads, L, S] or None), without a pattern."""
+        """Attend without a pattern; return the output [N, heads, L, E] and the weights or None."""
         attn_mask, key_padding_mask = masks
         adds_keys = self.bias_k is not None or self.add_zero_attn
         keys = k.shape[2] - (self.bias_k is not None) - self.add_zero_attn
@@ -512,7 +512,7 @@ class SparseTransformerLayer(nn.Module):
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """x [batch, tokens, features] -> the same shape.
+        """Return the output of the layer, of the shape of x [batch, tokens, features].
 
         The masks are those of `SparseMultiheadAttention.forward`; `is_causal` needs none.
         """

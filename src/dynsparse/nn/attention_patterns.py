@@ -24,7 +24,7 @@ def _count_blocks(tokens: int, block_size: int) -> int:
 
 
 def _block_distance(count: int) -> Tensor:
-    """Block row - block column: int64 [count, count]."""
+    """Return block row - block column: int64 [count, count]."""
     index = torch.arange(count, device="cpu")
     return index[:, None] - index
 
@@ -38,7 +38,7 @@ def _to_pattern(present: Tensor, block_size: int, causal: bool) -> SparsePattern
 
 
 def _in_window(count: int, window: int, block_size: int) -> Tensor:
-    """Blocks in which some query and key are at most `window` tokens apart."""
+    """Return which blocks have a query and a key at most `window` tokens apart."""
     check_integer("window", window, 0)
     # Neighbouring blocks contain tokens at a distance of one.
     return (_block_distance(count).abs() - 1) * block_size + 1 <= window
@@ -48,7 +48,7 @@ def _in_window(count: int, window: int, block_size: int) -> Tensor:
 def sliding_window(
     tokens: int, window: int, *, block_size: int = 32, causal: bool = False
 ) -> SparsePattern:
-    """Keys at most `window` tokens before or after the query, rounded up to full blocks.
+    """Make a pattern of keys at most `window` tokens before or after the query, in full blocks.
 
     Raises:
         ValueError: tokens that are not a multiple of the block size, sizes out of range.
@@ -63,7 +63,7 @@ def sliding_window(
 def longformer(
     tokens: int, window: int, global_tokens: int, *, block_size: int = 32, causal: bool = False
 ) -> SparsePattern:
-    """A sliding window, and global first tokens, which attend to and are attended by all.
+    """Make a pattern of a sliding window and global first tokens, which see and are seen by all.
 
     Args:
         tokens, window, block_size, causal: as in `sliding_window`.
@@ -87,7 +87,7 @@ def longformer(
 def strided(
     tokens: int, stride: int, *, block_size: int = 32, causal: bool = True
 ) -> SparsePattern:
-    """The last `stride` tokens, and every block at a multiple of `stride` before them.
+    """Make a pattern of the last `stride` tokens and every block at a multiple of `stride` before.
 
     Args:
         tokens, block_size: as in `sliding_window`.
@@ -117,7 +117,7 @@ def big_bird(
     causal: bool = False,
     generator: Generator | None = None,
 ) -> SparsePattern:
-    """A window of blocks, global first blocks, and random blocks.
+    """Make a pattern of a window of blocks, global first blocks, and random blocks.
 
     Args:
         tokens, block_size, causal: as in `sliding_window`.

@@ -59,18 +59,18 @@ class Blocks:
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         returned: list[Tensor] = []
 
-        def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def record_call(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             calls.append((args, named))
 
-        def after(_: nn.Module, _args: Any, output: Any) -> None:
+        def record_output(_: nn.Module, _args: Any, output: Any) -> None:
             returned.append(_hidden(output))
 
         with ExitStack() as stack:
             for name in self.names:
                 block = self.model.get_submodule(name)
-                hook = block.register_forward_pre_hook(before, with_kwargs=True)
+                hook = block.register_forward_pre_hook(record_call, with_kwargs=True)
                 stack.callback(hook.remove)
-                stack.callback(block.register_forward_hook(after).remove)
+                stack.callback(block.register_forward_hook(record_output).remove)
             call_model(self.model, batch)
         taken = [args[0] for args, _ in calls if args]
         is_chain = len(taken) == len(calls) == len(self.names) and all(

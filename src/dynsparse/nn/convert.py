@@ -205,7 +205,7 @@ def sparsify(
             layers: dict[str, nn.Module] = {}
             for name, sums in step.items():
                 group, plan = converted[name], (counts[name], blocks[name], per_row)
-                pattern, matrix = _initial_weight(group[0], start, plan, sums, generator)
+                pattern, matrix = _make_initial_weight(group[0], start, plan, sums, generator)
                 values = pattern.values_of(matrix)
                 layers |= make_sparse_layers(group, pattern, values)
             if target is not None or target_options is not None:
@@ -315,7 +315,7 @@ def _allocate(
     return global_counts(scores, density)
 
 
-def _initial_weight(
+def _make_initial_weight(
     candidate: Candidate,
     start: str,
     plan: tuple[int, int, bool],
@@ -411,9 +411,9 @@ def densify(model: nn.Module) -> nn.Module:
                 weight: Any = made[id(module.table)].weight
                 dense: nn.Module = make_linear(weight, module.bias, module.training)
             elif isinstance(module, SparseMultiheadAttention):
-                dense = _dense_attention(module)
+                dense = _make_dense_attention(module)
             else:
-                dense = _dense_layer(module)
+                dense = _make_dense_layer(module)
             made[id(module)] = dense.train(module.training)
         model.set_submodule(name, made[id(module)])
     restore_fast_paths(model)
@@ -421,7 +421,7 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _dense_layer(layer: nn.Module) -> nn.Module:
+def _make_dense_layer(layer: nn.Module) -> nn.Module:
     """Return a dense layer with the weights of a sparse one; dense layers unchanged."""
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         return layer.to_dense_layer()
@@ -436,8 +436,10 @@ def _dense_layer(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
-    parts: dict[str, Any] = {part: _dense_layer(getattr(attention, part)) for part in PROJECTIONS}
+def _make_dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
+    parts: dict[str, Any] = {
+        part: _make_dense_layer(getattr(attention, part)) for part in PROJECTIONS
+    }
     bias_k, bias_v = attention.bias_k, attention.bias_v
     run = attention.interleave_length
     if run is not None:
@@ -575,7 +577,7 @@ def make_linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool)
     return linear.train(training)
 
 
-def _dense_projection(candidate: Candidate) -> nn.Module:
+def _make_dense_projection(candidate: Candidate) -> nn.Module:
     """Return a projection of a dense attention as a layer; the output projection is one already."""
     if candidate.owner is not candidate.module:
         return candidate.owner
@@ -612,7 +614,7 @@ def replace_layers(
                 name_of_part = f"{candidate.module_name}.{part}"
                 sparse = layers.get(name_of_part)
                 projections[part] = (
-                    _dense_projection(candidates[name_of_part]) if sparse is None else sparse
+                    _make_dense_projection(candidates[name_of_part]) if sparse is None else sparse
                 )
             made[id(attention)] = SparseMultiheadAttention.from_projections(attention, projections)
         model.set_submodule(candidate.module_name, made[id(attention)])

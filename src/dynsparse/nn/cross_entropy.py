@@ -82,7 +82,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(head(hidden), targets)`, with the logits of one chunk of samples at a time.
+    """Compute `cross_entropy(head(hidden), targets)` with the logits of one chunk at a time.
 
         hidden = model.transformer(ids).last_hidden_state
         loss = ds.nn.linear_cross_entropy(hidden[:, :-1], model.lm_head, ids[:, 1:])

@@ -37,7 +37,7 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
         if any(_has_hooks(candidate.module) or _has_hooks(candidate.owner) for candidate in group):
             reason = _HOOKS
         if reason is None and any(
-            n in adapters for candidate in group for n in _with_parents(candidate.name)
+            n in adapters for candidate in group for n in _iterate_parents(candidate.name)
         ):
             reason = ADAPTER
         if reason is None and any(candidate.kind == "embedding" for candidate in group):
@@ -99,7 +99,7 @@ def _find_adapters(model: nn.Module) -> set[str]:
     return names
 
 
-def _with_parents(name: str) -> Iterator[str]:
+def _iterate_parents(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -99,7 +99,7 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
             full = candidate.weight.numel()
             line = _make_row(name, candidate.shape, "-", "dense", full, full, bias)
             lines.append(line if batch is None else (*line, "-", "-", "-"))
-    lines = lines if len(lines) <= _MOST_ROWS else _join_alike(lines)
+    lines = lines if len(lines) <= _MOST_ROWS else _merge_similar_rows(lines)
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
     below = [total, *_describe_dense(model, candidates, now + saved)]
     if slow:
@@ -115,7 +115,7 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
     return description
 
 
-def _join_alike(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _merge_similar_rows(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Merge the rows of layers that differ only in the numbers in their names."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in lines:

@@ -468,7 +468,7 @@ class SparseModule(nn.Module):
         self._followers = (*alive, weakref.ref(other))
 
     def shrink_index(self) -> None:
-        """If the values are sharded on CPUs, keep only 4 bytes of index per block.
+        """Keep only 4 bytes of index per block if the values are sharded on CPUs.
 
         Backward then computes the order by columns at each call, and panels and masks are not
         kept. Trainers call this; every update has the same effect.
@@ -558,7 +558,7 @@ class SparseModule(nn.Module):
         current.data = values
 
     @property
-    def may_resize(self) -> bool:
+    def can_resize(self) -> bool:
         """Whether the number of blocks on this rank may change; that of a shard may even if that of
         the full layer may not."""
         return self.resizable or self._is_shard
@@ -576,7 +576,7 @@ class SparseModule(nn.Module):
     def _check_capacity(self, pattern: SparsePattern) -> None:
         current = self._pattern
         alike = (pattern.shape, pattern.block_size) == (current.shape, current.block_size)
-        resizable = self.may_resize
+        resizable = self.can_resize
         if is_sharded(self.values):
             resizable = self._is_shard
         if not alike or (pattern.nnz != current.nnz and not resizable):

@@ -42,7 +42,7 @@ class Pairs(list[tuple[Tensor, Tensor]]):
     before: int = 0  # number of pairs when the last pass began
 
     def begin(self, backward_pass: int) -> None:
-        """At the start of another pass, discard pairs of a gradient that no longer exists."""
+        """Begin another pass: discard pairs of a gradient that no longer exists."""
         if backward_pass == self.last_pass:
             return
         self.last_pass = backward_pass
@@ -118,7 +118,7 @@ def forget_replaced(values: Tensor) -> None:
         del replaced[address]
 
 
-def _values_after_replacement(row_ptr: Tensor) -> Tensor | None:
+def _find_replacement_values(row_ptr: Tensor) -> Tensor | None:
     """Return the Parameter of the layer that has replaced `row_ptr`, or None."""
     if type(row_ptr) is not Tensor:  # a tracer's tensor has no memory
         return None
@@ -126,7 +126,7 @@ def _values_after_replacement(row_ptr: Tensor) -> Tensor | None:
     return None if storage is None or values is None or storage.expired() else values()
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return type(a) in (Tensor, torch.nn.Parameter) and a.data_ptr() == b.data_ptr()
 
 
@@ -140,8 +140,8 @@ def check_program(row_ptr: Tensor, values: Tensor) -> None:
     """
     if not replaced:
         return
-    current = _values_after_replacement(row_ptr)
-    if current is not None and _share_memory(values, current):
+    current = _find_replacement_values(row_ptr)
+    if current is not None and _shares_memory(values, current):
         raise RuntimeError(
             "the pattern of a sparse layer has changed since this program was exported or traced, "
             "so its values no longer belong to the pattern in the program: export or trace the "
@@ -165,10 +165,10 @@ def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
     """
     if not replaced:
         return
-    current = _values_after_replacement(row_ptr)
+    current = _find_replacement_values(row_ptr)
     if current is None:
         return
-    if _share_memory(values, current) or getattr(node, "variable", None) is current:
+    if _shares_memory(values, current) or getattr(node, "variable", None) is current:
         raise RuntimeError(CHANGED)
 
 

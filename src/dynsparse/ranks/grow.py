@@ -233,10 +233,10 @@ class _Job:
         """Allocate the memory that collects the best positions round by round."""
         if self.count:
             room = min(self._round_rows(1), max(self.last - self.first, 1)) * self.pattern.grid[1]
-            self.best = RunningBest(max(1, self.most), room, -1.0, self.dtype, self.device)
+            self.best = RunningBest(max(1, self.max_count), room, -1.0, self.dtype, self.device)
 
     @property
-    def most(self) -> int:
+    def max_count(self) -> int:
         """Upper bound of the positions that join in this rank's rows."""
         return min(self.count, (self.last - self.first) * self.pattern.grid[1])
 
@@ -247,12 +247,12 @@ class _Job:
 
     def rounds(self, ranks: Ranks) -> Iterator[tuple[int, int]]:
         """Yield the block rows of each round, counted from the first row of every owner."""
-        share = self._most_rows(ranks)
+        share = self._max_rows(ranks)
         rows = self._round_rows(ranks.size)
         for begin in range(0, share, rows):
             yield begin, min(begin + rows, share)
 
-    def _most_rows(self, ranks: Ranks) -> int:
+    def _max_rows(self, ranks: Ranks) -> int:
         """Return the number of block rows of the first rank, which has the most."""
         return chunk(self.pattern.grid[0], ranks.size, 0)[1]
 
@@ -264,7 +264,7 @@ class _Job:
     def rows_by_owner(self, ranks: Ranks) -> list[tuple[int, int]]:
         """Return for each owner all of its rows, in elements."""
         b = self.pattern.block_size
-        ranges = self.ranges_by_owner(ranks, 0, self._most_rows(ranks))
+        ranges = self.ranges_by_owner(ranks, 0, self._max_rows(ranks))
         return [(first * b, last * b) for first, last in ranges]
 
     def local_gradient(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -414,19 +414,19 @@ def _search(
     all_dy = ranks.all_to_all(dy, sizes, [(last - first) * h for h in held])
     search, (low, high) = None, (torch.inf, -torch.inf)
     with failed:
-        if job.most:
+        if job.max_count:
             pairs = [(all_x, all_dy.view(len(all_x), last - first))]
             search = RowSearch(pairs, job.pattern, pooling, job.dtype, job.first, job.last)
             # This rank's share of the rows, of the positions that join.
             share = -(-job.count * (job.last - job.first) // job.pattern.grid[0])
-            low, high = search.guess(min(share, job.most)) if guess else NO_GUESS
+            low, high = search.guess(min(share, job.max_count)) if guess else NO_GUESS
     if guess:  # the lowest of all lower thresholds and the highest of all upper ones are safe
         bounds = torch.tensor([-low, high], dtype=torch.float64, device=ranks.device)
         low, high = ranks.max(bounds).tolist()
         low = -low
     with failed:
         if search is not None:
-            job.candidates = search.find_best(job.most, low, high)
+            job.candidates = search.find_best(job.max_count, low, high)
 
 
 def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Tensor]:

@@ -235,7 +235,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale Q K^T) V in which a query attends only to the keys in its blocks of a pattern.
+    """Compute softmax(scale Q K^T) V in which queries attend to the keys in their blocks only.
 
     Like `torch.nn.functional.scaled_dot_product_attention` with the pattern as a mask, at the cost
     of its blocks: time and memory do not scale with [L, S]. A query without keys gets zeros. On the

@@ -38,7 +38,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def _with_strides(tensors: Sequence[Tensor | None]) -> list[Tensor | np.ndarray | None]:
+def _append_strides(tensors: Sequence[Tensor | None]) -> list[Tensor | np.ndarray | None]:
     """Return each tensor followed by its strides."""
     arguments: list[Tensor | np.ndarray | None] = []
     for tensor in tensors:
@@ -74,9 +74,9 @@ def forward(
     sums = torch.empty(q.shape[:3], device="cpu")
     status = native.call(
         "dynsparse_attention_forward",
-        *_with_strides((q, k, v)),
+        *_append_strides((q, k, v)),
         *(row_ptr, cols, bias),
-        *_with_strides((out,)),
+        *_append_strides((out,)),
         *(sums, _sizes(q, k, v, s)),
         *_options(s),
     )
@@ -103,9 +103,9 @@ def backward(
     gradients = [_empty_by_token(t.shape) if n else None for t, n in tensors]
     status = native.call(
         "dynsparse_attention_backward",
-        *_with_strides((grad, q, k, v, out)),
+        *_append_strides((grad, q, k, v, out)),
         *(sums, row_ptr, cols, bias),
-        *_with_strides(gradients),
+        *_append_strides(gradients),
         _sizes(q, k, v, s),
         *_options(s),
     )

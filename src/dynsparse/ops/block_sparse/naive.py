@@ -44,11 +44,11 @@ def attention(
     kept: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[N, heads, L, E], [N, heads, S, E], [N, heads, S, V] -> [N, heads, L, V].
+    """Compute attention of [N, heads, L, E], [N, heads, S, E], [N, heads, S, V]: [N, heads, L, V].
 
     Args:
         away: bool [N, S], True for keys to ignore.
-        kept: what the weights [N, heads, L, S] are multiplied by, in place of dropout.
+        kept: factors of the weights, [N, heads, L, S], in place of dropout.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mask = pattern.to_mask()

@@ -95,11 +95,13 @@ def _block_diagonal(index: PatternIndex, count: int) -> PatternIndex:
 
 
 def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -> Tensor:
-    """S D for a sparse S [m, k]: [..., k, n] -> [..., m, n]. Differentiable in both.
+    """Compute S D, [..., m, n], of a sparse S [m, k] and a dense D [..., k, n].
+
+    It is differentiable in both.
 
     Args:
-        values: of S, [..., nnz] or [..., nnz, b, b]; without a batch one S for all.
-        pattern: of S.
+        values: the values of S, [..., nnz] or [..., nnz, b, b]; without a batch one S for all.
+        pattern: the pattern of S.
         dense: D, of the dtype and on the device of values; any strides.
 
     Returns:
@@ -123,7 +125,9 @@ def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -
 
 
 def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -> Tensor:
-    """D S for a sparse S [k, m]: [..., n, k] -> [..., n, m]. Differentiable in both.
+    """Compute D S, [..., n, m], of a dense D [..., n, k] and a sparse S [k, m].
+
+    It is differentiable in both.
 
     Args, results and errors as of `sparse_dense_matmul`.
     """
@@ -141,14 +145,14 @@ def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -
 
 
 def sampled_matmul(a: Tensor, b: Tensor, pattern: SparsePattern) -> Tensor:
-    """A B at the blocks of a pattern [m, n]: the sampled dense-dense product (SDDMM).
+    """Compute A B at the blocks of a pattern [m, n]: the sampled dense-dense product (SDDMM).
 
-    Differentiable in both. The rest of A B is not computed, and no [m, n] matrix exists.
+    It is differentiable in both. The rest of A B is not computed, and no [m, n] matrix exists.
 
     Args:
         a: [..., m, k]; any strides.
         b: [..., k, n], with the batch, the dtype and the device of a.
-        pattern: which blocks.
+        pattern: the blocks to compute.
 
     Returns:
         values [..., nnz] or [..., nnz, b, b].
@@ -178,14 +182,14 @@ def diagonal_mask(rows: Tensor, cols: Tensor, block: int, upper: bool) -> Tensor
 
 
 def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:
-    """exp(s) / sum of exp(s) over each row of a sparse S, whose absent blocks count as -infinity.
+    """Compute exp(s) / sum of exp(s) over each row of a sparse S; absent blocks are -infinity.
 
-    Differentiable any number of times: the gradient is y (g - sum of y g). A row
-    without blocks, or with all elements masked, gives zeros.
+    It is differentiable any number of times: the gradient is y (g - sum of y g). A row without
+    blocks, or with all elements masked, gives zeros.
 
     Args:
-        values: of S, [..., nnz] or [..., nnz, b, b], floating point; -infinity masks an element.
-        pattern: of S, [m, n].
+        values: the values of S, [..., nnz] or [..., nnz, b, b]; -infinity masks an element.
+        pattern: the pattern of S, [m, n].
         subblock_mask: "zero_upper_triangle" masks the elements above the diagonal of S;
             "zero_lower_triangle" those below. Defaults to "none".
 

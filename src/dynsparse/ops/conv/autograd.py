@@ -13,10 +13,10 @@ from dynsparse.ops.conv import products
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.autograd import (
     INDEX,
-    explain,
+    explain_error,
     features,
     flop_formulas,
-    prepare,
+    layer_index_of,
     register_autocast,
 )
 from dynsparse.ops.torch_internals import is_gradient_needed, refuse_onnx_export
@@ -31,7 +31,7 @@ _library.define(
 
 def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     *_, bias, geometry = rest
-    p, g = prepare(values, rest), Geometry.from_list(geometry)
+    p, g = layer_index_of(values, rest), Geometry.from_list(geometry)
     products.check_forward(x, values, (p.out_features, p.in_features), bias, g)
     capture.check_program(p.row_ptr, values)
     return products.forward(x, values, p, bias, g)
@@ -39,7 +39,7 @@ def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
 
 def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, geometry, size, need_input = rest
-    p, g = prepare(values, rest), Geometry.from_list(geometry)
+    p, g = layer_index_of(values, rest), Geometry.from_list(geometry)
     products.check_backward(dy, x, values, (p.out_features, p.in_features), g, size)
     capture.check_backward(p.row_ptr, values)
     if x is not None and capture.is_open(p.row_ptr):
@@ -92,7 +92,7 @@ def _autograd(ctx: Any, dy: Tensor) -> Any:
     try:
         x, values, *index = ctx.saved_tensors
     except RuntimeError as error:
-        raise explain(error) from None
+        raise explain_error(error) from None
     capture.check_backward(index[0], values, ctx.next_functions[1][0])
     need_input, need_values, *others = ctx.needs_input_grad
     if x is not None and not is_gradient_needed(ctx.next_functions[1][0]):

@@ -36,10 +36,10 @@ def scores_kernel(
     POOLING: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """scores [height / B, width / B] of |dy^T x| [height, width], BO outputs by BI inputs.
+    """Write scores [height / B, width / B] of |dy^T x| [height, width], BO outputs by BI inputs.
 
-    MANY: the products of several pairs are added up. pairs, int64 [3, many], holds for each the
-    number of samples, and the offsets of its entries from `dy` and `x`, multiples of 16.
+    MANY: whether the products of several pairs are added up. pairs, int64 [3, many], holds for each
+    the number of samples, and the offsets of its entries from `dy` and `x`, multiples of 16.
     """
     # `group` tiles of outputs take all inputs before the next tiles, for the L2 cache.
     tiles_o = tl.cdiv(height, BO)
@@ -93,7 +93,7 @@ TILE = 128
 _ALIGNMENT = 64
 
 
-def _with_equal_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _equalize_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, or contiguous copies if strides differ or an address is not aligned."""
     if len({t.stride() for t in tensors}) == 1 and not any(
         t.data_ptr() % _ALIGNMENT for t in tensors
@@ -124,7 +124,7 @@ def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: s
     many, device = len(xs), xs[0].device
     pairs = None
     if many > 1:
-        dys, xs = _with_equal_strides(dys), _with_equal_strides(xs)
+        dys, xs = _equalize_strides(dys), _equalize_strides(xs)
         table = [*map(len, xs), *_offsets(dys), *_offsets(xs)]
         pairs = torch.tensor(table, dtype=torch.int64)
         if device.type == "cuda":  # pinned, so that the host does not wait

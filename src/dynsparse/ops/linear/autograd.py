@@ -62,7 +62,7 @@ _is_grad_enabled = torch.is_grad_enabled
 # The operators without derivatives.
 
 
-def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
+def layer_index_of(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
     """Return the layer index of the first tensors of `rest`, which are checked if unknown."""
     index = PatternIndex(*rest[:6])
     p = find_index(index)
@@ -80,7 +80,7 @@ def features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
-    p = prepare(values, rest)
+    p = layer_index_of(values, rest)
     capture.check_program(p.row_ptr, values)
     return products.forward(x, values, p, rest[6])
 
@@ -88,7 +88,7 @@ def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
 def _backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
-    p = prepare(values, rest)
+    p = layer_index_of(values, rest)
     products.check_backward(dy, x, values, p)
     capture.check_backward(p.row_ptr, values)
     if x is not None and capture.is_open(p.row_ptr):
@@ -131,7 +131,7 @@ def _save(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, *more: Tenso
     ctx.bias_dtype = None if bias is None or not bias.requires_grad else bias.dtype
 
 
-def explain(error: RuntimeError) -> RuntimeError:
+def explain_error(error: RuntimeError) -> RuntimeError:
     """Return the error to raise: autograd's for modified tensors, reworded for a sparse layer."""
     changed = "modified by an inplace operation" in str(error)
     return RuntimeError(capture.CHANGED) if changed else error
@@ -147,7 +147,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     try:
         x, values, *saved = ctx.saved_tensors
     except RuntimeError as error:
-        raise explain(error) from None
+        raise explain_error(error) from None
     need_input = ctx.needs_input_grad[0]
     if p is None:
         index = PatternIndex(*saved)
@@ -405,7 +405,7 @@ def linear(
     if type(pattern) is not LayerIndex:
         index = _index_of(pattern)
         if pattern is index:
-            p = prepare(values, index)
+            p = layer_index_of(values, index)
         else:
             p = LayerIndex(index, values)
     else:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dynsparse._core import native
 from dynsparse.ops.linear import cpu_dense, naive
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.panels import column_panels, masks_of, row_panels, temporary_row_panels
+from dynsparse.ops.linear.panels import column_panels, make_row_panels, masks_of, row_panels
 from dynsparse.ops.torch_internals import empty_on_cpu
 from dynsparse.pattern.index_arrays import to_slot_order
 
@@ -285,7 +285,7 @@ def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor
         MemoryError: no scratch memory.
     """
     products = x.new_empty(len(cols))
-    panels = temporary_row_panels(row_ptr, cols, x.shape[1], len(x))
+    panels = make_row_panels(row_ptr, cols, x.shape[1], len(x))
     unread: list[None] = [None] * 4
     status = native.call(
         "dynsparse_linear_backward",

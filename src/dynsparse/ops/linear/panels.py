@@ -82,9 +82,7 @@ def discard_panels(p: LayerIndex) -> None:
         _cache.discard(source)
 
 
-def temporary_row_panels(
-    row_ptr: Tensor, cols: Tensor, in_features: int, batch: int
-) -> Tensor | None:
+def make_row_panels(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Tensor | None:
     """Return the panels of the rows, as `row_panels`, for an index that is used once."""
     out_features = len(row_ptr) - 1
     if batch < native.call("dynsparse_panels_from", out_features, in_features, len(cols), False):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from dynsparse._core import native
 from dynsparse.ops import capture
 from dynsparse.ops.linear import products
-from dynsparse.ops.linear.autograd import explain, layer_linear
+from dynsparse.ops.linear.autograd import explain_error, layer_linear
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.ops.torch_internals import is_gradient_needed, is_plain_eager
 
@@ -61,7 +61,7 @@ class _SparseInputFunction(Function):
     def forward(ctx: Any, values: Tensor, bias: Tensor | None, x: Tensor, read: Read) -> Tensor:
         p = ctx.layer_index = read.layer_index
         ctx.save_for_backward(values)
-        ctx.x, ctx.entries = x, _by_samples(x)
+        ctx.x, ctx.entries = x, _group_by_sample(x)
         y = read.memory.new_empty(x.shape[0], p.out_features)
         native.call(
             "dynsparse_sparse_input_forward",
@@ -88,7 +88,7 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
     try:
         (values,) = ctx.saved_tensors
     except RuntimeError as error:
-        raise explain(error) from None
+        raise explain_error(error) from None
     if values.shape != p.values_shape:
         raise RuntimeError(capture.CHANGED)
     if capture.replaced:
@@ -102,7 +102,7 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
     native.call(
         "dynsparse_sparse_input_backward",
         dy,
-        *_by_features(ctx.entries, p.in_features),
+        *_group_by_feature(ctx.entries, p.in_features),
         p.col_ptr,
         *p.column_order(),
         dvalues,
@@ -111,7 +111,7 @@ def _gradient_of_values(ctx: Any, dy: Tensor) -> Tensor | None:
     return dvalues
 
 
-def _by_samples(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _group_by_sample(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return pointers [batch + 1], features and values of the non-zeros, sample by sample."""
     if x.layout is torch.sparse_csr:
         pointers, columns = x.crow_indices().int(), x.col_indices().int()
@@ -141,7 +141,7 @@ def _check_range(what: str, indices: Tensor, count: int) -> None:
             raise IndexError(f"the {what} of a sparse input must be in [0, {count}), got {wrong}")
 
 
-def _by_features(entries: tuple[Tensor, Tensor, Tensor], features: int) -> tuple[Tensor, ...]:
+def _group_by_feature(entries: tuple[Tensor, Tensor, Tensor], features: int) -> tuple[Tensor, ...]:
     """Return pointers [features + 1], samples and values of the non-zeros, feature by feature."""
     pointers, columns, values = entries
     samples = torch.arange(len(pointers) - 1, dtype=torch.int32, device="cpu")

@@ -356,7 +356,7 @@ def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
         other = parts["patterns"].get(name)
         module = model.get_submodule(name)
         if (
-            getattr(module, "may_resize", False)
+            getattr(module, "can_resize", False)
             and isinstance(other, list)
             and other[:3] == pattern[:3]
         ):

@@ -20,8 +20,8 @@ RECORD = tl.constexpr(8)
 
 @triton.jit
 def load_record(records, batch, rows, group, BM: tl.constexpr):
-    """This program's tile of samples, and its block row: the row, the start and end of its list,
-    and the input block and slot of its first entry.
+    """Return this program's tile of samples, and its block row: the row, the start and end of its
+    list, and the input block and slot of its first entry.
 
     `group` tiles of samples take all block rows before the next tiles, so that these tiles and the
     weights stay in the L2 cache. `records` begin with the longest rows, so that none is left over
@@ -46,7 +46,7 @@ def load_record(records, batch, rows, group, BM: tl.constexpr):
 
 @triton.jit
 def locate(blocks, slots, number, mask, BY_SLOT: tl.constexpr):
-    """The input block and the slot of an entry of the list."""
+    """Return the input block and the slot of an entry of the list."""
     block = tl.load(blocks + number, mask=mask, other=0)
     slot = number
     if BY_SLOT:
@@ -73,7 +73,7 @@ def sum_blocks(
     BY_SLOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`acc` plus the products of the entries [start, end) of one list.
+    """Add the products of the entries [start, end) of one list to `acc`.
 
     `block` and `slot` are those of the first entry, for steps of at most one block.
     """
@@ -140,7 +140,7 @@ def rows_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y [batch, rows * B], contiguous, of x [batch, any] with strides (x_sample, x_feature).
+    """Write y [batch, rows * B], contiguous, of x [batch, any] with strides (x_sample, x_feature).
 
     w: the values [nnz, B, B] in the dtype of x; TRANSPOSED for forward.
     blocks: the lists of all rows; slots: the slots of their values, BY_SLOT if in another order.
@@ -182,8 +182,9 @@ def rows_tma_kernel(
     BY_SLOT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """As `rows_kernel`, through the copy engine (TMA): one instruction loads a tile. For 16 bits
-    and BK <= B.
+    """Compute `rows_kernel` through the copy engine (TMA): one instruction loads a tile.
+
+    For 16 bits and BK <= B.
 
     x [batch, any], w [nnz * B, B] and y [batch, rows * B] are descriptors. Samples past the end
     load as zeros and are not stored.
@@ -224,8 +225,8 @@ def sum_samples(
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The product [M, B] of columns of x and of dy over samples; and the sums of dy's columns,
-    [SUMS, B] with equal rows.
+    """Compute the product [M, B] of columns of x and of dy over samples, and the sums of dy's
+    columns, [SUMS, B] with equal rows.
 
     The sums are a product with ones, which reads dy's tile from shared memory like the other. If it
     were also loaded to registers, the pipeline would lose a buffer (Triton 3.7): the next copy
@@ -270,7 +271,7 @@ def gradient_kernel(
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dw [parts, nnz, B, B], by slots, each part the sum over `steps` times BT samples.
+    """Write dw [parts, nnz, B, B], by slots, each part the sum over `steps` times BT samples.
 
     A program computes up to J blocks of one block row: the J gathered columns of X are the rows (M)
     of the tensor core's tile, the block row of dY its columns (N), and samples the sum (K), so that
@@ -332,8 +333,8 @@ def sum_samples_tma(
     BT: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """The products [B, B] of columns of dy and of one or two blocks of columns of x over samples;
-    and the sums of dy's columns, [B, 16] with equal columns.
+    """Compute the products [B, B] of columns of dy and of one or two blocks of columns of x over
+    samples, and the sums of dy's columns, [B, 16] with equal columns.
 
     dy's tile is the left operand, so that its sums take a product of 16 columns.
     """
@@ -371,7 +372,7 @@ def gradient_tma_kernel(
     BY_SLOT: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """As `gradient_kernel`, through the copy engine (TMA), for 16 bits and J of 1 or 2.
+    """Compute `gradient_kernel` through the copy engine (TMA), for 16 bits and J of 1 or 2.
 
     dy [batch, height] and x [batch, any] are descriptors. Samples past the end load as zeros.
     """
