@@ -59,7 +59,8 @@ def allocate(
 
     Args:
         shapes: layer name -> [out, in] or [out, in, *kernel], in elements.
-        density: of all layers together, in (0, 1]. None only when `densities` names every layer.
+        density: density of all layers together, in (0, 1]. None only if `densities` names every
+            layer.
         method: "uniform", one density everywhere; "er", density in proportion to
             (in + out) / (in * out), Mocanu et al. 2018, "Scalable training of artificial neural
             networks with adaptive sparse connectivity inspired by network science"; "erk", the

@@ -34,7 +34,7 @@ class Kind:
             it. `is_valid` may raise a ValueError with another message.
         is_list: whether the option takes several such values; several dicts are name=json.
         choices: the valid values, where there are few.
-        example: of JSON, for messages.
+        example: an example of JSON, for messages.
     """
 
     type: type

@@ -90,7 +90,7 @@ class SparseMultiheadAttention(nn.Module):
             `nn.attention_patterns` or your own. It fixes L and S for every call. It can be combined
             with `is_causal`, `key_padding_mask` and dropout, but not with `attn_mask`, `score_mod`,
             `add_bias_kv` and `add_zero_attn`. Saved in the state dict; may be set.
-        density, block_size, generator: of each projection, see `SparseLinear`.
+        density, block_size, generator: options of each projection, see `SparseLinear`.
 
     Raises:
         ValueError: sizes below 1, heads that do not divide embed_dim without a head_dim, a dropout

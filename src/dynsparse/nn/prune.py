@@ -17,7 +17,7 @@ LEAST_SPARSITY = 0.01
 
 _BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
-# Of SparseGPT: the columns whose mask is chosen at once, and the damping.
+# SparseGPT's number of columns whose mask is chosen at once, and its damping.
 _COLUMNS = 128
 _DAMPING = 0.01
 

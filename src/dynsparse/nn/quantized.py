@@ -30,7 +30,7 @@ class QuantizedSparseLinear(nn.Module):
     Activations and results are float32. It has no Parameters and no gradients.
 
     Args:
-        pattern: of the present blocks.
+        pattern: the pattern of the present blocks.
         values: int8 [nnz] or [nnz, b, b], the blocks in row-major order.
         scale: float32 [out_features], on the CPU as everything else.
         bias: float32 [out_features] or None.
@@ -46,7 +46,7 @@ class QuantizedSparseLinear(nn.Module):
         activations: "float32", or "int8": products with blocks whose size is a multiple of 8 round
             the features of each sample to multiples of their largest magnitude / 127; other layers
             compute as with "float32". A sample with a feature that is not finite then gives NaN.
-        in_features, out_features, block_size: as of `SparseLinear`.
+        in_features, out_features, block_size: as in `SparseLinear`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit each other.

@@ -619,7 +619,7 @@ class SparseModule(nn.Module):
         # The pattern is part of the state: either all of it fits and is loaded, or nothing is.
         rows, cols = state_dict.get(prefix + "rows"), state_dict.get(prefix + "cols")
         complete = rows is not None and cols is not None
-        # Of the layer's own pattern the values alone are loaded, as those of a dense layer.
+        # If the pattern is the layer's, only the values are loaded, as those of a dense layer.
         if complete and not self._has_coordinates(rows, cols):
             try:
                 pattern = SparsePattern._from_slot_coordinates(

@@ -70,7 +70,7 @@ class WeightsFile(NamedTuple):
     """The content of a safetensors file.
 
     Attributes:
-        tensors: by name, with all names of tied tensors.
+        tensors: name -> tensor, with all names of tied tensors.
         layers: the sparse layers of a file of `save_safetensors`; None for other files.
         metadata: the user's metadata.
     """
@@ -476,7 +476,7 @@ def load_sparse_layers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"the sparse layer {name!r} has no pattern in the file")
         values = tensors.get(join_names(name, "values"))
         if values is not None:
-            # Of the device and the dtype of the values, and of one element.
+            # It has the device and the dtype of the values, and memory for one element.
             full = values.new_zeros(()).expand(weight.shape)
             stand_ins[id(weight)] = nn.Parameter(full, requires_grad=weight.requires_grad)
     for name, weight in weights.items():

@@ -76,7 +76,7 @@ def start(row_ptr: Tensor, values: Tensor) -> Pairs:
     ones.
 
     Args:
-        row_ptr: of the index that the layer computes with.
+        row_ptr: the row pointers of the index that the layer computes with.
         values: the Parameter of the layer, which gets the gradient.
     """
     pairs = Pairs()
@@ -99,7 +99,7 @@ def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
 
     Args:
         row_ptr: the row pointers of the old index.
-        new: those of the new index.
+        new: the row pointers of the new index.
         values: the Parameter of the layer.
     """
     pairs = _open.pop(row_ptr.data_ptr(), None)

@@ -34,8 +34,8 @@ def _find(name: str, fallback: Any) -> Any:
         return fallback
 
 
-# What intercepts calls. In a torch that lacks one of these, `_count_modes` keeps every call from
-# being plain eager.
+# The names that tell what intercepts calls. If torch lacks one of these, `_count_modes` keeps every
+# call from being plain eager.
 _any_autocast = _find("_C._is_any_autocast_enabled", lambda: True)
 _count_modes = _find("_C._len_torch_dispatch_stack", lambda: 1)
 _transforms = _find("_C._functorch.peek_interpreter_stack", lambda: None)

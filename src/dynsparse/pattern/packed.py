@@ -57,7 +57,7 @@ def unpack(
 
     Args:
         shape: (out_features, in_features).
-        values: of the blocks, [nnz] or [nnz, b, b].
+        values: the values of the blocks, [nnz] or [nnz, b, b].
 
     Raises:
         ValueError: another number of blocks than of values, positions outside the matrix.

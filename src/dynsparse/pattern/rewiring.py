@@ -279,7 +279,7 @@ class Rewiring:
         """
         self._check_leading(tensor)
         self._check_fill(fill, tensor)
-        if self._moves_on_device(tensor):
+        if not tensor.is_cpu or "_device_source" in vars(self):
             return move(tensor, self._source_on(tensor.device), fill)
         if self._reused is not None:
             out = tensor.clone() if tensor.requires_grad else copy_tensor(tensor)
@@ -295,10 +295,6 @@ class Rewiring:
                 _select_fill(fill, grown, out).to(out) if isinstance(fill, Tensor) else fill
             )
         return out
-
-    def _moves_on_device(self, tensor: Tensor) -> bool:
-        """Whether `on_device.move` moves the tensor."""
-        return not tensor.is_cpu or "_device_source" in vars(self)
 
     def _check_fill(self, fill: float | Tensor, tensor: Tensor) -> None:
         if not isinstance(fill, Tensor):

@@ -192,7 +192,7 @@ def min_max_digest(*values: object) -> list[int]:
     """Return two numbers for an `all_reduce` of `collective_errors`, for `are_all_equal`.
 
     Args:
-        values: of plain types, or of types with a `repr` that identifies them.
+        values: values of plain types, or of types with a `repr` that identifies them.
     """
     number = digest(repr(values))
     return [number, ~number]

@@ -134,8 +134,8 @@ class ShardSpec:
         grid: the ranks along each axis.
         placement: the axes that rows, columns and input are sharded over.
         shape: [out, in] of the full layer.
-        row_borders, col_borders: of the shards, in features.
-        input_borders: of the features that come in.
+        row_borders, col_borders: the borders of the shards, in features.
+        input_borders: the borders of the input's shards, in features.
         blocks: present blocks of the full layer when it was sharded; constant unless it is
             resizable.
         active: the slots that the forward pass uses, where it does not use all: Top-KAST's.

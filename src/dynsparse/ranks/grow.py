@@ -364,10 +364,10 @@ def _exchange_samples(
         return
     local = torch.tensor([job.local_samples for job in jobs], device=ranks.device)
     counts = torch.stack(ranks.all_gather(local, [len(jobs)] * ranks.size)).tolist()
-    held = [[of_rank[i] for of_rank in counts] for i in range(len(jobs))]
+    samples = [[of_rank[i] for of_rank in counts] for i in range(len(jobs))]
     long = [i for i, job in enumerate(jobs) if RowSearch.is_long(job.pattern, job.dtype)]
     for i, job in enumerate(jobs):
-        _search(ranks, job, held[i], pooling, failed, guess=i in long)
+        _search(ranks, job, samples[i], pooling, failed, guess=i in long)
     if not long:
         return
     sample = torch.tensor(
@@ -375,13 +375,13 @@ def _exchange_samples(
     )
     for i, (count, above) in zip(long, ranks.sum(sample).tolist(), strict=True):
         if not above <= jobs[i].count <= count:  # the guess was wrong: search again without one
-            _search(ranks, jobs[i], held[i], pooling, failed, guess=False)
+            _search(ranks, jobs[i], samples[i], pooling, failed, guess=False)
 
 
 def _search(
     ranks: Ranks,
     job: _Job,
-    held: Sequence[int],
+    samples_by_rank: Sequence[int],
     pooling: str,
     failed: DeferredError,
     *,
@@ -390,11 +390,11 @@ def _search(
     """Find the best positions in this rank's rows.
 
     Args:
-        held: number of samples of each rank.
+        samples_by_rank: number of samples of each rank.
         guess: whether to search above a guessed threshold.
     """
     out, in_ = job.pattern.shape
-    samples = held[ranks.rank]
+    samples = samples_by_rank[ranks.rank]
     x = torch.zeros(samples, in_, dtype=job.sample_dtype, device=job.device)
     dy = torch.zeros(out * samples, dtype=job.sample_dtype, device=job.device)
     rows = job.rows_by_owner(ranks)
@@ -408,10 +408,10 @@ def _search(
             for columns, (f, s) in zip(to_owners, rows, strict=True):
                 columns[at:end] = pair[1][:, f:s]
             at = end
-    all_x = torch.cat(ranks.all_gather(x, held))
+    all_x = torch.cat(ranks.all_gather(x, samples_by_rank))
     first, last = rows[ranks.rank]
     sizes = [(s - f) * samples for f, s in rows]
-    all_dy = ranks.all_to_all(dy, sizes, [(last - first) * h for h in held])
+    all_dy = ranks.all_to_all(dy, sizes, [(last - first) * count for count in samples_by_rank])
     search, (low, high) = None, (torch.inf, -torch.inf)
     with failed:
         if job.max_count:

@@ -46,7 +46,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
     on. The ranks of one machine share a clock.
 
     Args:
-        file: in a folder that exists.
+        file: a file in a folder that exists.
         limit: number of spans and counters of each thread that are kept, the last ones, at about
             150 bytes of memory each.
 

@@ -46,7 +46,7 @@ class Recorder(threading.local):
     Times are those of `time.perf_counter_ns`, which the processes of one machine share on Linux.
 
     Attributes:
-        lanes: of all threads that have marks.
+        lanes: the lanes of all threads that have marks.
         mark: adds a mark to the lane of the calling thread. It is one C call: between the kernels
             of a step Python's code is not in the processor's caches, and each line takes several
             times as long as in a loop.

@@ -249,7 +249,7 @@ def scaled_dot_product_attention(
         is_causal: no query attends to later keys, even inside blocks.
         key_padding_mask: [N, S]: True for keys to ignore, or a bias of the scores.
         dropout_p: the dropout rate of the weights, in [0, 1).
-        scale: of the scores; defaults to 1 / sqrt(E).
+        scale: the scale of the scores; defaults to 1 / sqrt(E).
 
     Returns:
         [N, heads, L, V].

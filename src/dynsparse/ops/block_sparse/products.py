@@ -212,8 +212,8 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     scores = values.to(wide).reshape(*batch, pattern.nnz, block, block)
     if subblock_mask != "none":
         upper = subblock_mask == "zero_upper_triangle"
-        away = diagonal_mask(rows, to_slot_order(index.cols.long(), index.slots), block, upper)
-        scores = scores.masked_fill(away, -torch.inf)
+        cols = to_slot_order(index.cols.long(), index.slots)
+        scores = scores.masked_fill(diagonal_mask(rows, cols, block, upper), -torch.inf)
     return softmax_weights(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
 
 

@@ -15,23 +15,15 @@ from torch.compiler import is_compiling
 from dynsparse._core.checks import check_kind
 from dynsparse.ops.conv import autograd as autograd
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.autograd import register_flop_formulas
+from dynsparse.ops.linear.autograd import check_operands, index_of, register_flop_formulas
 from dynsparse.ops.torch_internals import has_modes, refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["Geometry", "conv", "grad_input", "grad_weight"]
 
 
-def _index_of(pattern: SparsePattern | PatternIndex) -> PatternIndex:
-    if isinstance(pattern, PatternIndex):
-        return pattern
-    return check_kind("pattern", pattern, SparsePattern, "a SparsePattern or its index").index
-
-
 def _check(geometry: Geometry, **operands: Tensor | None) -> None:
-    for name, tensor in operands.items():
-        if tensor is not None or name != "bias":
-            check_kind(name, tensor, Tensor, "a tensor")
+    check_operands(**operands)
     check_kind("geometry", geometry, Geometry, "a Geometry")
     refuse_transforms("a sparse convolution", *operands.values())
 
@@ -49,8 +41,8 @@ def conv(
         x: [batch, in, height, width]; any strides; float32, float64, bfloat16 or float16.
         values: [nnz] or [nnz, b, b], the dtype of x; float32 values also take bfloat16 and float16
             activations and then accumulate in float32.
-        pattern: of the matrix [out, kh * kw * in / groups], or its index tensors on the device of
-            `values`.
+        pattern: the pattern of the matrix [out, kh * kw * in / groups], or its index tensors on the
+            device of `values`.
         geometry: kernel, stride, padding, dilation and groups.
         bias: [out] or None.
 
@@ -61,7 +53,7 @@ def conv(
         RuntimeError: shapes, dtypes or devices that do not fit, index tensors that point outside;
             a transform of torch.func.
     """
-    index = _index_of(pattern)
+    index = index_of(pattern)
     if not is_compiling():
         _check(geometry, x=x, values=values, bias=bias)
         if has_modes():
@@ -77,7 +69,7 @@ def grad_input(
     size: Sequence[int],
 ) -> Tensor:
     """Return dX [batch, in, height, width] of dy [batch, out, ...]; `size` is (height, width)."""
-    index = _index_of(pattern)
+    index = index_of(pattern)
     _check(geometry, dy=dy, values=values)
     g = geometry.to_list()
     return torch.ops.dynsparse.conv_backward(dy, None, values, *index, g, size, True)[0]
@@ -88,7 +80,7 @@ def grad_weight(
 ) -> Tensor:
     """Return the gradient of the weight at the pattern's positions: like values, which are not
     read."""
-    index = _index_of(pattern)
+    index = index_of(pattern)
     _check(geometry, dy=dy, x=x, values=values)
     g = geometry.to_list()
     return torch.ops.dynsparse.conv_backward(dy, x, values, *index, g, x.shape[2:], False)[1]

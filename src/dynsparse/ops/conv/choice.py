@@ -26,9 +26,10 @@ KINDS = ("sparse", "dense")
 # 25, model 17) with layers of 32 to 256 channels and batches of 32 (benchmarks/convolutions.py).
 _ELEMENTS, _BLOCKS, _LARGE = (0.4, 0.7), (0.7, 0.6), 32
 
-# Of `terms`, forward and backward (both gradients), on one thread of a two-core EPYC (family 25,
-# model 17) with AVX-512: batches of 1 to 32, densities of 0.02 to 0.9, mean error of a time 15 to
-# 23 %. The machine was busy, so they are larger than on an idle one; only their order matters.
+# Constants of `terms`, forward and backward (both gradients), measured on one thread of a two-core
+# EPYC (family 25, model 17) with AVX-512: batches of 1 to 32, densities of 0.02 to 0.9, mean error
+# of a time 15 to 23 %. The machine was busy, so they are larger than on an idle one; only their
+# order matters.
 CONSTANTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "sparse elements": ((28000, 5.87, 6.66, 0.475), (95300, 9.71, 5.51, 0.571)),
     "sparse blocks": ((25300, 3.02, 6.22, 0.292), (92200, 3.66, 5.43, 0.588)),

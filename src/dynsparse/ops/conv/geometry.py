@@ -18,7 +18,7 @@ class Geometry(NamedTuple):
     Attributes:
         kernel, stride, dilation: (down, across).
         padding: zeros at the (top, left, bottom, right).
-        groups: of channels, as in `torch.nn.Conv2d`.
+        groups: number of groups of channels, as in `torch.nn.Conv2d`.
     """
 
     kernel: tuple[int, int]

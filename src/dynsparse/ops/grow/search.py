@@ -61,9 +61,9 @@ class RowSearch:
 
     Args:
         pairs: (x [batch, in], dY [batch, outputs of these rows]) of every micro-batch.
-        pattern: of the full layer; its positions are not free.
+        pattern: the pattern of the full layer; its positions are not free.
         pooling: see `topk_outside`.
-        dtype: in which the gradient is added up.
+        dtype: the dtype in which the gradient is added up.
         first, last: block rows; default to all.
     """
 
@@ -353,7 +353,7 @@ def screen_positions(
 
     Args:
         pairs: (x [batch, in], dY [batch, rows]) float32 on the CPU.
-        pattern: of single elements; its positions are not free.
+        pattern: a pattern of single elements; its positions are not free.
         k: number of positions searched for.
         low, high: 0 < low <= high. Positions that certainly exceed `high` are returned without
             scores; with infinity all have scores.

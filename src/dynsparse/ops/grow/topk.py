@@ -94,7 +94,7 @@ def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:
     position first.
 
     Args:
-        scores: of all blocks, [out / b, in / b], none negative.
+        scores: the scores of all blocks, [out / b, in / b], none negative.
         pattern: positions that are not free.
         k: number of positions.
 

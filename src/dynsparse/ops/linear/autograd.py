@@ -350,7 +350,7 @@ def _register_derivatives(name: str, function: type[Function]) -> None:
     def call(*operands: Any) -> Any:
         if is_recording():
             return apply(*operands)
-        # In compiled code, for example, whose graph has been made: half the time of a small layer.
+        # As in compiled code, where the graph exists: this saves half the time of a small layer.
         with skip_autograd():
             return operator(*operands)
 
@@ -364,14 +364,16 @@ _register_derivatives("linear_backward", LinearBackwardFunction)
 # The functions.
 
 
-def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
+def index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
+    """Return the index tensors of a pattern or of a layer index; themselves unchanged."""
     if isinstance(pattern, PatternIndex):
         return pattern
     kinds = (SparsePattern, LayerIndex)
     return check_kind("pattern", pattern, kinds, "a SparsePattern or its index").index
 
 
-def _check_operands(**operands: Tensor | None) -> None:
+def check_operands(**operands: Tensor | None) -> None:
+    """Raise TypeError unless all operands are tensors; `bias` may be None."""
     for name, tensor in operands.items():
         if tensor is not None or name != "bias":
             check_kind(name, tensor, Tensor, "a tensor")
@@ -400,10 +402,10 @@ def linear(
         RuntimeError: shapes, dtypes or devices that do not fit, index tensors that point outside.
     """
     if not is_plain_eager(x):
-        return _dispatch(x, values, _index_of(pattern), bias)
-    _check_operands(values=values, bias=bias)
+        return _dispatch(x, values, index_of(pattern), bias)
+    check_operands(values=values, bias=bias)
     if type(pattern) is not LayerIndex:
-        index = _index_of(pattern)
+        index = index_of(pattern)
         if pattern is index:
             p = layer_index_of(values, index)
         else:
@@ -433,7 +435,7 @@ def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> 
         try:
             return _compute(x, values, bias, read)
         except (AttributeError, TypeError, ValueError):  # checks cost too much for every call
-            _check_operands(values=values, bias=bias)
+            check_operands(values=values, bias=bias)
             check_kind("read", read, Read, "what forward reads")
             raise
     p, memory, _ = read
@@ -457,7 +459,7 @@ def _autocast_operand(x: Any, device: str) -> Any:
 
 def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
     if not is_compiling():
-        _check_operands(x=x, values=values, bias=bias)
+        check_operands(x=x, values=values, bias=bias)
         if is_transformed():  # torch.func calls Functions, and no operators that contain one
             x = _autocast_operand(x, x.device.type) if is_autocast(x) else x
             return LinearFunction.apply(x, values, *capture.hide(index), bias)
@@ -469,8 +471,8 @@ def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | Non
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:
     """Compute dX = dY W, [..., in], of dy [..., out]."""
-    _check_operands(dy=dy, values=values)
-    index = _index_of(pattern)
+    check_operands(dy=dy, values=values)
+    index = index_of(pattern)
     return torch.ops.dynsparse.linear_backward(dy, None, values, *index, True)[0]
 
 
@@ -478,8 +480,8 @@ def grad_weight(
     dy: Tensor, x: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex
 ) -> Tensor:
     """Compute dW = dY^T X at the pattern's positions: the shape of `values`, which is not read."""
-    _check_operands(dy=dy, x=x, values=values)
-    index = _index_of(pattern)
+    check_operands(dy=dy, x=x, values=values)
+    index = index_of(pattern)
     return torch.ops.dynsparse.linear_backward(dy, x, values, *index, False)[1]
 
 
@@ -492,8 +494,8 @@ def register_autocast(
     """Register the autocast behaviour of `name` and `name`_backward, on every device.
 
     Args:
-        cast: which operands are cast. Of products only the activations: the values are few and keep
-            their precision.
+        cast: the indices of the operands that are cast. For products these are the activations: the
+            values are few and keep their precision.
     """
     operator = getattr(torch.ops.dynsparse, name)
     operator_backward = getattr(torch.ops.dynsparse, f"{name}_backward")
@@ -536,7 +538,7 @@ flop_formulas: dict[str, Callable[..., int]] = {
     "linear": _flops,
     "linear_backward": _backward_flops,
 }
-"""By operator, for `FlopCounterMode`; other operators add theirs."""
+"""Operator -> its formula for `FlopCounterMode`; other operators add theirs."""
 
 
 def register_flop_formulas() -> None:

@@ -63,7 +63,7 @@ class Cost(NamedTuple):
     far: float
 
 
-# By family, forward and backward (both gradients).
+# Family -> costs of forward and of backward (both gradients).
 Costs = dict[str, tuple[Cost, Cost]]
 
 FAMILIES = (
@@ -403,7 +403,7 @@ class Measurement:
     """The result of measuring this processor.
 
     Attributes:
-        date: as 2026-01-31.
+        date: the day of the measurement, such as 2026-01-31.
         costs: the fitted constants.
         error: mean relative error of a predicted time.
         excess: how much longer the kinds that a table chooses take than the best kinds, on average

@@ -83,10 +83,10 @@ class LayerIndex:
 
     Attributes:
         row_ptr, cols, col_ptr, slots: the tensors of the index.
-        keep: as passed in.
+        keep: the argument.
         order: `csc_rows` and `csc_perm`, or None: `column_order` makes them.
-        index: all index tensors, as passed in.
-        out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
+        index: all index tensors.
+        out_features, in_features, block_size, nnz: the sizes of the layer; nnz counts blocks.
         values_shape, bias_shape: the shapes that these tensors must have.
         values_layout: sizes and strides of contiguous values, as plain tuples.
         on_cpu: whether the index is on the CPU.

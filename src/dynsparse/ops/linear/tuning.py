@@ -201,7 +201,7 @@ def fit(timings: Iterable[Timing], start: Costs) -> Fit:
     times leave open. No cost ends up more than a factor of four from it.
 
     Args:
-        timings: of some layers; families without times keep the scaled constants.
+        timings: the times of some layers; families without times keep the scaled constants.
         start: the table's constants.
 
     Raises:

@@ -28,11 +28,12 @@ class Rows(NamedTuple):
     """Configuration of the kernel for forward and the gradient of the input.
 
     Attributes:
-        samples, inputs: of a tile of X; `inputs` larger than a block take several blocks at a step.
-        warps: of a program.
-        stages: of its pipeline.
+        samples, inputs: sizes of a tile of X; if `inputs` is larger than a block, a step takes
+            several blocks.
+        warps: number of warps of a program.
+        stages: number of stages of its pipeline.
         group: number of tiles of samples that take all block rows before the next tiles.
-        tma: through the copy engine, where the activations allow it.
+        tma: whether the copy engine loads tiles, where the activations allow it.
     """
 
     samples: int
@@ -47,12 +48,12 @@ class Gradient(NamedTuple):
     """Configuration of the kernel for the gradient of the values.
 
     Attributes:
-        blocks: of one row that a program computes.
-        samples: of one step of the sum.
-        warps: of a program.
-        stages: of its pipeline.
+        blocks: number of blocks of one row that a program computes.
+        samples: number of samples of one step of the sum.
+        warps: number of warps of a program.
+        stages: number of stages of its pipeline.
         split: least number of programs that the samples are divided among.
-        tma: through the copy engine, where the activations allow it; up to two blocks.
+        tma: whether the copy engine loads tiles, where the activations allow it; up to two blocks.
     """
 
     blocks: int

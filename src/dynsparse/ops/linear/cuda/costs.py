@@ -38,7 +38,7 @@ _STEP = 0.4e-6
 
 
 class Rates(NamedTuple):
-    """What a chip reaches per second.
+    """The operations and bytes that a chip reaches per second.
 
     Attributes:
         name: the name of the chip.
@@ -47,12 +47,12 @@ class Rates(NamedTuple):
         multiprocessors: their number on that chip; rates of others scale with theirs.
         products: operations (a multiply-add is 2) of cuBLAS in a large product of random numbers,
             by what the tensor cores multiply. "tf32x3" is cuBLAS without TF32, on CUDA cores.
-        tensor: likewise of the tensor cores, for the kernels over blocks: three products of tf32
+        tensor: operations of the tensor cores, for the kernels over blocks: three products of tf32
             make one of "tf32x3".
         cache, memory: bytes from the L2 cache to the multiprocessors, and of a copy in memory, read
             and written.
-        share: of the bound of a pass that its kernel reaches once started, by what is multiplied
-            and block: forward and grad_input, grad_weight.
+        share: the share of the bound of a pass that its kernel reaches once started, by numbers
+            and block size: (forward and grad_input, grad_weight).
     """
 
     name: str
@@ -99,8 +99,8 @@ B200 = Rates(
     memory=7.2e12,
     share={numbers: dict.fromkeys(BLOCKS, (share, share)) for numbers, share in _ASSUMED.items()},
 )
-"""For all chips but compute capability 9.0: none has faster dense products relative to its cache,
-so blocks are chosen only where they should be faster on every chip."""
+"""The rates for all chips but those of compute capability 9.0: none has faster dense products
+relative to its cache, so blocks are chosen only where they should be faster on every chip."""
 
 
 def rates_of(chip: Chip) -> Rates:
