@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import TensorCache
-from dynsparse.ops.linear.naive import block_size_of
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 
 QUAD = 4
@@ -39,6 +38,11 @@ def to_kernel_order(values: Tensor) -> Tensor:
 def from_kernel_order(values: Tensor) -> Tensor:
     """Return values in row-major order: the inverse of `to_kernel_order`."""
     return values.transpose(1, 2).flatten(2) if values.dim() == 4 else values
+
+
+def block_size_of(values: Tensor) -> int:
+    """Return the block size of values in the order of the kernels."""
+    return 1 if values.dim() == 1 else values.shape[2]
 
 
 # (row_ptr, cols) -> one more than the largest column, of tensors whose contents were checked.

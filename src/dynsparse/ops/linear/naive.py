@@ -18,8 +18,8 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def block_size_of(values: Tensor) -> int:
-    """Return the block size of values [nnz] or [nnz, b, b]; int8 ones may be [nnz, b / 4, b, 4]."""
-    return 1 if values.dim() == 1 else values.shape[2]
+    """Return the block size of values [nnz] or [nnz, b, b]."""
+    return 1 if values.dim() == 1 else values.shape[-1]
 
 
 def rows_of(index: PatternIndex) -> Tensor:
