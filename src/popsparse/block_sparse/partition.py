@@ -214,8 +214,8 @@ class Products(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The pieces in the order of their tiles: `products` [..] are product numbers, those of piece p
-    from first[p] to first[p + 1]; `result`, `tile` and `turn` (the pass) are [pieces]."""
+    """The pieces in the order of their tiles: `result`, `tile` and `turn` (the pass) are [pieces];
+    the product numbers of piece p are `chosen` from first[p] to first[p + 1]."""
 
     products: Products
     result: np.ndarray
@@ -259,7 +259,7 @@ def products_of(params: MatmulParams) -> Products:
     return Products(rows, cols, first, rows[of] * k + ks[at], b[at], ks[at])
 
 
-def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+def assign_to_lightest(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """The tile of each item, when the heaviest first go to the lightest tile; ties in order."""
     bins = [(0.0, int(tile)) for tile in tiles]
     heapq.heapify(bins)
@@ -271,12 +271,12 @@ def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     return tile_of
 
 
-def _cut(products: np.ndarray, parts: int) -> Iterator[np.ndarray]:
-    """Split into contiguous parts, none empty."""
+def _split(products: np.ndarray, parts: int) -> Iterator[np.ndarray]:
+    """Split products into contiguous parts, none of them empty."""
     return (part for part in np.array_split(products, min(parts, len(products))) if len(part))
 
 
-def _shares(tiles: int, count: int) -> list[np.ndarray]:
+def _split_tiles(tiles: int, count: int) -> list[np.ndarray]:
     """`count` disjoint ranges of tiles, the first one longer if they do not divide evenly; if there
     are fewer tiles, ranges share them in turn."""
     if count > tiles:
@@ -284,7 +284,7 @@ def _shares(tiles: int, count: int) -> list[np.ndarray]:
     return np.array_split(np.arange(tiles), count)
 
 
-def _strip(params: MatmulParams, options: Options, products: Products, tiles: int) -> list:
+def _assign_strips(params: MatmulParams, options: Options, products: Products, tiles: int) -> list:
     """Block rows get disjoint ranges of tiles, in the requested number of passes. In a range,
     columns are cut along the sum until there are about two pieces a tile, and dealt heaviest first.
     `stripv0` instead deals uncut columns in order, each tile about its share."""
@@ -300,7 +300,7 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
     rows = params.groups * m
     at_once = rows if by_sum else rows // passes
     pieces: list[tuple[int, int, int, np.ndarray]] = []  # result, tile, pass, products
-    ranges = _shares(tiles, at_once)
+    ranges = _split_tiles(tiles, at_once)
     results = [np.flatnonzero(products.row == row) for row in range(rows)]
     for turn in range(passes):
         for row in range(rows) if by_sum else range(turn * at_once, (turn + 1) * at_once):
@@ -315,7 +315,7 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
                     step = k // passes
                     some = some[products.k[some] // step == turn]
                 if len(some):
-                    parts += [(int(result), part) for part in _cut(some, split)]
+                    parts += [(int(result), part) for part in _split(some, split)]
             if not parts:
                 continue
             sizes = np.array([len(part) for _, part in parts])
@@ -323,12 +323,14 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
                 before = np.cumsum(sizes) - sizes
                 tile = columns[before * len(columns) // sizes.sum()]
             else:
-                tile = lightest_first(sizes, columns)
+                tile = assign_to_lightest(sizes, columns)
             pieces += [(r, int(t), turn, p) for (r, p), t in zip(parts, tile, strict=True)]
     return pieces
 
 
-def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: float) -> list:
+def _assign_blocks(
+    products: Products, tiles: np.ndarray, results: np.ndarray, ratio: float
+) -> list:
     """Assign each block of the result to the tile of least cost: weight `ratio` for the memory of
     blocks that the tile does not hold yet, the rest for its products; both as shares of the total.
     """
@@ -375,33 +377,35 @@ def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
     products = products_of(params)
     method = options.partition_method
     if method.startswith("strip"):
-        pieces = _strip(params, options, products, tiles)
+        pieces = _assign_strips(params, options, products, tiles)
     else:
         pieces = []
         rows = params.grid[0]
-        for group, group_tiles in enumerate(_shares(tiles, params.groups)):
+        for group, group_tiles in enumerate(_split_tiles(tiles, params.groups)):
             results = np.flatnonzero(products.row // rows == group)
-            pieces += _of_group(method, options, products, results, group_tiles)
-    pieces.sort(key=lambda strip: strip[1])
+            pieces += _assign_group(method, options, products, results, group_tiles)
+    pieces.sort(key=lambda piece: piece[1])
     chosen = [part for *_, part in pieces]
     lengths = [len(part) for part in chosen]
+    result, tile, turn = np.array([piece[:3] for piece in pieces], np.int64).reshape(-1, 3).T
     return Pieces(
         products,
-        np.array([strip[0] for strip in pieces], np.int64),
-        np.array([strip[1] for strip in pieces], np.int64),
-        np.array([strip[2] for strip in pieces], np.int64),
+        result,
+        tile,
+        turn,
         np.append(0, np.cumsum(lengths)).astype(np.int64),
         np.concatenate(chosen) if chosen else np.zeros(0, np.int64),
     )
 
 
-def _of_group(
+def _assign_group(
     method: str, options: Options, products: Products, results: np.ndarray, tiles: np.ndarray
 ) -> list:
+    """The pieces of one group's results on its tiles, by a method other than strip."""
     sizes = np.diff(products.first)[results]
     if method == "block-naive":
         # Heaviest first to the lightest tile, regardless of the blocks it holds.
-        dealt = lightest_first(sizes, tiles)
+        dealt = assign_to_lightest(sizes, tiles)
         return [
             (int(r), int(t), 0, np.arange(products.first[r], products.first[r + 1]))
             for r, t, size in zip(results, dealt, sizes, strict=True)
@@ -409,17 +413,17 @@ def _of_group(
         ]
     ratio = _RATIO if options.memory_cycle_ratio is None else options.memory_cycle_ratio
     if method == "block":
-        return _blocks(products, tiles, results, ratio)
+        return _assign_blocks(products, tiles, results, ratio)
     # block-group2: block rows to groups of tiles first, then blocks to the tiles of a group.
     groups = max(1, int(len(tiles) ** 0.5))
     rows = np.unique(products.row[results])
     weights = np.array([sizes[products.row[results] == row].sum() for row in rows])
-    of_row = lightest_first(weights, np.arange(groups))
+    of_row = assign_to_lightest(weights, np.arange(groups))
     pieces = []
-    for group, group_tiles in enumerate(_shares(len(tiles), groups)):
+    for group, group_tiles in enumerate(_split_tiles(len(tiles), groups)):
         inside = np.isin(products.row[results], rows[of_row == group])
         if inside.any():
-            pieces += _blocks(products, tiles[group_tiles], results[inside], ratio)
+            pieces += _assign_blocks(products, tiles[group_tiles], results[inside], ratio)
     return pieces
 
 
@@ -428,7 +432,7 @@ class BlockSparsePlan:
     """Which tile multiplies which blocks of a product. Made by `plan`.
 
     Attributes:
-        params, options: as given. target: the machine.
+        params, options: the arguments of `plan`. target: the machine.
     """
 
     params: MatmulParams
@@ -441,7 +445,7 @@ class BlockSparsePlan:
 
     @property
     def tiles_used(self) -> int:
-        """Tiles that multiply."""
+        """The number of tiles that multiply."""
         return len(np.unique(self.pieces.tile))
 
     @property

@@ -7,7 +7,6 @@ charged like functions in `tensor_ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,36 +28,34 @@ from popsparse.machine import (
 )
 from popsparse.machine.dtypes import FLOAT
 from popsparse.machine.intervals import Runs
-from popsparse.planning.cycles import AMP, amp, transpose_blocks
-from popsparse.planning.cycles import reduce as reduce_cycles
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning.cycles import AMP
 from popsparse.planning.params import ceil_div
 from popsparse.programs.layout import execute
 
-Spent = Callable[[VertexView], Any]
 
-
-def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DType) -> Codelet:
+def transpose_codelet(counts: np.ndarray, rows: int, cols: int, dtype: DType) -> Codelet:
     """Transposes a tile's `counts` blocks [rows, cols] to [cols, rows]."""
 
     def compute(v: VertexView) -> None:
         blocks = v.src.values.reshape(-1, rows, cols)
         v.out.values[...] = blocks.transpose(0, 2, 1).reshape(-1)
 
-    def spent(v: VertexView) -> Any:
+    def cycles(v: VertexView) -> Any:
         workers = v.target.workers
-        return transpose_blocks(counts, rows, cols, dtype, workers)
+        return tile_cycles.transpose_blocks(counts, rows, cols, dtype, workers)
 
-    return Codelet("block transpose", {"src": In(), "out": Out()}, compute, spent, "supervisor")
+    return Codelet("block transpose", {"src": In(), "out": Out()}, compute, cycles, "supervisor")
 
 
-def _units(dtype: DType, partials: DType) -> AMP:
+def _matrix_units(dtype: DType, partials: DType) -> AMP:
     """The matrix units, as in a dense product of these types."""
     if dtype is FLOAT:
         return AMP(8, 8, 8)
     return AMP(8, 16, 8) if partials is FLOAT else AMP(16, 16, 16)
 
 
-def multiply(
+def multiply_codelet(
     tile_of: np.ndarray,
     products: np.ndarray,
     block_size: tuple[int, int, int],
@@ -80,23 +77,23 @@ def multiply(
         np.add.at(total, of, a @ b.transpose(0, 2, 1))
         v.out.values[...] = total.reshape(-1)
 
-    def spent(v: VertexView) -> Any:
-        kind = _units(dtype, partials)
+    def cycles(v: VertexView) -> Any:
+        kind = _matrix_units(dtype, partials)
         load = v.target.coefficient_load_bytes_per_cycle
         groups = ceil_div(bk, kind.in_channels) * products
-        cycles = amp(bm, groups, ceil_div(bn, kind.out_channels), kind, dtype, partials,
-                     v.target.workers, load)  # fmt: skip
-        return np.bincount(tile_of, cycles, minlength=v.count)
+        sizes = bm, groups, ceil_div(bn, kind.out_channels)
+        of_piece = tile_cycles.amp(*sizes, kind, dtype, partials, v.target.workers, load)
+        return np.bincount(tile_of, of_piece, minlength=v.count)
 
     fields = {"a": In(), "b": In(), "out": Out()}
 
     def flops(v: VertexView) -> Any:
         return 2 * bm * bk * bn * np.bincount(tile_of, products, minlength=v.count)
 
-    return Codelet("block products", fields, compute, spent, "supervisor", flops=flops)
+    return Codelet("block products", fields, compute, cycles, "supervisor", flops=flops)
 
 
-def reduce(
+def reduce_codelet(
     tile_of: np.ndarray,
     depth: np.ndarray,
     area: int,
@@ -108,7 +105,7 @@ def reduce(
 
     Args:
         tile_of: the tile index of each block, ascending; depth: its number of partial sums.
-        kept: bool [blocks, area], False where the result is zeroed, or None.
+        mask: bool [blocks, area], False where the result is zeroed; None keeps all of it.
     """
     of = np.repeat(np.arange(len(depth)), depth)
 
@@ -117,9 +114,9 @@ def reduce(
         np.add.at(total, of, v.partials.values.reshape(-1, area).astype(np.float32))
         v.out.values[...] = (total if mask is None else total * mask).reshape(-1)
 
-    def spent(v: VertexView) -> Any:
-        cycles = reduce_cycles(area, np.maximum(depth, 1), partials, result, v.target.workers)
-        total_cycles = np.bincount(tile_of, np.broadcast_to(cycles, depth.shape), minlength=v.count)
+    def cycles(v: VertexView) -> Any:
+        each = tile_cycles.reduce(area, np.maximum(depth, 1), partials, result, v.target.workers)
+        total_cycles = np.bincount(tile_of, np.broadcast_to(each, depth.shape), minlength=v.count)
         if mask is not None:
             masked = np.bincount(tile_of, area * ~mask.all(1), minlength=v.count)
             cleared = elementwise_cycles(masked, result, v.target.workers)
@@ -131,7 +128,7 @@ def reduce(
     def flops(v: VertexView) -> Any:
         return area * np.bincount(tile_of, depth, minlength=v.count)
 
-    return Codelet("block reduce", fields, compute, spent, "supervisor", flops=flops)
+    return Codelet("block reduce", fields, compute, cycles, "supervisor", flops=flops)
 
 
 def elementwise_cycles(
@@ -151,11 +148,9 @@ def add_blocks(
     graph: Graph, dtype: DType, home: np.ndarray, shape: tuple[int, ...], name: str
 ) -> Tensor:
     """Add a variable [blocks, *shape], each block on its tile; those of tile -1 on any tile."""
-    variable = graph.add_variable(dtype, [len(home), *shape], name)
-    if variable.numel:
-        spread = np.arange(len(home)) * graph.target.tiles // max(len(home), 1)
-        graph.set_tile_mapping(variable, np.where(home < 0, spread, home))
-    return variable
+    spread = np.arange(len(home)) * graph.target.tiles // max(len(home), 1)
+    tiles = np.where(home < 0, spread, home)
+    return graph.add_variable(dtype, [len(home), *shape], name, tiles=tiles)
 
 
 def join_blocks(blocks: Tensor, rows: int) -> Tensor:
@@ -171,13 +166,10 @@ class _Product:
         self.params, self.pieces = plan.params, plan.pieces
         self.dtype = self.params.dtype
 
-    def stretches(self, dtype: DType, what: str, tiles: np.ndarray, each: int) -> Tensor:
-        """A variable [.., each] of blocks, each on its tile."""
+    def add_variable(self, dtype: DType, what: str, tiles: np.ndarray, each: int) -> Tensor:
+        """Add a variable [len(tiles), each], row i on tiles[i]."""
         shape = [len(tiles), each]
-        variable = self.graph.add_variable(dtype, shape, f"{self.name} {what}")
-        if variable.numel:
-            self.graph.set_tile_mapping(variable, tiles)
-        return variable
+        return self.graph.add_variable(dtype, shape, f"{self.name} {what}", tiles=tiles)
 
     def view(self, dtype: DType, addresses: np.ndarray) -> Tensor:
         return Tensor(self.graph, dtype, addresses.shape, addresses=addresses)
@@ -196,8 +188,8 @@ class _Product:
         program.add(steps)
         count, kind = len(self.pieces.products.row), self.params.partials_type
         area = self.params.block_size[0] * self.params.block_size[2]
-        out = self._results(count, area)
-        partials = self.stretches(kind, "partials", self.pieces.tile, area)
+        out = self._add_results(count, area)
+        partials = self.add_variable(kind, "partials", self.pieces.tile, area)
         for turn in range(self.plan.options.number_of_pass):
             now = np.flatnonzero(self.pieces.turn == turn)
             if len(now):
@@ -205,7 +197,7 @@ class _Product:
         self._reduce(partials, out, steps)
         return out.reshape(count, self.params.block_size[0], self.params.block_size[2])
 
-    def _results(self, count: int, area: int) -> Tensor:
+    def _add_results(self, count: int, area: int) -> Tensor:
         """Create the result: each block on the tile of its first piece."""
         home = np.full(count, -1)
         home[self.pieces.result[::-1]] = self.pieces.tile[::-1]
@@ -226,8 +218,8 @@ class _Product:
         chosen = pieces.chosen[where]
         tile = np.repeat(pieces.tile[now], counts)
         pairs: list[tuple[Tensor, Tensor]] = []
-        left = self._local("left blocks", products.a[chosen], tile, a, pairs)
-        right = self._local("right blocks", products.b[chosen], tile, b, pairs)
+        left = self._gather_blocks("left blocks", products.a[chosen], tile, a, pairs)
+        right = self._gather_blocks("right blocks", products.b[chosen], tile, b, pairs)
         if pairs:
             steps.add(Copy(pairs, name="gather blocks"))
         if not self.params.transposed:
@@ -243,10 +235,10 @@ class _Product:
             "out": Ragged(sums.flatten(), outs * size[0] * size[2]),
         }
         kinds = (self.params.dtype, self.params.partials_type)
-        codelet = multiply(inverse, counts, size, *kinds)
+        codelet = multiply_codelet(inverse, counts, size, *kinds)
         steps.add(self.execute("multiply", codelet, tiles, edges))
 
-    def _local(
+    def _gather_blocks(
         self,
         what: str,
         blocks: np.ndarray,
@@ -265,7 +257,7 @@ class _Product:
         owner = self.graph.tiles_of(self.view(self.dtype, flat))
         away = np.flatnonzero((owner != tiles[:, None]).any(1))
         if len(away):
-            local = self.stretches(self.dtype, what, tiles[away], area)
+            local = self.add_variable(self.dtype, what, tiles[away], area)
             pairs.append((self.view(self.dtype, flat[away]), local))
             located = located.copy()
             located[away] = local.addresses().reshape(-1, *shape)
@@ -278,14 +270,14 @@ class _Product:
         _, at, of = np.unique(first, return_index=True, return_inverse=True)
         order = np.argsort(tile[at], kind="stable")
         at, back = at[order], np.argsort(order)
-        transposed = self.stretches(self.dtype, "transposed blocks", tile[at], bk * bn)
+        transposed = self.add_variable(self.dtype, "transposed blocks", tile[at], bk * bn)
         tiles, counts = np.unique(tile[at], return_counts=True)
         offsets = np.append(0, np.cumsum(counts)) * bk * bn
         edges = {
             "src": Ragged(self.view(self.dtype, right[at].reshape(-1)), offsets),
             "out": Ragged(transposed.flatten(), offsets),
         }
-        codelet = transpose(counts, bk, bn, self.params.dtype)
+        codelet = transpose_codelet(counts, bk, bn, self.params.dtype)
         steps.add(self.execute("transpose blocks", codelet, tiles, edges))
         return transposed.addresses()[back[of]]
 
@@ -301,7 +293,7 @@ class _Product:
         addresses = partials.addresses()[by_result].reshape(-1, area)
         away = np.flatnonzero(self.pieces.tile[by_result] != target)
         if len(away):
-            local = self.stretches(partials.dtype, "partials brought", target[away], area)
+            local = self.add_variable(partials.dtype, "partials brought", target[away], area)
             pair = (self.view(partials.dtype, addresses[away]), local)
             steps.add(Copy(*pair, name="exchange partials"))
             addresses = addresses.copy()
@@ -318,13 +310,14 @@ class _Product:
             ),
             "out": Ragged(self.view(out.dtype, out.addresses()[order].reshape(-1)), outs * area),
         }
-        kept = self._kept()
+        mask = self._element_mask()
         kinds = (self.params.partials_type, self.params.out_dtype)
-        kept = None if kept is None else kept[order]
-        codelet = reduce(inverse, depth, area, *kinds, kept)
+        codelet = reduce_codelet(
+            inverse, depth, area, *kinds, None if mask is None else mask[order]
+        )
         steps.add(self.execute("reduce", codelet, tiles, edges))
 
-    def _kept(self) -> np.ndarray | None:
+    def _element_mask(self) -> np.ndarray | None:
         """The elements that the mask inside blocks keeps, bool [results, area]."""
         mask = self.params.subblock_mask
         if mask == "none":
@@ -337,7 +330,7 @@ class _Product:
         return kept.reshape(len(rows), -1)
 
 
-def _shape_of_rhs(params: MatmulParams) -> tuple[int, int]:
+def _rhs_block_shape(params: MatmulParams) -> tuple[int, int]:
     """The shape of a block of the right operand as stored."""
     _, bk, bn = params.block_size
     return (bn, bk) if params.transposed else (bk, bn)
@@ -380,7 +373,7 @@ def create_matmul_rhs(
 ) -> Tensor:
     """Create the right operand: dense [groups * k, n], or for "dense_sparse" the blocks [nnz, area]
     in the order of the mask. Arguments and errors as above."""
-    product, shape = plan(params, graph.target, options), _shape_of_rhs(params)
+    product, shape = plan(params, graph.target, options), _rhs_block_shape(params)
     if params.kind == "dense_sparse":
         blocks = _add_operand(graph, product, "b", shape, params.nnz, name)
         return blocks.reshape(params.nnz, shape[0] * shape[1])
@@ -413,27 +406,28 @@ def matmul(
             types.
     """
     product = plan(params, graph.target, options)
-    groups, (m, k, n), shape = params.groups, params.dim, _shape_of_rhs(params)
+    groups, (m, k, n), shape = params.groups, params.dim, _rhs_block_shape(params)
     is_sparse = params.kind == "dense_sparse"
-    _expect(lhs, [groups * m, k], params, "lhs")
-    _expect(rhs, [params.nnz, shape[0] * shape[1]] if is_sparse else [groups * k, n], params, "rhs")
-    a = _cut(lhs.addresses(), *params.block_size[:2])
+    _check_operand(lhs, [groups * m, k], params, "lhs")
+    of_rhs = [params.nnz, shape[0] * shape[1]] if is_sparse else [groups * k, n]
+    _check_operand(rhs, of_rhs, params, "rhs")
+    a = _cut_blocks(lhs.addresses(), *params.block_size[:2])
     b = rhs.addresses()
-    b = b.reshape(-1, *shape) if is_sparse else _cut(b, *shape)
+    b = b.reshape(-1, *shape) if is_sparse else _cut_blocks(b, *shape)
     out = _Product(graph, product, name).add(a, b, program)
     if is_sparse:
         return join_blocks(out, groups * params.grid[0])
     return out.reshape(len(out), out.shape[1] * out.shape[2])
 
 
-def _cut(addresses: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A matrix as blocks [rows * cols, height, width]."""
+def _cut_blocks(addresses: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Cut a matrix into blocks [rows * cols, height, width]."""
     rows, cols = addresses.shape[0] // height, addresses.shape[1] // width
     grid = addresses.reshape(rows, height, cols, width).transpose(0, 2, 1, 3)
     return grid.reshape(rows * cols, height, width)
 
 
-def _expect(tensor: Tensor, shape: list[int], params: MatmulParams, what: str) -> None:
+def _check_operand(tensor: Tensor, shape: list[int], params: MatmulParams, what: str) -> None:
     if list(tensor.shape) != shape:
         raise ValueError(f"{what} must have the shape {shape}, got {list(tensor.shape)}")
     if tensor.dtype != params.dtype:

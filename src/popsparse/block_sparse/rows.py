@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse._core.checks import check_choice, check_integer, check_sizes, check_types
-from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
+from popsparse.block_sparse.partition import SUBBLOCK_MASKS, assign_to_lightest, mask_of
 from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (
     FLOAT,
@@ -65,7 +65,7 @@ def softmax(
         ValueError: wrong types (92), shapes (93, 95), sizes (94); a mask of a wrong size.
     """
     rows = _Rows(graph, values, dim, block_size, sparsity, num_groups, name)
-    out = rows.like_values("out")
+    out = rows.add_like_values("out")
     rows.add_softmax(values, out, program, subblock_mask)
     return out
 
@@ -115,7 +115,7 @@ def softmax_grad(
             f"out_grad must be {out.dtype.name} {list(out.shape)} as out is, got "
             f"{out_grad.dtype.name} {list(out_grad.shape)}"
         )
-    in_grad = rows.like_values("in")
+    in_grad = rows.add_like_values("in")
     rows.add_gradient(out, out_grad, in_grad, program)
     return in_grad
 
@@ -131,11 +131,11 @@ def _elementwise(
     """Operations on every element of the field "out" of each tile: numbers of those that work on
     vectors, and of functions that do not."""
 
-    def spent(v: VertexView) -> Any:
+    def cycles(v: VertexView) -> Any:
         sizes = v.out.lengths, data_type(v.out.values.dtype), v.target.workers
         return elementwise_cycles(*sizes, vector=vector, single=single)
 
-    return Codelet(name, fields, compute, spent, "supervisor")
+    return Codelet(name, fields, compute, cycles, "supervisor")
 
 
 class _Rows:
@@ -174,7 +174,7 @@ class _Rows:
         of = (row[:, None] * height + np.arange(height)).reshape(-1)
         order = np.argsort(of, kind="stable")
         present, lengths = np.unique(of, return_counts=True)
-        tile = lightest_first(lengths * width, np.arange(graph.target.tiles))
+        tile = assign_to_lightest(lengths * width, np.arange(graph.target.tiles))
         by_tile = np.argsort(tile, kind="stable")
         rank = np.empty(len(present), np.int64)
         rank[by_tile] = np.arange(len(present))
@@ -192,28 +192,26 @@ class _Rows:
         self.held = np.append(0, np.cumsum(held))
         self.row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
 
-    def like_values(self, what: str) -> Tensor:
+    def add_like_values(self, what: str) -> Tensor:
         """Add a variable with the layout of the values."""
-        values = self.values
-        variable = self.graph.add_variable(values.dtype, [*values.shape], f"{self.name} {what}")
-        if variable.numel:
-            self.graph.set_tile_mapping(variable, self.graph.tiles_of(values))
-        return variable
+        values, tiles = self.values, self.graph.tiles_of(self.values)
+        name = f"{self.name} {what}"
+        return self.graph.add_variable(values.dtype, [*values.shape], name, tiles=tiles)
 
-    def packed(self, what: str) -> Tensor:
+    def add_packed(self, what: str) -> Tensor:
         """Add a variable of all elements, row by row, each row on its tile."""
         dtype = self.values.dtype
         variable = self.graph.add_variable(dtype, [len(self.elements)], f"{self.name} {what}")
         self.graph.map_stretches(variable, self.tile, self.lengths)
         return variable
 
-    def numbers(self, what: str) -> Tensor:
+    def add_numbers(self, what: str) -> Tensor:
         """Add a variable with a float for each row, on its tile."""
         return self.graph.add_variable(
             FLOAT, [len(self.tile)], f"{self.name} {what}", tiles=self.tile
         )
 
-    def listed(self, values: Tensor) -> Tensor:
+    def by_row(self, values: Tensor) -> Tensor:
         """The values in the order of the packed rows."""
         at = values.addresses().reshape(-1)[self.elements]
         return Tensor(self.graph, values.dtype, at.shape, addresses=at)
@@ -230,18 +228,18 @@ class _Rows:
         name = f"{self.name} {codelet.name}"
         return execute(self.graph, name, codelet, self.tiles, edges, codelet.name)
 
-    def to_one(self, name: str, reduction: Any) -> Codelet:
-        """Reduces every row to one number; costs as a reduction of that many values."""
+    def reduction(self, name: str, reduceat: Any) -> Codelet:
+        """A codelet that reduces every row to one number, at the cost of summing as many."""
 
         def compute(v: VertexView) -> None:
-            v.out.values[...] = reduction(v.src.values.astype(np.float32), self.begins)
+            v.out.values[...] = reduceat(v.src.values.astype(np.float32), self.begins)
 
-        def spent(v: VertexView) -> Any:
+        def cycles(v: VertexView) -> Any:
             rows = self.rows_of
             depth = ceil_div(np.diff(self.held), np.maximum(rows, 1))
             return reduce_cycles(rows, depth, FLOAT, FLOAT, v.target.workers)
 
-        return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
+        return Codelet(name, {"src": In(), "out": Out()}, compute, cycles, "supervisor")
 
     def add_softmax(
         self, values: Tensor, out: Tensor, program: Sequence, subblock_mask: str
@@ -252,8 +250,8 @@ class _Rows:
         if not len(self.elements):
             return
         lowest = float(np.finfo(values.dtype.numpy).min)
-        data = self.packed("rows")
-        steps.add(Copy(self.listed(values), data, name="pack rows"))
+        data = self.add_packed("rows")
+        steps.add(Copy(self.by_row(values), data, name="pack rows"))
         if subblock_mask != "none":
             away = self.ahead > 0 if subblock_mask == "zero_upper_triangle" else self.ahead < 0
 
@@ -261,7 +259,7 @@ class _Rows:
                 v.out.values[away] = lowest
 
             steps.add(self.step(_elementwise("mask", {"out": InOut()}, mask, vector=2), out=data))
-        most, sums = self.numbers("largest"), self.numbers("sums")
+        most, sums = self.add_numbers("largest"), self.add_numbers("sums")
 
         def exponentials(v: VertexView) -> None:
             shifted = v.out.values.astype(np.float32) - v.most.values[self.row_of]
@@ -274,30 +272,27 @@ class _Rows:
         def scale(v: VertexView) -> None:
             v.out.values[...] = v.out.values.astype(np.float32) * v.factor.values[self.row_of]
 
-        every = _elementwise
-        steps.add(
-            self.step(self.to_one("largest of rows", np.maximum.reduceat), src=data, out=most)
-        )
         fields: dict[str, Any] = {"out": InOut(), "most": In()}
+        exponential = _elementwise("exponential", fields, exponentials, vector=1, single=1)
+        inverse = _elementwise("inverse", fields, inverses, vector=0, single=1)
+        scale_rows = _elementwise("scale rows", {"out": InOut(), "factor": In()}, scale)
         steps.add(
-            self.step(every("exponential", fields, exponentials, single=1), out=data, most=most)
+            self.step(self.reduction("largest of rows", np.maximum.reduceat), src=data, out=most),
+            self.step(exponential, out=data, most=most),
+            self.step(self.reduction("sum of rows", np.add.reduceat), src=data, out=sums),
+            self.step(inverse, out=sums, most=most),
+            self.step(scale_rows, out=data, factor=sums),
+            Copy(data, self.by_row(out), name="unpack rows"),
         )
-        steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=data, out=sums))
-        steps.add(
-            self.step(every("inverse", fields, inverses, vector=0, single=1), out=sums, most=most)
-        )
-        fields = {"out": InOut(), "factor": In()}
-        steps.add(self.step(every("scale rows", fields, scale), out=data, factor=sums))
-        steps.add(Copy(data, self.listed(out), name="unpack rows"))
 
     def add_gradient(self, out: Tensor, grad: Tensor, in_grad: Tensor, program: Sequence) -> None:
         steps = Sequence(name=self.name)
         program.add(steps)
         if not len(self.elements):
             return
-        y, dy = self.packed("out"), self.packed("gradient")
-        steps.add(Copy([(self.listed(out), y), (self.listed(grad), dy)], name="pack rows"))
-        sums = self.numbers("sums")
+        y, dy = self.add_packed("out"), self.add_packed("gradient")
+        steps.add(Copy([(self.by_row(out), y), (self.by_row(grad), dy)], name="pack rows"))
+        sums = self.add_numbers("sums")
 
         def multiply(v: VertexView) -> None:
             v.out.values[...] = v.out.values.astype(np.float32) * v.y.values
@@ -307,11 +302,11 @@ class _Rows:
             v.out.values[...] = v.out.values.astype(np.float32) - shares
 
         fields: dict[str, Any] = {"out": InOut(), "y": In()}
-        every = _elementwise
-        steps.add(self.step(every("multiply", fields, multiply), out=dy, y=y))
-        steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=dy, out=sums))
-        more = fields | {"sums": In()}
+        product = _elementwise("multiply", fields, multiply)
+        difference = _elementwise("subtract shares", fields | {"sums": In()}, subtract, vector=2)
         steps.add(
-            self.step(every("subtract shares", more, subtract, vector=2), out=dy, y=y, sums=sums)
+            self.step(product, out=dy, y=y),
+            self.step(self.reduction("sum of rows", np.add.reduceat), src=dy, out=sums),
+            self.step(difference, out=dy, y=y, sums=sums),
+            Copy(dy, self.by_row(in_grad), name="unpack rows"),
         )
-        steps.add(Copy(dy, self.listed(in_grad), name="unpack rows"))
