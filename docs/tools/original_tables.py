@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from dynsparse.cli.original import PROGRAMS, Answer
-from popsparse.planning.options import spelled
+from popsparse.planning.options import to_option_name
 
 _MARKED = re.compile(r"(<!-- original: ([\w.-]+) -->\n).*?(<!-- /original)", re.S)
 
@@ -149,7 +149,7 @@ def render(name: str) -> str:
         ValueError: an unknown name.
     """
     if name == "options":
-        rows = [f"| `{original}` | `{spelled(original)}` |" for original in OPTIONS]
+        rows = [f"| `{original}` | `{to_option_name(original)}` |" for original in OPTIONS]
         return _table(rows)
     if name == "functions":
         rows = [

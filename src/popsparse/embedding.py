@@ -211,7 +211,7 @@ def create_indices_tensor(
         ValueError: fewer than one index; several groups.
     """
     _require_one_group(params)
-    count = _count(num_indices, graph)
+    count = _check_num_indices(num_indices, graph)
     indices = graph.add_variable(UNSIGNED_INT, [count], name)
     graph.map_linearly(indices, min_per_tile=_LEAST_INDICES)
     return indices
@@ -235,11 +235,11 @@ def create_slice_tensor(
     """
     _require_one_group(params)
     plan = make_plan(graph.target, dtype, params, options, cache)
-    layout = SliceLayout(plan, _count(num_indices, graph))
+    layout = SliceLayout(plan, _check_num_indices(num_indices, graph))
     return layout.natural(layout.add(graph, plan.dtype, name))
 
 
-def _count(num_indices: Any, graph: Graph) -> int:
+def _check_num_indices(num_indices: Any, graph: Graph) -> int:
     count = check_integer("num_indices", num_indices, 1)
     room = graph.target.tiles * graph.target.bytes_per_tile
     if count * UNSIGNED_INT.size > room:
@@ -252,7 +252,7 @@ def _require_one_group(params: FullyConnectedParams) -> None:
         raise ValueError(f"an embedding has one group, got num_groups={params.num_groups}")
 
 
-def _require(
+def _check_operands(
     weights: Any,
     indices: Tensor,
     params: FullyConnectedParams,
@@ -295,7 +295,7 @@ def embedding_slice(
     Raises:
         ValueError: weights made for other parameters or options, indices of another type or shape.
     """
-    plan = _require(weights, indices, params, options, cache)
+    plan = _check_operands(weights, indices, params, options, cache)
     layout = SliceLayout(plan, indices.shape[0])
     steps = Sequence(name="embedding slice")
     program.add(steps)
@@ -339,7 +339,7 @@ def embedding_update_add(
         ValueError: as `embedding_slice`; slices or scale of another shape; options without
             `do_grad_w_pass`.
     """
-    plan = _require(weights, indices, params, options, cache)
+    plan = _check_operands(weights, indices, params, options, cache)
     if not plan.options.do_grad_w_pass:
         raise ValueError("embedding_update_add needs the option do_grad_w_pass=True")
     layout = SliceLayout(plan, indices.shape[0])
@@ -448,9 +448,8 @@ class EmbeddingLayer:
             graph, plan.dtype, plan.params, self.num_indices, plan.options, name="gradient of rows"
         )
         program = Sequence()
-        zero = graph.add_compute_set("zero gradient")
-        graph.add_vertices(zero, codelets.FILL, tiles, {"out": values, "value": 0})
-        program.add(Execute(zero))
+        zero = {"out": values, "value": 0}
+        program.add(execute(graph, "zero gradient", codelets.FILL, tiles, zero))
         settings = plan.params, plan.options
         embedding_update_add(graph, gradient, slices, indices, 1.0, program, *settings)
         graph.add_handle("gradient of rows", slices)
@@ -466,24 +465,25 @@ class EmbeddingLayer:
 
     def set_values(self, values: Any) -> None:
         """Write values of the pattern that was set."""
-        self.engine.write("values", self._held().place(to_numpy(values)))
+        self.engine.write("values", self._require_encoded().place(to_numpy(values)))
 
     def slice(self, indices: Any) -> np.ndarray:
         """The rows of the table at `indices` [num_indices]: [num_indices, size]."""
-        self._held()
+        self._require_encoded()
         self.engine.write("indices", indices)
         self.profiles["slice"] = self.engine.run("slice")
         return self.engine.read("rows")
 
     def gradient(self, indices: Any, rows: Any) -> np.ndarray:
         """Sum rows [num_indices, size] where the pattern has values: [nnz] or [nnz, b, b]."""
-        self._held()
+        self._require_encoded()
         self.engine.write("indices", indices)
         self.engine.write("gradient of rows", rows)
         self.profiles["gradient"] = self.engine.run("gradient")
-        return self._held().gather(self.engine.read("gradient"))
+        return self._require_encoded().gather(self.engine.read("gradient"))
 
-    def _held(self) -> EncodedPattern:
+    def _require_encoded(self) -> EncodedPattern:
+        """The encoded pattern; raises ValueError if none is set."""
         if self._encoded is None:
             raise ValueError("set a pattern first")
         return self._encoded

@@ -183,7 +183,7 @@ class ModelEstimate:
                     name,
                     *_figures(part),
                     f"{part.tflops:.3g}",
-                    *self._room(part, *spread),
+                    *self._memory_cells(part, *spread),
                 )
                 for name, part in layer.passes.items()
             ]
@@ -209,13 +209,15 @@ class ModelEstimate:
             )
             most = sorted(update.parts, key=lambda name: -update.parts[name])[:3]
             parts = ", ".join(f"{name} {update.parts[name] / update.cycles:.0%}" for name in most)
-            rows.append((layer.name, *_figures(update), *bytes_, *self._room(update, parts)))
+            rows.append(
+                (layer.name, *_figures(update), *bytes_, *self._memory_cells(update, parts))
+            )
         return [
             f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}",
             *text_table(rows, words=(0, 7)),
         ]
 
-    def _room(self, estimate: _Estimate, *between: str) -> tuple[str, ...]:
+    def _memory_cells(self, estimate: _Estimate, *between: str) -> tuple[str, ...]:
         """The part of a tile that is in use, what comes between, and whether it fits."""
         share = estimate.max_tile_bytes / self.target.bytes_per_tile
         return (f"{share:.0%}", *between, "" if estimate.fits else "does not fit")
@@ -268,7 +270,7 @@ def estimate(
     updating = None if update is None else Update.parse(update)
     cache: dict[Any, Any] = {}
     estimates = []
-    for name, layer, batch in _uses(model, example_input):
+    for name, layer, batch in _find_uses(model, example_input):
         pattern = layer.pattern
         out, in_ = pattern.shape
         key = (out, in_, batch, pattern.density, pattern.block_size)
@@ -312,7 +314,7 @@ def estimate(
     return ModelEstimate(target, program.plan.dtype.name, tuple(estimates))
 
 
-def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
+def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     """Every use of a sparse layer in one forward pass: name, layer, rows of its input."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
@@ -322,12 +324,12 @@ def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     for name, module in model.named_modules():
         if isinstance(module, SparseLinear):
 
-            def note(layer: Any, inputs: Any, name: str = name) -> None:
+            def record_use(layer: Any, inputs: Any, name: str = name) -> None:
                 batch = layer.samples_of(inputs[0].shape)
                 if batch:
                     uses.append((name or "model", layer, batch))
 
-            hooks.append(module.register_forward_pre_hook(note))
+            hooks.append(module.register_forward_pre_hook(record_use))
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     try:
         model.eval()

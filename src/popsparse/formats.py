@@ -131,7 +131,7 @@ def offsets_of(lines: np.ndarray, count: int) -> np.ndarray:
 M = TypeVar("M", bound="SparseMatrix")
 
 
-def _pair(what: str, values: Sequence[int]) -> tuple[int, int]:
+def _check_pair(what: str, values: Sequence[int]) -> tuple[int, int]:
     rows, columns = check_sizes(what, values, ("rows", "columns"))
     return rows, columns
 
@@ -157,8 +157,8 @@ class SparseMatrix(ABC):
         shape: Sequence[int],
         block_dimensions: Sequence[int] = (1, 1),
     ) -> None:
-        self.shape = _pair("shape", shape)
-        self.block_dimensions = _pair("block_dimensions", block_dimensions)
+        self.shape = _check_pair("shape", shape)
+        self.block_dimensions = _check_pair("block_dimensions", block_dimensions)
         for what, size, edge in zip(
             ("rows", "columns"), self.shape, self.block_dimensions, strict=True
         ):
@@ -230,7 +230,7 @@ class SparseMatrix(ABC):
             ValueError: sides that do not divide each other, or larger blocks some of whose parts
                 are missing.
         """
-        new = _pair("block_dimensions", block_dimensions)
+        new = _check_pair("block_dimensions", block_dimensions)
         old = self.block_dimensions
         blocks = self._checked_blocks()
         if all(o % n == 0 for o, n in zip(old, new, strict=True)):

@@ -55,7 +55,7 @@ def _plan_request(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _make_requested(request: Any) -> Plan:
+def _plan_from_request(request: Any) -> Plan:
     options = dict(request["options"])
     options["plan_constraints"] = PlanConstraints(**options["plan_constraints"])
     params = dict(request["params"])
@@ -215,7 +215,7 @@ class Layer:
                 raise ValueError("expected a layer as popsparse.Layer.save writes it")
             about = parse_json(str(metadata.get("layer")))
             try:
-                plan, groups = _make_requested(about["plan"]), about["groups"]
+                plan, groups = _plan_from_request(about["plan"]), about["groups"]
             except (KeyError, TypeError) as error:
                 raise ValueError(f"expected the plan of a layer, got {error}") from None
             if groups not in (0, plan.partition.groups):
@@ -264,7 +264,7 @@ class Layer:
 
     def set_values(self, values: Any) -> None:
         """Write values [nnz] or [nnz, b, b] of the current pattern."""
-        self.engine.write("values", self._held().place(to_numpy(values)))
+        self.engine.write("values", self._require_encoded().place(to_numpy(values)))
 
     def set_weights(self, pattern: Any, values: Any) -> None:
         """`set_pattern` and `set_values`; for several groups, sequences of both."""
@@ -294,7 +294,7 @@ class Layer:
 
     def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
         """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
-        encoded = self._held()
+        encoded = self._require_encoded()
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("grad_weight")
@@ -316,7 +316,7 @@ class Layer:
         Raises:
             ValueError: a layer without `update`.
         """
-        update = self._updating()
+        update = self._require_update()
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("scores")
@@ -326,14 +326,15 @@ class Layer:
     @property
     def returned_values(self) -> np.ndarray:
         """The values sent to the host with the last scores: [nnz] or [nnz, b, b]."""
-        return self._held().gather(self._updating().values())
+        return self._require_encoded().gather(self._require_update().values())
 
     @property
     def returned_slots(self) -> list[np.ndarray]:
         """The optimizer state sent to the host with the last scores, each like the values."""
-        return [self._held().gather(slot) for slot in self._updating().slots()]
+        return [self._require_encoded().gather(slot) for slot in self._require_update().slots()]
 
-    def _held(self) -> EncodedPattern:
+    def _require_encoded(self) -> EncodedPattern:
+        """The encoded pattern; raises ValueError if none is set."""
         if self._encoded is None:
             raise ValueError("set a pattern first")
         return self._encoded
@@ -351,7 +352,7 @@ class Layer:
         Raises:
             ValueError: a layer without `update`, a wrong number of slots; as `set_weights`.
         """
-        update = self._updating()
+        update = self._require_update()
         check_kind("optimizer_slots", optimizer_slots, (list, tuple), "a list like the values")
         count = update.update.optimizer_slots
         if len(optimizer_slots) not in (0, count):
@@ -364,7 +365,8 @@ class Layer:
         self._encoded = encoded.pattern
         return profile
 
-    def _updating(self) -> UpdatePrograms:
+    def _require_update(self) -> UpdatePrograms:
+        """The update programs; raises ValueError for a layer built without them."""
         if self._update is None:
             raise ValueError(
                 "the layer has no programs for updates: build it with update=popsparse.Update()"

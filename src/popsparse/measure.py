@@ -13,7 +13,7 @@ from popsparse.layer import Layer
 from popsparse.machine import Engine, Graph, Profile, Tensor
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense
-from popsparse.planning.params import MatmulParams, data_type
+from popsparse.planning.params import MatmulParams
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.static import make_plan
 from popsparse.planning.static_layout import StaticPlan
@@ -62,7 +62,7 @@ def plan_figures(plan: AnyPlan) -> dict[str, Any]:
     return cut
 
 
-def _numbers(
+def _draw_values(
     shape: Sequence[int], sums: float, dtype: str, generator: Any, normal: bool
 ) -> torch.Tensor:
     """+1 and -1 where their sums stay nearly exact, else uniform in [-1, 1); or normal."""
@@ -141,7 +141,7 @@ def _run_and_check(
     batch, dtype = plan.sizes.z, plan.dtype.name
     sums = max(rows, cols, batch) * max(pattern.density, 1e-9)
     shapes = (pattern.values_shape, (batch, cols), (batch, rows))
-    values, x, dy = (_numbers(shape, sums, dtype, generator, normal) for shape in shapes)
+    values, x, dy = (_draw_values(shape, sums, dtype, generator, normal) for shape in shapes)
     layer.set_values(values)
     weights = pattern.to_dense(values).double()
     error = 0.0
@@ -180,16 +180,8 @@ def dense_plans(
         "grad_input": (cols, rows, batch),
         "grad_weight": (rows, batch, cols),
     }
-    return {
-        name: dense.plan(
-            *shapes[name],
-            data_type(dtype),
-            target,
-            partials=partials,
-            available_memory_proportion=available_memory_proportion,
-        )
-        for name in passes
-    }
+    options = {"partials": partials, "available_memory_proportion": available_memory_proportion}
+    return {name: dense.plan(*shapes[name], dtype, target, **options) for name in passes}
 
 
 def static_plans(
@@ -224,7 +216,9 @@ def static_plans(
     return plans
 
 
-def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool, normal: bool) -> Run:
+def _run_plan(
+    plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool, normal: bool
+) -> Run:
     """One product with operands uniform in [-1, 1), or normal."""
     graph, program = Graph(plan.target), Program()
     right: Tensor
@@ -286,7 +280,7 @@ def run_plans(
                     f"them temporary), the target has {memory.available}: use a smaller batch, a "
                     "lower available_memory_proportion or more tiles"
                 )
-        runs[name] = _run(plan, seed, numerics=numerics, normal=normal)
+        runs[name] = _run_plan(plan, seed, numerics=numerics, normal=normal)
     return runs
 
 

@@ -18,7 +18,7 @@ from popsparse.machine import Graph, Sequence, Tensor
 from popsparse.planning.dense import DensePlan, dense_pass
 from popsparse.planning.options import Options
 from popsparse.planning.params import FullyConnectedParams, MatmulParams, data_type
-from popsparse.planning.plan import PlanningCache, keep
+from popsparse.planning.plan import PlanningCache, store_plan
 from popsparse.planning.search import make_plan, matmul_plan
 from popsparse.programs.dense_weights import operations
 from popsparse.programs.layout import (
@@ -236,10 +236,10 @@ def create_sparse_dense_matmul_rhs(
 ) -> PlannedTensor:
     """Create the dense operand [groups, k, n], in the layout the plan needs. Raises as above."""
     plan = matmul_plan(graph.target, dtype, params, options, cache)
-    return _by_group(create_operand(graph, plan, "y", name))
+    return _split_groups(create_operand(graph, plan, "y", name))
 
 
-def _by_group(natural: PlannedTensor) -> PlannedTensor:
+def _split_groups(natural: PlannedTensor) -> PlannedTensor:
     """[batch, groups * channels] as [groups, channels, batch]."""
     layout = natural.layout
     batch, groups = natural.shape[0], layout.plan.sizes.groups
@@ -291,7 +291,7 @@ def sparse_dense_matmul(
     requested = requested.repaired(plan.dtype, plan.params.sparsity_params.is_element)
     if requested != plan.options:
         raise ValueError(f"lhs was made with {plan.options}, not with {requested}")
-    keep(cache, plan)
+    store_plan(cache, plan)
     layout = OperandLayout(plan, "x" if transpose_lhs else "y")
     shape = [plan.sizes.groups, layout.channels, plan.sizes.z]
     expected = [shape[0], shape[2], shape[1]] if transpose_rhs else shape
@@ -301,4 +301,4 @@ def sparse_dense_matmul(
     if transpose_rhs:
         rhs = rhs.transpose(0, 2, 1)
     name = "grad_input" if transpose_lhs else "forward"
-    return _by_group(add_product(graph, lhs, _as_operand(rhs, layout), program, name))
+    return _split_groups(add_product(graph, lhs, _as_operand(rhs, layout), program, name))

@@ -23,7 +23,7 @@ from popsparse.formats import CSRMatrix, SparseMatrix
 from popsparse.machine import Graph, Sequence, Target, Tensor
 from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams
-from popsparse.planning.plan import PlanningCache, keep
+from popsparse.planning.plan import PlanningCache, store_plan
 from popsparse.planning.static import make_plan, pattern_of, transpose
 from popsparse.planning.static_layout import StaticPlan
 from popsparse.plans import plan_report, plan_text, predict, tile_memory
@@ -160,7 +160,7 @@ def sparse_dense_matmul(
             `transpose_lhs`. TypeError: operands of other types.
     """
     plan, dense = _check_operands(sparse, dense, transpose_lhs, transpose_rhs, options, "right")
-    keep(cache, plan)
+    store_plan(cache, plan)
     return add_product(graph, plan, sparse.nz_values, dense, program, name)
 
 
@@ -181,7 +181,7 @@ def dense_sparse_matmul(
     Args and errors as `sparse_dense_matmul`, with left and right exchanged.
     """
     plan, dense = _check_operands(sparse, dense, transpose_rhs, transpose_lhs, options, "left")
-    keep(cache, plan)
+    store_plan(cache, plan)
     return add_product(graph, plan, sparse.nz_values, dense, program, name, transposed=True)
 
 

@@ -34,13 +34,13 @@ def predict(plan: StaticPlan) -> PassTime:
     launch = target.local_copy_cycles
     steps = []
     if plan.pattern.nnz:
-        moved = max(float(_gather(plan, part).max()) for part in range(plan.n_split))
+        moved = max(float(_gather_cycles(plan, part).max()) for part in range(plan.n_split))
         # A tile sends its share of the operand once, however many tiles receive it.
         moved = max(moved, _share_bytes(plan) / rate)
         steps.append(Step("gather operands", launch, math.ceil(moved), 1))
         compute = max(float(compute_cycles(plan, part).max()) for part in range(plan.n_split))
         steps.append(Step("multiply", compute, 0.0, 0))
-        busiest = max(sums.received_bytes(plan).max(), _most_sent(plan))
+        busiest = max(sums.received_bytes(plan).max(), _most_sent_bytes(plan))
         steps.append(Step("exchange partials", launch, math.ceil(busiest / rate), 1))
     reduced = float(reduce_cycles(plan).max())
     if reduced:
@@ -52,7 +52,7 @@ def predict(plan: StaticPlan) -> PassTime:
     return PassTime(tuple(steps), syncs, 0, target.clock_hz, plan.products)
 
 
-def _gather(plan: StaticPlan, part: int) -> np.ndarray:
+def _gather_cycles(plan: StaticPlan, part: int) -> np.ndarray:
     """Exchange cycles of each piece to receive the dense columns it needs and, if n is split, its
     values."""
     pieces, target, size = plan.pieces(part), plan.target, plan.dtype.size
@@ -102,7 +102,7 @@ def compute_cycles(plan: StaticPlan, part: int) -> np.ndarray:
         chosen = few if halves == 2 else ~few
         if not chosen.any():
             continue
-        rows, nz = _busiest(pieces, workers // halves, single=halves == 1)
+        rows, nz = _worker_loads(pieces, workers // halves, single=halves == 1)
         vector = plan.dtype.vector_width
         columns = ceil_div(n // vector, halves) * vector
         cycles = static_cycles.element_product(rows, nz, columns, plan.dtype).max(axis=1)
@@ -110,7 +110,7 @@ def compute_cycles(plan: StaticPlan, part: int) -> np.ndarray:
     return slowest
 
 
-def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray, np.ndarray]:
+def _worker_loads(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray, np.ndarray]:
     """Rows and elements of every worker, [pieces, workers]: rows in order, cut where a worker has
     its even share; one row each if there are no more rows than workers."""
     count = len(pieces)
@@ -142,7 +142,7 @@ def _share_bytes(plan: StaticPlan) -> int:
     return ceil_div(size, plan.target.tiles) * plan.dtype.size
 
 
-def _most_sent(plan: StaticPlan) -> int:
+def _most_sent_bytes(plan: StaticPlan) -> int:
     """Bytes of partial sums that leave the tile with most of them."""
     size = plan.pattern.block_size * plan.dtype.size
     return max(

@@ -79,13 +79,14 @@ class Spread(NamedTuple):
         flat = tensor.flatten()
         return Ragged(flat if self.order is None else flat[self.order], self.offsets)
 
-    def like(self, graph: Graph, dtype: Any, name: str, like: Tensor | None = None) -> Tensor:
+    def create_like(
+        self, graph: Graph, dtype: Any, name: str, like: Tensor | None = None
+    ) -> Tensor:
         """A new variable with this layout; a `PlannedTensor` if `like` is one with this layout."""
         if isinstance(like, PlannedTensor) and like.shape == self.shape:
-            return like.renewed(graph, as_dtype(dtype), name)
-        variable = graph.add_variable(as_dtype(dtype), list(self.shape), name)
-        graph.set_tile_mapping(variable, self.owner.reshape(self.shape))
-        return variable
+            return like.create_like(graph, as_dtype(dtype), name)
+        tiles = self.owner.reshape(self.shape)
+        return graph.add_variable(as_dtype(dtype), list(self.shape), name, tiles=tiles)
 
     def bring(
         self, graph: Graph, tensor: Tensor, pairs: list[tuple[Tensor, Tensor]], name: str
@@ -96,14 +97,14 @@ class Spread(NamedTuple):
         if np.array_equal(graph.tiles_of(full).reshape(-1), self.owner):
             return full
         if tensor.numel == full.numel:
-            local = self.like(graph, tensor.dtype, f"{name} brought")
+            local = self.create_like(graph, tensor.dtype, f"{name} brought")
             pairs.append((full, local))
             return local
         at = full.addresses().reshape(-1)
         size = int(at.max()) + 1
         needed, place = np.unique(self.owner * size + at, return_inverse=True)
-        local = graph.add_variable(tensor.dtype, [len(needed)], f"{name} brought")
-        graph.set_tile_mapping(local, needed // size)
+        tiles = needed // size
+        local = graph.add_variable(tensor.dtype, [len(needed)], f"{name} brought", tiles=tiles)
         source = Tensor(graph, tensor.dtype, needed.shape, addresses=needed % size)
         pairs.append((source, local))
         return local[place.reshape(self.shape)]
@@ -250,7 +251,9 @@ def map_elements(
     if pairs:
         program.add(Copy(pairs, name=f"{name}: bring"))
     taken = [
-        result if isinstance(result, Tensor) else spread.like(graph, result, f"{name} result", like)
+        result
+        if isinstance(result, Tensor)
+        else spread.create_like(graph, result, f"{name} result", like)
         for result in results
     ]
     sources = [*edges]
@@ -341,8 +344,7 @@ def _reduce_rows(
     tile, output = spread.owner[by_tile], output[by_tile]
     begins = np.flatnonzero(np.append(True, (np.diff(tile) != 0) | (np.diff(output) != 0)))
     placed, owner = tile[begins], output[begins]
-    partials = graph.add_variable(FLOAT, [len(begins)], f"{what} partials")
-    graph.set_tile_mapping(partials, placed)
+    partials = graph.add_variable(FLOAT, [len(begins)], f"{what} partials", tiles=placed)
     ends = np.append(np.searchsorted(placed, spread.tiles), len(begins))
     edges = {
         "src": Ragged(ordered.flatten()[by_tile], spread.offsets),
@@ -356,10 +358,9 @@ def _reduce_rows(
     each = ceil_div(outputs, len(spread.tiles))
     tiles = spread.tiles[np.arange(outputs) // each]
     used = spread.tiles[: ceil_div(outputs, each)]
-    result = graph.add_variable(dtype, [outputs], f"{what} result")
-    graph.set_tile_mapping(result, tiles)
-    arriving = graph.add_variable(FLOAT, [len(owner)], f"{what} arriving")
-    graph.set_tile_mapping(arriving, tiles[owner[order]])
+    result = graph.add_variable(dtype, [outputs], f"{what} result", tiles=tiles)
+    to = tiles[owner[order]]
+    arriving = graph.add_variable(FLOAT, [len(owner)], f"{what} arriving", tiles=to)
     program.add(Copy(partials[order], arriving, name=f"{what}: exchange"))
     bounds = np.minimum(np.arange(len(used) + 1) * each, outputs)
     ends = np.append(begins, len(owner))

@@ -101,7 +101,7 @@ def element_product(z: Ints, dtype: DType, *, grad_input: bool = False) -> Kerne
     # Two batch sizes have their own kernels.
     formulas = tile_cycles.GRAD_INPUT_ROWS if grad_input else tile_cycles.FORWARD_ROWS
     wide, narrow, general = formulas[dtype.size]["z"]
-    start, row, each = tile_cycles.by_z(
+    start, row, each = tile_cycles.select_by_z(
         z, {vector: (*wide, 3), vector // 2: (*narrow, 2)}, (general[0], row, each)
     )
     return Kernel(start, row, each, 46 + 46 if grad_input else 47 + 46)
@@ -142,7 +142,7 @@ def block_product(
         sizes = (block, dtype, partials, units, workers)
         return int(tile_cycles.block_forward(x, y, z, *sizes, retain=retain))
 
-    return _read_off(tile)
+    return _fit_kernel(tile)
 
 
 def grad_weight(
@@ -156,10 +156,10 @@ def grad_weight(
         formula = tile_cycles.block_grad_weight_amp if amp else tile_cycles.block_grad_weight
         return int(formula(x, y, z, block, dtype, partials, workers))
 
-    return _read_off(tile)
+    return _fit_kernel(tile)
 
 
-def _read_off(tile: Callable[[int, int, int], int]) -> Kernel:
+def _fit_kernel(tile: Callable[[int, int, int], int]) -> Kernel:
     """The kernel that matches a formula in rows, non-zeros per row and workers, linear in each."""
     nothing = tile(0, 0, 0)
     by_row = tile(1, 0, 0) - nothing
@@ -218,7 +218,7 @@ class BucketLoad:
         """The rectangle whose tiles hold each sub-group's bucket."""
         return self.groups.bucket // self.partition[2]
 
-    def at_offset(self, x: int, y: int) -> np.ndarray:
+    def is_at_offset(self, x: int, y: int) -> np.ndarray:
         """Which sub-groups lie (x, y) partitions away from their own rectangle, bool."""
         px, py, _ = self.partition
         goal, home = self.groups.rectangle, self.home
@@ -233,7 +233,7 @@ class BucketLoad:
         """The different shares of the batch that workers get."""
         return sorted({share for *_, share in grid_split(1, grains, self.workers)})
 
-    def shared_turns(self) -> np.ndarray:
+    def row_turns(self) -> np.ndarray:
         """For each sub-group, the sum over its rows of ceil(non-zeros / workers)."""
         turns = -(-self.groups.length // self.workers)
         return np.add.reduceat(turns, self.groups.first_row) if len(turns) else turns
@@ -242,30 +242,30 @@ class BucketLoad:
         self, grains: int, *, transposed: bool = False
     ) -> tuple[WorkPieces, np.ndarray]:
         """The work of each worker, and its non-zeros: int64 [pieces]."""
-        groups = self.groups.transposed() if transposed else self.groups
+        groups = self.groups.transpose() if transposed else self.groups
         work = split_rows(groups.rows, groups.length, grains, self.workers)
         before = np.append(0, np.cumsum(groups.length))
         first = groups.first_row[work.group] + work.row
         nz = before[first + work.rows] - before[first]
         return work, nz
 
-    def slowest(self, group: np.ndarray, work: np.ndarray) -> np.ndarray:
+    def most_work(self, group: np.ndarray, work: np.ndarray) -> np.ndarray:
         """The largest `work` of each sub-group's pieces."""
         worst = np.zeros(len(self.groups.rows), np.int64)
         np.maximum.at(worst, group, work)
         return worst
 
-    def _own(self, cycles: np.ndarray) -> np.ndarray:
-        """Cycles of sub-groups in their own rectangle; only the skip for the others."""
+    def _own_cycles(self, cycles: np.ndarray) -> np.ndarray:
+        """The cycles of sub-groups in their own rectangle; others cost only a skip."""
         return np.where(self.groups.rectangle == self.home, cycles, MISS_CYCLES)
 
-    def distribution(self, cycles: np.ndarray) -> float:
+    def busiest_tile(self, cycles: np.ndarray) -> float:
         """Cycles of the busiest tile, when each tile sees all buckets of its rectangle."""
-        return float(np.bincount(self.home, self._own(cycles), minlength=1).max())
+        return float(np.bincount(self.home, self._own_cycles(cycles), minlength=1).max())
 
     def slowest_bucket(self, cycles: np.ndarray) -> float:
         """Cycles of the bucket with the most work for its own rectangle."""
-        return float(np.bincount(self.groups.bucket, self._own(cycles), minlength=1).max())
+        return float(np.bincount(self.groups.bucket, self._own_cycles(cycles), minlength=1).max())
 
 
 _WORD = 2  # Bytes of a meta-info word.
@@ -366,23 +366,25 @@ class _Pass(ABC):
         self.partials = plan.options.partials_type
         self.z = plan.elements_per_tile.z
 
-    def exchange(self, received: float, same: int = 1) -> float:
+    def exchange_cycles(self, received: float, same: int = 1) -> float:
         """Cycles to receive this many bytes; `same` neighbouring tiles receive equal data."""
         bus = self.target.exchange_bus_tiles
         share = bus if bus > 1 and same % bus == 0 else 1
         return float(-(-received // (self.target.exchange_bytes_per_cycle * share)))
 
-    def home(self, *dims: str) -> float:
+    def home_bytes(self, *dims: str) -> float:
         """Bytes of a dense operand that a tile keeps when all tiles share it."""
         elements = math.prod(getattr(self.plan.sizes, dim) for dim in dims)
         return elements * self.plan.params.num_groups * self.size / self.plan.tiles_used
 
-    def needed(self, *dims: str) -> int:
+    def needed_bytes(self, *dims: str) -> int:
         """Bytes of a dense operand that a tile works on."""
         return self.size * math.prod(getattr(self.plan.elements_per_tile, dim) for dim in dims)
 
-    def fetch(self, dims: tuple[str, str], same: int) -> float:
-        return self.exchange(max(0.0, self.needed(*dims) - self.home(*dims)), same)
+    def fetch_cycles(self, dims: tuple[str, str], same: int) -> float:
+        """Cycles to fetch the part of an operand that a tile works on and does not keep."""
+        missing = self.needed_bytes(*dims) - self.home_bytes(*dims)
+        return self.exchange_cycles(max(0.0, missing), same)
 
     @abstractmethod
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
@@ -392,7 +394,7 @@ class _Pass(ABC):
     def steps(self) -> Iterable[Step]:
         """The parts of the pass in order."""
 
-    def propagate(self, bucket_bytes: float) -> Iterable[Step]:
+    def propagation_steps(self, bucket_bytes: float) -> Iterable[Step]:
         """The propagation phase: the slowest tile of each step, and the loop's control."""
         z = self.plan.partition.z
         overflow = max((load.overflow for load in self.loads), key=lambda o: o.propagation_steps)
@@ -403,7 +405,7 @@ class _Pass(ABC):
         for offset in offsets:
             slowest = 0.0
             for load in self.loads:
-                at_offset = load.at_offset(*offset)
+                at_offset = load.is_at_offset(*offset)
                 if at_offset.any():
                     # A bucket may hold several sub-groups for a rectangle that it visits.
                     cycles = self.group_cycles(load)[at_offset]
@@ -413,12 +415,12 @@ class _Pass(ABC):
         turns = z * len(offsets)
         skipped = sum(not used for used in overflow.used_x[: overflow.x])
         control = turns * LOOP_CONTROL * self.workers
-        moved = (turns + skipped + 1) * self.exchange(bucket_bytes)
+        moved = (turns + skipped + 1) * self.exchange_cycles(bucket_bytes)
         # One move before the first turn, and a condition after the last.
         yield Step("propagation", compute + control, moved, LOOP_STEPS * turns + 1)
 
-    def control(self) -> Step:
-        """Casts and multiplies the end counts, and decides whether to propagate."""
+    def control_step(self) -> Step:
+        """The step that casts and multiplies the end counts, and decides whether to propagate."""
         cast = float(tile_cycles.cast(3, self.plan.dtype, self.partials, self.workers))
         decide = 2 * CONTROL_INSTRUCTIONS * self.workers
         return Step("control", cast + decide, 0.0, 1)
@@ -449,11 +451,11 @@ class _Product(_Pass):
             return self.workers * slowest + supervisor
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
-            work = kernel.worker(load.groups.rows, load.shared_turns())
+            work = kernel.worker(load.groups.rows, load.row_turns())
             return self.workers * work + kernel.supervisor
         pieces, nz = load.work_pieces(plan.groups_per_tile.z, transposed=self.grad_input)
         kernel = self.kernel(pieces.grains * grain)
-        work = load.slowest(pieces.group, kernel.worker(pieces.rows, nz))
+        work = load.most_work(pieces.group, kernel.worker(pieces.rows, nz))
         return self.workers * work + kernel.supervisor
 
     def steps(self) -> Iterable[Step]:
@@ -467,22 +469,25 @@ class _Product(_Pass):
             blocks = plan.buckets.nz_elements // (edges[0] * edges[1])
             turn = tile_cycles.transpose_blocks(blocks, *edges, plan.dtype, self.workers)
             yield Step("transpose buckets", float(turn), 0.0, 0)
-        yield Step("fetch input", 0.0, self.fetch((self.in_, "z"), self.same), 1)
+        yield Step("fetch input", 0.0, self.fetch_cycles((self.in_, "z"), self.same), 1)
         moved = (parts.z - 1) * bucket
         same = parts.z if parts.x == 1 else 1
         results = getattr(plan.elements_per_tile, self.out) * self.z
         clear = tile_cycles.clear_memory(results * self.partials.size, self.workers)
-        compute = max(load.distribution(self.group_cycles(load)) for load in self.loads)
+        compute = max(load.busiest_tile(self.group_cycles(load)) for load in self.loads)
         yield Step(
-            "distribution", float(clear) + compute, self.exchange(moved, same), 1 if moved else 0
+            "distribution",
+            float(clear) + compute,
+            self.exchange_cycles(moved, same),
+            1 if moved else 0,
         )
-        yield self.control()
-        yield from self.propagate(bucket)
+        yield self.control_step()
+        yield from self.propagation_steps(bucket)
         outputs = -(-results // self.depth)
         if self.depth > 1:
             sent = (self.depth - 1) * outputs * self.partials.size
             added = tile_cycles.reduce(outputs, self.depth, self.partials, plan.dtype, self.workers)
-            yield Step("reduction", float(added), self.exchange(sent), 1)
+            yield Step("reduction", float(added), self.exchange_cycles(sent), 1)
         elif self.partials is not plan.dtype:
             cast = tile_cycles.cast(results, self.partials, plan.dtype, self.workers)
             yield Step("cast", float(cast), 0.0, 0)
@@ -512,7 +517,7 @@ class _GradWeight(_Pass):
                 parts.y if parts.z == 1 else 1,
                 parts.x if parts.y == parts.z == 1 else 1,
             )
-        fetched = self.fetch(("x", "z"), same[0]) + self.fetch(("y", "z"), same[1])
+        fetched = self.fetch_cycles(("x", "z"), same[0]) + self.fetch_cycles(("y", "z"), same[1])
         yield Step("fetch inputs", 0.0, fetched, 1)
         if plan.method is Method.BLOCK_AMP:
             groups = plan.groups_per_tile
@@ -524,7 +529,7 @@ class _GradWeight(_Pass):
             yield Step("rearrange inputs", float(turn), 0.0, 0)
         values = plan.buckets.nz_elements
         bucket = float(values * self.partials.size + _WORD * plan.buckets.forward_words)
-        inputs = self.needed("x", "z") + self.needed("y", "z")
+        inputs = self.needed_bytes("x", "z") + self.needed_bytes("y", "z")
         travels = bucket if moves else inputs
         clear = tile_cycles.clear_memory(values * self.partials.size, self.workers)
         slowest = max(load.slowest_bucket(self.group_cycles(load)) for load in self.loads)
@@ -532,11 +537,11 @@ class _GradWeight(_Pass):
         yield Step(
             "distribution",
             float(clear) + parts.z * slowest,
-            rounds * self.exchange(travels),
+            rounds * self.exchange_cycles(travels),
             rounds,
         )
-        yield self.control()
-        yield from self.propagate(travels)
+        yield self.control_step()
+        yield from self.propagation_steps(travels)
         if self.partials is not plan.dtype:
             cast = tile_cycles.cast(values, self.partials, plan.dtype, self.workers)
             yield Step("cast", float(cast), 0.0, 0)

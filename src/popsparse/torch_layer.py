@@ -18,7 +18,7 @@ from dynsparse.pattern import SparsePattern
 from popsparse.embedding import EmbeddingLayer
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
-from popsparse.planning.options import Options, Update, spelled
+from popsparse.planning.options import Options, Update, to_option_name
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.search import plan
 
@@ -111,8 +111,8 @@ class _Runner:
         self.patterns[layer] = pattern
         return layer
 
-    def updating(self, update: Update) -> None:
-        """From now on, build the programs with those of this update."""
+    def set_update(self, update: Update) -> None:
+        """Build later programs with those of this update."""
         if self.update != update:
             self.update = update
             for layer in self.layers.values():
@@ -258,7 +258,7 @@ class TileMachine:
                     f"{name} holds NaN or infinity, so positions cannot be ranked: the training "
                     "has diverged"
                 )
-        self.runner.updating(Update.parse({"pooling": pooling, **self.options.dense_grad}))
+        self.runner.set_update(Update.parse({"pooling": pooling, **self.options.dense_grad}))
         scores = self.runner.run("scores", layer.pattern, layer.values.detach(), dy, x)
         if not bool(scores.isfinite().all()):
             raise ValueError(
@@ -300,14 +300,14 @@ class TargetOptions:
                 "target_options must be a mapping such as {'partials_type': 'float16'}, got "
                 f"{shorten(value)}"
             )
-        given = {spelled(name): option for name, option in (value or {}).items()}
+        given = {to_option_name(name): option for name, option in (value or {}).items()}
         rest = {name: option for name, option in given.items() if name != "dense_grad"}
         dense = given.get("dense_grad", {})
-        if not isinstance(dense, Mapping) or not {*map(spelled, dense)} <= {*_DENSE_GRAD}:
+        if not isinstance(dense, Mapping) or not {*map(to_option_name, dense)} <= {*_DENSE_GRAD}:
             raise ValueError(
                 f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got {shorten(dense)}"
             )
-        dense = {spelled(name): option for name, option in dense.items()}
+        dense = {to_option_name(name): option for name, option in dense.items()}
         Update.parse(dense)
         # By default a layer trains, which needs all passes.
         passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}

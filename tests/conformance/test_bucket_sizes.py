@@ -32,7 +32,7 @@ def test_worked_bucket_sizes(case):
     found = (
         int(sizes.value_elements(held, area, partials, grad_weight=grad_weight)),
         int(sizes.meta_info_words(*common, block=edge > 1, grad_weight=grad_weight)),
-        int(sizes.own_grad_input_words(*common)) if edge == 1 else None,
+        int(sizes.separate_grad_input_words(*common)) if edge == 1 else None,
         overflow_words(px),
     )
     assert found == expected

@@ -37,7 +37,7 @@ def test_kept_offsets(record, offsets, steps):
 def test_groups_are_merged_to_the_maximum():
     first = info(1, 2, 1, [1, 0, 0], (3, 4, 1))
     second = info(2, 4, 1, [1, 1, 0], (3, 4, 1))
-    merged = OverflowInfo.merged([first, second])
+    merged = OverflowInfo.merge([first, second])
     assert (merged.x, merged.y) == (2, 4)
     assert merged.used_x.tolist() == [True, True, False]
-    assert OverflowInfo.merged([first, first]).y == 2
+    assert OverflowInfo.merge([first, first]).y == 2

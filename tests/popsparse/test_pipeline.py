@@ -10,7 +10,7 @@ from torch import nn
 import dynsparse as ds
 import popsparse
 from popsparse import poptorch
-from popsparse.compiled.pipeline import batches_held, plan_slots
+from popsparse.compiled.pipeline import most_batches_in_flight, plan_slots
 from popsparse.machine import (
     FLOAT,
     Codelet,
@@ -193,7 +193,7 @@ def test_slots_of_schedules(schedule):
                 if phase == "backward":
                     before = ("forward", stage) if stage == count - 1 else ("backward", stage + 1)
                     assert at[(*before, batch)] < number
-            held = [batches_held(slots, stage) for stage in range(count)]
+            held = [most_batches_in_flight(slots, stage) for stage in range(count)]
             assert (
                 held
                 == {

@@ -19,7 +19,7 @@ from popsparse.planning.static_layout import (
     sort_kept_first,
     split_n,
     split_tiles,
-    tiles_of,
+    tiles_of_bands,
 )
 
 
@@ -63,8 +63,8 @@ def test_bands_and_tiles():
     assert bands.blocks == (5, 1)
     assert bands.widest == 2
     # 5 of 6 blocks: 6 of 8 tiles, the rest to the last band.
-    assert tiles_of(bands.blocks, 8, 2) == (6, 2)
-    assert tiles_of((1, 1, 1), 4, 2) is None
+    assert tiles_of_bands(bands.blocks, 8, 2) == (6, 2)
+    assert tiles_of_bands((1, 1, 1), 4, 2) is None
     parts = split_n(20, 3, 4)
     assert parts == [Interval(0, 8), Interval(8, 16), Interval(16, 20)]
     assert split_tiles(parts, 12, 2) == [Interval(0, 4), Interval(4, 8), Interval(8, 12)]

@@ -45,7 +45,7 @@ WRITING: dict[Any, Callable[..., Any]] = get_decompositions([aten.native_batch_n
 """Operators that modify operands without declaring it: replaced where they are called."""
 
 
-def _replaces(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _decomposition_of(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         TABLE[operator] = function
         return function
@@ -53,7 +53,7 @@ def _replaces(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register
 
 
-@_replaces(torch.ops.dynsparse.linear.default)
+@_decomposition_of(torch.ops.dynsparse.linear.default)
 def _linear(x: Tensor, values: Tensor, *rest: Any) -> Any:
     if rest[-1] is None:
         return NotImplemented
@@ -68,12 +68,12 @@ def _mean(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *
 TABLE[aten.mean.dim] = TABLE[aten.mean.default] = _mean
 
 
-@_replaces(aten.sum.default)
+@_decomposition_of(aten.sum.default)
 def _sum(x: Tensor, **more: Any) -> Tensor:
     return x.sum(list(range(x.ndim)), **more)
 
 
-@_replaces(aten.var_mean.correction)
+@_decomposition_of(aten.var_mean.correction)
 def _var_mean(
     x: Tensor, dims: Any = None, *, correction: float = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -84,13 +84,13 @@ def _var_mean(
     return spread, mean if keepdim else mean.squeeze(axes)
 
 
-@_replaces(aten.select_backward.default)
+@_decomposition_of(aten.select_backward.default)
 def _select_backward(dy: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
     dim, index = dim % len(sizes), index % sizes[dim]
     return _slice_backward(dy.unsqueeze(dim), sizes, dim, index, index + 1, 1)
 
 
-@_replaces(aten.slice_backward.default)
+@_decomposition_of(aten.slice_backward.default)
 def _slice_backward(
     dy: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> Any:
@@ -101,7 +101,7 @@ def _slice_backward(
     return aten.constant_pad_nd(dy, [0, 0] * (dy.ndim - 1 - dim) + [start, sizes[dim] - end], 0.0)
 
 
-@_replaces(aten._safe_softmax.default)
+@_decomposition_of(aten._safe_softmax.default)
 def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Softmax that gives zeros for completely masked rows."""
     x = x if dtype is None else x.to(dtype)
@@ -118,14 +118,14 @@ def _is_at(index: Tensor, size: int, dim: int) -> Tensor:
     return torch.arange(size, dtype=index.dtype).view(shape) == index
 
 
-@_replaces(aten.gather.default)
+@_decomposition_of(aten.gather.default)
 def _gather(x: Tensor, dim: int, index: Tensor, **_: Any) -> Any:
     if index.shape[dim] != 1:
         return NotImplemented
     return torch.where(_is_at(index, x.shape[dim], dim), x, 0.0).sum(dim, True)
 
 
-@_replaces(aten.scatter.value)
+@_decomposition_of(aten.scatter.value)
 def _scatter(x: Tensor, dim: int, index: Tensor, value: float) -> Any:
     if index.shape[dim] != 1:
         return NotImplemented
@@ -195,7 +195,7 @@ def _is_plain(stride: Any, transposed: bool, groups: int) -> bool:
     return len(stride) == 2 and not transposed and groups == 1
 
 
-@_replaces(aten.convolution.default)
+@_decomposition_of(aten.convolution.default)
 def _convolution(
     x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, _: Any, groups: int,
@@ -208,7 +208,7 @@ def _convolution(
     return images if bias is None else images + bias.view(-1, 1, 1)
 
 
-@_replaces(aten.convolution_backward.default)
+@_decomposition_of(aten.convolution_backward.default)
 def _convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, _: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, __: Any, groups: int, needed: Sequence[bool],
@@ -237,7 +237,7 @@ def _convolution_backward(
     return dx, dw, db
 
 
-def _pairs(*settings: Any) -> list[Any]:
+def _as_pairs(*settings: Any) -> list[Any]:
     """Pooling settings for both dimensions; empty ones default to the first, the kernel size."""
     return [[*(one or settings[0])] * (2 // len(one or settings[0])) for one in settings]
 
@@ -248,14 +248,14 @@ def _positions(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any)
     return _windows(image, kernel, stride, padding, dilation, -1)[0, 0]
 
 
-@_replaces(aten.max_pool2d_with_indices.default)
+@_decomposition_of(aten.max_pool2d_with_indices.default)
 def _max_pool(
     x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0, 0), dilation: Any = (1, 1),
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
     if ceil_mode:
         return NotImplemented
-    kernel, stride, padding, dilation = _pairs(kernel, stride, padding, dilation)
+    kernel, stride, padding, dilation = _as_pairs(kernel, stride, padding, dilation)
     windows = _windows(x, kernel, stride, padding, dilation, -math.inf)
     highest = windows.amax([4, 5])
     is_highest = windows == highest[..., None, None]
@@ -264,37 +264,37 @@ def _max_pool(
     return highest, torch.where(is_highest, positions, nowhere).amin([4, 5])
 
 
-@_replaces(aten.max_pool2d_with_indices_backward.default)
+@_decomposition_of(aten.max_pool2d_with_indices_backward.default)
 def _max_pool_backward(
     dy: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any,
     ceil_mode: bool, indices: Tensor,
 ) -> Any:  # fmt: skip
     if ceil_mode:
         return NotImplemented
-    kernel, stride, padding, dilation = _pairs(kernel, stride, padding, dilation)
+    kernel, stride, padding, dilation = _as_pairs(kernel, stride, padding, dilation)
     positions = _positions(x, kernel, stride, padding, dilation)
     windows = torch.where(indices[..., None, None] == positions, dy[..., None, None], 0.0)
     return _fold(windows, x.shape[-2:], stride, padding, dilation)
 
 
-@_replaces(aten.avg_pool2d.default)
+@_decomposition_of(aten.avg_pool2d.default)
 def _average_pool(
     x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0, 0), ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Any:  # fmt: skip
-    kernel, stride, padding = _pairs(kernel, stride, padding)
+    kernel, stride, padding = _as_pairs(kernel, stride, padding)
     if ceil_mode or (max(padding) and not count_include_pad):
         return NotImplemented
     windows = _windows(x, kernel, stride, padding, [1, 1], 0.0)
     return windows.sum([4, 5]) / (divisor_override or math.prod(kernel))
 
 
-@_replaces(aten.avg_pool2d_backward.default)
+@_decomposition_of(aten.avg_pool2d_backward.default)
 def _average_pool_backward(
     dy: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> Any:  # fmt: skip
-    kernel, stride, padding = _pairs(kernel, stride, padding)
+    kernel, stride, padding = _as_pairs(kernel, stride, padding)
     if ceil_mode or (max(padding) and not count_include_pad):
         return NotImplemented
     share = dy / (divisor_override or math.prod(kernel))
@@ -309,13 +309,13 @@ def _one_hot(indices: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return (indices.reshape(-1, 1) == torch.arange(count)).to(dtype)
 
 
-@_replaces(aten.embedding.default)
+@_decomposition_of(aten.embedding.default)
 def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     rows = _one_hot(indices, weight.shape[0], weight.dtype) @ weight
     return rows.view(*indices.shape, weight.shape[1])
 
 
-@_replaces(aten.embedding_dense_backward.default)
+@_decomposition_of(aten.embedding_dense_backward.default)
 def _embedding_backward(
     dy: Tensor, indices: Tensor, count: int, padding: int, scale_by_frequency: bool
 ) -> Any:

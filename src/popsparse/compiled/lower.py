@@ -43,7 +43,7 @@ _FUNCTIONS = {
     "pow", "reciprocal", "rsqrt", "sigmoid", "silu", "silu_backward", "sin", "sinh", "softplus",
     "sqrt", "tan", "tanh", "addcdiv",
 }  # fmt: skip
-_INTEGERS = {torch.int64: torch.int32, torch.float64: torch.float32}
+_NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 def name_of(node: Node) -> str:
@@ -51,9 +51,14 @@ def name_of(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
+def narrow(dtype: torch.dtype) -> torch.dtype:
+    """The type with 32 bits in place of 64; other types are returned unchanged."""
+    return _NARROW.get(dtype, dtype)
+
+
 def type_of(value: torch.Tensor) -> Any:
     """The machine's type for a torch tensor; 64 bits become 32."""
-    return as_dtype(_INTEGERS.get(value.dtype, value.dtype))
+    return as_dtype(narrow(value.dtype))
 
 
 def _is_elementwise(node: Node) -> bool:
@@ -119,7 +124,7 @@ class Lowering:
                 self.value(node)
         late: dict[int, tuple[Program, list[tuple[Tensor, Tensor]]]] = {}
         for node, variables in outputs.items():
-            with self._at(node):
+            with self._at_place_of(node):
                 value = self.tensor(node)
                 _, pairs = late.setdefault(id(self.program), (self.program, []))
                 pairs += [(value, variable) for variable in variables if variable is not value]
@@ -128,7 +133,7 @@ class Lowering:
                 program.add(Copy(pairs, name="new values"))
 
     @contextmanager
-    def _at(self, node: Node) -> Iterator[None]:
+    def _at_place_of(self, node: Node) -> Iterator[None]:
         """Add steps at the place of a node."""
         place = self._places.get(node)
         if place is None or self._pipeline is None:
@@ -145,7 +150,7 @@ class Lowering:
     def value(self, node: Node) -> Any:
         """The result of a node: a tensor of the machine, a torch constant, or several."""
         if node not in self.values:
-            with self._at(node):
+            with self._at_place_of(node):
                 if node in self._groups:
                     self._lower_group(self._groups[node])
                 else:
@@ -340,7 +345,7 @@ class Lowering:
         results = [n for n in group if n in self.outputs or any(u not in members for u in n.users)]
         taken: list[Any] = []
         for node in results:
-            variable = self._in_place(node, members)
+            variable = self._variable_to_update(node, members)
             taken.append(type_of(node.meta["val"]) if variable is None else variable)
         # Values of sparse layers are in buckets: their shape on the machine is different.
         shape = tuple(group[-1].meta["val"].shape)
@@ -368,7 +373,7 @@ class Lowering:
         )
         self.values |= dict(zip(results, made, strict=True))
 
-    def _in_place(self, node: Node, group: set[Node]) -> Tensor | None:
+    def _variable_to_update(self, node: Node, group: set[Node]) -> Tensor | None:
         """The variable to update in place, if nothing reads the old value any more."""
         if node not in self.outputs:
             return None

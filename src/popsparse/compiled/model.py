@@ -17,7 +17,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.training import SparseTrainer
 from dynsparse.training.drop import MagnitudeGradient
 from dynsparse.training.history import LastStep
-from popsparse.compiled.lower import Backward, Lowering, place_weight, type_of
+from popsparse.compiled.lower import Backward, Lowering, narrow, place_weight, type_of
 from popsparse.compiled.pipeline import Pipeline, StageProfile, StepOptions
 from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
 from popsparse.machine import Sequence as Steps
@@ -32,8 +32,6 @@ from popsparse.torch_layer import TargetOptions, TileMachine
 
 if TYPE_CHECKING:
     from popsparse.compiled.trace import Key
-
-_NUMPY = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class _SparseWeights(NamedTuple):
@@ -50,8 +48,8 @@ class _SparseWeights(NamedTuple):
     update: UpdatePrograms | None
 
 
-class _Scored:
-    """The executor of a layer while its pattern is updated: growth uses these scores."""
+class _ScoresExecutor:
+    """The executor of a layer while its pattern is updated, which returns the given scores."""
 
     def __init__(self, target: Target, scores: Callable[[], np.ndarray]) -> None:
         self.target, self._scores = target, scores
@@ -62,7 +60,7 @@ class _Scored:
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
 
-    def for_pattern(self, pattern: Any) -> _Scored:
+    def after(self, pattern: Any) -> _ScoresExecutor:
         return self
 
 
@@ -137,16 +135,16 @@ class CompiledModel:
         how = self._how
         step = trace(
             self.model, self.optimizer, self.loss, how.loss_scale, inputs, target,
-            how.clip_grad_norm, how.return_output, how.batches if how.in_parts else None,
+            how.clip_grad_norm, how.return_output, how.batches if how.is_split else None,
         )  # fmt: skip
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
                 pairs.clear()  # from the traced run
-        self._settings = _settings(self.optimizer)
+        self._constant_settings = _constant_settings(self.optimizer)
         self._shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
         graph = Graph(self.target, how.replicas)
         pipeline = None
-        if how.in_parts:
+        if how.is_split:
             pipeline = Pipeline(graph, step, how.pipeline, how.gradient_accumulation)
         self._pipeline = pipeline
 
@@ -271,7 +269,7 @@ class CompiledModel:
         beside = key[0] in ("state", "sum") and ("parameter", key[1]) in self._variables
         if beside and value.ndim:
             like = self._variables["parameter", key[1]]
-            return Spread.of(graph, like).like(graph, dtype, name, like)
+            return Spread.of(graph, like).create_like(graph, dtype, name, like)
         if key[0] == "parameter":
             partials = self.options.planned.partials_type
             placed = place_weight(graph, node, dtype, partials, name)
@@ -336,9 +334,10 @@ class CompiledModel:
     def copy_weights_to_device(self) -> None:
         """Copy weights, buffers, patterns and the optimizer's state to the machine."""
         sparse = {key: held for held in self._layers for key in held.tensors}
-        engine = self._running()
+        engine = self._require_engine()
         for held in self._layers:
-            self._encode(held, held.layer.values.detach(), meta_info=True)
+            self._encode(held, held.layer.values.detach())
+            engine.write(held.weights.meta_info, self._patterns[held.name].meta_info)
         for key, tensor in self._host_tensors():
             if key in sparse:
                 values = self._encode(sparse[key], tensor)
@@ -346,16 +345,15 @@ class CompiledModel:
             elif key in self._variables:
                 engine.write(self._variables[key], _array(tensor))
 
-    def _encode(self, held: _SparseWeights, values: Tensor, *, meta_info: bool = False) -> Any:
-        """Encode values of a sparse layer for the machine; `meta_info` also writes its pattern."""
+    def _encode(self, held: _SparseWeights, values: Tensor) -> Any:
+        """Encode values of a sparse layer for the machine, and keep the encoding of its pattern."""
         partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
         encoded = partitioner.encode(held.layer.pattern, values.contiguous())
-        if meta_info:
-            self._running().write(held.weights.meta_info, encoded.meta_info)
         self._patterns[held.name] = encoded.pattern
         return encoded.nz_values
 
-    def _running(self) -> Engine:
+    def _require_engine(self) -> Engine:
+        """The engine; raises RuntimeError before the first step."""
         if self.engine is None:
             raise RuntimeError("take a step first: the program is built for its batch")
         return self.engine
@@ -367,7 +365,7 @@ class CompiledModel:
         Raises:
             RuntimeError: before the first step.
         """
-        self._running()
+        self._require_engine()
         parameters = dict(self.model.named_parameters())
         for key, tensor in self._host_tensors():
             if key not in self._variables:
@@ -382,7 +380,7 @@ class CompiledModel:
                 self.optimizer.state[parameter][key[-1]] = values.clone()
 
     def _read(self, key: Key) -> np.ndarray:
-        array = self._running().read(self._variables[key])
+        array = self._require_engine().read(self._variables[key])
         for held in self._layers:
             if key in held.tensors:
                 return self._patterns[held.name].gather(array)
@@ -419,16 +417,16 @@ class CompiledModel:
         if self.engine is None:
             first = [batch[0] for batch in batches]
             self._build(first[:-1], first[-1])
-        engine = self._running()
+        engine = self._require_engine()
         shapes = [tuple(batch.shape[1:]) for batch in batches]
         if shapes != self._shapes:
             raise ValueError(f"the program is for batches of {self._shapes}, got {shapes}")
-        if _settings(self.optimizer) != self._settings:
+        if _constant_settings(self.optimizer) != self._constant_settings:
             raise ValueError(
                 "settings of the optimizer other than lr are constants of the program: compile "
                 "again"
             )
-        due = self._due()
+        due = self._is_update_due()
         self._send_rates()
         # Replicas take turns on a stream.
         by_replica = (-1, how.replicas, how.gradient_accumulation)
@@ -445,7 +443,7 @@ class CompiledModel:
             engine.connect("output", output)
         self.profiles["step"] = engine.run("step")
         if self.trainer is not None:
-            self._follow(self.trainer, due)
+            self._advance_trainer(self.trainer, due)
         result = torch.from_numpy(losses.reshape(by_turn).swapaxes(1, 2).reshape(-1))
         result = result if count > 1 else result[0]
         if output is None:
@@ -476,7 +474,7 @@ class CompiledModel:
         Raises:
             RuntimeError: before the first step.
         """
-        self._running()
+        self._require_engine()
         taken: dict[str, dict[str, float]] = {}
         for step in self.profiles["step"].steps:
             if step.runs:
@@ -499,7 +497,7 @@ class CompiledModel:
         Raises:
             RuntimeError: before the first step. ValueError: a model without a pipeline.
         """
-        self._running()
+        self._require_engine()
         if self._pipeline is None or self._how.pipeline is None:
             raise ValueError("the model has no stages: compile it with pipeline=")
         return self._pipeline.profile(self.profiles["step"])
@@ -507,7 +505,7 @@ class CompiledModel:
     def _send_rates(self) -> None:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         if rates != self._rates:
-            engine = self._running()
+            engine = self._require_engine()
             for number, rate in enumerate(rates):
                 engine.connect(f"rate {number}", np.array([rate], np.float32))
             self.profiles["rates"] = engine.run("rates")
@@ -515,7 +513,7 @@ class CompiledModel:
 
     # Updates of patterns.
 
-    def _due(self) -> bool:
+    def _is_update_due(self) -> bool:
         """Whether these steps end with a pattern update."""
         trainer = self.trainer
         if trainer is None:
@@ -529,14 +527,14 @@ class CompiledModel:
             )
         return due[-1]
 
-    def _follow(self, trainer: SparseTrainer, due: bool) -> None:
+    def _advance_trainer(self, trainer: SparseTrainer, due: bool) -> None:
         """Count the steps, and update the patterns if due."""
         for _ in range(self._how.device_iterations - due):
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
         if not due:
             return
-        engine = self._running()
+        engine = self._require_engine()
         self.copy_weights_to_host()
         for held in self._layers:
             if held.update is None or held.backward is None:
@@ -550,7 +548,7 @@ class CompiledModel:
                 gradient = self._patterns[held.name].gather(engine.read(held.backward.grad_weight))
                 held.layer.values.grad = torch.from_numpy(gradient)
         before = {held.name: held.layer.pattern for held in self._layers}
-        with self._scoring():
+        with self._use_scores():
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
         for held in self._layers:
@@ -559,11 +557,12 @@ class CompiledModel:
                 self._rewire(held)
 
     @contextmanager
-    def _scoring(self) -> Iterator[None]:
+    def _use_scores(self) -> Iterator[None]:
+        """Let growth use the scores that the machine computed."""
         executors = [(held.layer, held.layer.executor) for held in self._layers]
         for held in self._layers:
             if held.update is not None:
-                scored: Any = _Scored(self.target, held.update.scores)
+                scored: Any = _ScoresExecutor(self.target, held.update.scores)
                 held.layer.executor = scored
         try:
             yield
@@ -575,20 +574,18 @@ class CompiledModel:
         """Send a new pattern, its values and their optimizer state."""
         assert held.update is not None
         host = dict(self._host_tensors())
-        partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
         arrays = [self._encode(held, host[key]) for key in held.tensors]
-        words = partitioner.encode(held.layer.pattern, held.layer.values.detach()).meta_info
-        held.update.send(words, arrays)
-        self.profiles[f"rewire {held.name}"] = self._running().run(f"rewire {held.name}")
+        held.update.send(self._patterns[held.name].meta_info, arrays)
+        self.profiles[f"rewire {held.name}"] = self._require_engine().run(f"rewire {held.name}")
 
 
 def _array(tensor: Tensor) -> np.ndarray:
     """A host tensor in the machine's type; 64 bits become 32."""
-    array: np.ndarray = tensor.detach().to(_NUMPY.get(tensor.dtype, tensor.dtype)).numpy()
+    array: np.ndarray = tensor.detach().to(narrow(tensor.dtype)).numpy()
     return array
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _constant_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The optimizer settings that are constants of a program."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}

@@ -68,7 +68,7 @@ class StepOptions:
                 raise ValueError("clip_grad_norm needs all gradients at once: leave out pipeline")
         if self.replicas & (self.replicas - 1):
             raise ValueError(f"replicas must be a power of two, got {self.replicas}")
-        if self.return_output and self.in_parts:
+        if self.return_output and self.is_split:
             raise ValueError(
                 "return_output returns that of a whole batch: leave out pipeline, "
                 "gradient_accumulation and replicas"
@@ -80,7 +80,7 @@ class StepOptions:
         return self.gradient_accumulation * self.replicas
 
     @property
-    def in_parts(self) -> bool:
+    def is_split(self) -> bool:
         """Whether gradients are sums over micro-batches."""
         return self.pipeline is not None or self.batches > 1
 
@@ -151,8 +151,8 @@ def plan_slots(schedule: str, stages: int, batches: int) -> list[list[Pass]]:
     return slots
 
 
-def batches_held(slots: Iterable[Iterable[Pass]], stage: int) -> int:
-    """The most micro-batches between their forward and their backward pass at a stage."""
+def most_batches_in_flight(slots: Iterable[Iterable[Pass]], stage: int) -> int:
+    """The most micro-batches that are at once between their two passes at a stage."""
     held = most = 0
     for one in (one for slot in slots for one in slot if one.stage == stage):
         held += 1 if one.phase == FORWARD else -1
@@ -231,7 +231,7 @@ class Pipeline:
         self.places, self.stages = assign(step, schedule is not None)
         self._is_cut, self.batches = schedule is not None, batches
         self.slots = plan_slots(schedule or "sequential", len(self.stages), batches)
-        self.held = [batches_held(self.slots, stage) for stage in range(len(self.stages))]
+        self.held = [most_batches_in_flight(self.slots, stage) for stage in range(len(self.stages))]
         self.graphs = [graph]
         if self._is_cut:
             processors = graph.target.processors
@@ -308,13 +308,12 @@ class Pipeline:
             for kind, start, stop in self._incoming
         ):
             # A received tensor may be overwritten while it is sent on, so a copy is sent.
-            local = self.graphs[origin.stage].add_variable(dtype, unique.shape, "sent on")
-            self.graphs[origin.stage].set_tile_mapping(local, tiles)
+            home = self.graphs[origin.stage]
+            local = home.add_variable(dtype, unique.shape, "sent on", tiles=tiles)
             self.programs[origin].add(Copy(source, local, name="send on"))
             source = local
         name = f"{node.name} received"
-        received = self.graphs[stage].add_variable(dtype, unique.shape, name)
-        self.graphs[stage].set_tile_mapping(received, tiles)
+        received = self.graphs[stage].add_variable(dtype, unique.shape, name, tiles=tiles)
         start = int(received.addresses()[0])
         self._incoming.append((dtype, start, start + received.numel))
         self._sends[origin].append((source, received))
@@ -343,7 +342,7 @@ class Pipeline:
         keeping = [self._keep(stage, by_stage[stage]) for stage in range(len(self.stages))]
         passes: dict[tuple[str, int, int], Steps] = {}
         sends: dict[frozenset[Place], Copy] = {}
-        body = Steps(self._together(zero))
+        body = Steps(self._combine_stages(zero))
         for slot in self.slots:
             running: dict[int, Steps] = {}
             for phase, stage, batch in slot:
@@ -357,7 +356,7 @@ class Pipeline:
                 running[stage] = passes[phase, stage, number]
                 if phase == FORWARD:
                     body.add(*by_stage[stage])
-            body.add(self._together(running))
+            body.add(self._combine_stages(running))
             sent = frozenset(Place(phase, stage) for phase, stage, _ in slot)
             if sent not in sends:
                 pairs = [pair for place in sorted(sent) for pair in self._sends[place]]
@@ -377,7 +376,7 @@ class Pipeline:
             stage: Steps(self.programs[Place(UPDATE, stage)], name=self._name(stage, UPDATE))
             for stage in stages
         }
-        return body.add(self._together(update))
+        return body.add(self._combine_stages(update))
 
     def _reduce(self, sums: Sequence[Tensor]) -> Steps:
         """Adds the sums of all replicas: in pairs, then in pairs of pairs, so that all of them have
@@ -388,8 +387,8 @@ class Pipeline:
             by_type[total.dtype].append(total.flatten())
         for dtype, totals in by_type.items():
             local = concat(totals)
-            theirs = self.graph.add_variable(dtype, local.shape, "sums of another replica")
-            self.graph.set_tile_mapping(theirs, self.graph.tiles_of(local))
+            name, tiles = "sums of another replica", self.graph.tiles_of(local)
+            theirs = self.graph.add_variable(dtype, local.shape, name, tiles=tiles)
             for bit in range(self.graph.replicas.bit_length() - 1):
                 to = {replica: replica ^ 1 << bit for replica in range(self.graph.replicas)}
                 steps.add(CrossReplicaCopy(local, theirs, to, name="exchange gradients"))
@@ -409,7 +408,7 @@ class Pipeline:
     def _name(self, stage: int, phase: str) -> str | None:
         return f"stage {stage} {phase}" if self._is_cut else None
 
-    def _together(self, by_stage: dict[int, Steps]) -> Program:
+    def _combine_stages(self, by_stage: dict[int, Steps]) -> Program:
         """The programs of stages, in parallel if their processors are different."""
         if not self._is_cut:
             return Steps(*by_stage.values())

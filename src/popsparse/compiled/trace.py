@@ -221,7 +221,7 @@ class _Scopes:
         self.module, self.stage = name, stage
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def install_hooks(self) -> Iterator[None]:
         handles = [
             hooks.register_module_forward_pre_hook(self.enter),
             hooks.register_module_forward_hook(self.leave),
@@ -280,7 +280,7 @@ def trace(
         }
         buffers = {key[1]: value.clone() for key, value in values.items() if key[0] == "buffer"}
         data = tuple(value for key, value in values.items() if key[0] == "input")
-        with scopes.hooked():
+        with scopes.install_hooks():
             output = functional_call(model, {**leaves, **buffers}, data)
         result = loss(output, values["target",])
         scopes.mark("loss")
@@ -331,11 +331,11 @@ def trace(
         for layer, executor in executors:
             layer.executor = executor
 
-    def again(*flat: Tensor) -> Any:
+    def replay(*flat: Tensor) -> Any:
         return fx.Interpreter(traced).run(*flat)
 
     with torch.random.fork_rng([]), traceback.preserve_node_meta():
-        module = make_fx(functionalize(again), decomposition_table=TABLE)(*flat)
+        module = make_fx(functionalize(replay), decomposition_table=TABLE)(*flat)
     module.graph = _simplify(module.graph)
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]

@@ -337,7 +337,7 @@ class SubGroups:
         base = self.bucket * layout.nz_elements + in_bucket * layout.area
         return expand(base, self.nz, layout.area)
 
-    def transposed(self) -> SubGroups:
+    def transpose(self) -> SubGroups:
         """The same sub-groups with rows and columns swapped, for grad_input's own buckets."""
         width = int(self.col.max(initial=0)) + 1
         row_group = np.repeat(np.arange(len(self.rows)), self.rows)
@@ -408,7 +408,7 @@ class OverflowInfo:
         return cls(x, y, parts_z, used, layout.partition)
 
     @classmethod
-    def merged(cls, infos: Sequence[OverflowInfo]) -> OverflowInfo:
+    def merge(cls, infos: Sequence[OverflowInfo]) -> OverflowInfo:
         """One record that serves several groups of one plan."""
         x = max(info.x for info in infos)
         y = infos[0].partition[1] if x > 1 else max(info.y for info in infos)

@@ -107,7 +107,7 @@ class MetaInfoWriter:
             )
         self.out[at] = words
 
-    def _header(self, *fields: tuple[str, np.ndarray]) -> None:
+    def _write_header(self, *fields: tuple[str, np.ndarray]) -> None:
         parts_x, parts_y, _ = self.layout.partition
         x, y = self.groups.rectangle // parts_y, self.groups.rectangle % parts_y
         if self.grad_a:
@@ -118,7 +118,7 @@ class MetaInfoWriter:
 
     def _write_elements(self) -> None:
         groups, layout, work = self.groups, self.layout, self.work
-        self._header(
+        self._write_header(
             ("the number of non-zeros of a sub-group", groups.nz),
             ("the size of a sub-group", self.size),
             ("the batch of a tile", np.full_like(groups.nz, layout.num_z)),
@@ -149,7 +149,7 @@ class MetaInfoWriter:
 
     def _write_blocks(self) -> None:
         groups, layout = self.groups, self.layout
-        self._header(
+        self._write_header(
             ("the number of values of a sub-group", groups.nz * layout.area),
             ("the size of a sub-group", self.size),
             ("the number of block rows", groups.rows - 1),

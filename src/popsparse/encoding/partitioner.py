@@ -66,7 +66,7 @@ class EncodingInfo:
     overflow: OverflowInfo
 
     @classmethod
-    def joined(cls, infos: Sequence[EncodingInfo]) -> EncodingInfo:
+    def join(cls, infos: Sequence[EncodingInfo]) -> EncodingInfo:
         """Join the figures of several groups of one plan."""
         first = infos[0]
         grad_a = [info.grad_a_words_used for info in infos if info.grad_a_words_used is not None]
@@ -80,7 +80,7 @@ class EncodingInfo:
             sub_groups=np.concatenate([info.sub_groups for info in infos]),
             spilled=sum(info.spilled for info in infos),
             propagated=sum(info.propagated for info in infos),
-            overflow=OverflowInfo.merged([info.overflow for info in infos]),
+            overflow=OverflowInfo.merge([info.overflow for info in infos]),
         )
 
     @property
@@ -366,7 +366,7 @@ class Partitioner:
             at, info = self._encode_group(pattern, words)
             positions.append(at + group * layout.buckets * layout.nz_elements)
             infos.append(info)
-        info = EncodingInfo.joined(infos)
+        info = EncodingInfo.join(infos)
         meta_info[: layout.overflow_words] = info.overflow.words()
         at = np.concatenate(positions)
         return EncodedPattern(meta_info, at, self.nz_size, layout.block, self.block, info)
@@ -444,7 +444,7 @@ class Partitioner:
             forward = MetaInfoWriter(groups, layout)
             if not layout.grad_a_words:
                 return groups, moved, forward, None
-            grad_a = MetaInfoWriter(groups.transposed(), layout, grad_a=True)
+            grad_a = MetaInfoWriter(groups.transpose(), layout, grad_a=True)
             excess = grad_a.words - layout.grad_a_words
             if (excess <= 0).all():
                 return groups, moved, forward, grad_a

@@ -78,7 +78,7 @@ class _Balancer:
     def cost(self, rows: np.ndarray | int, nz: np.ndarray | int) -> np.ndarray | int:
         return self.layout.sub_group_words(rows, nz, self.actual_workers)
 
-    def free(self, bucket: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+    def free_space(self, bucket: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         room = self.layout.meta_info_words - 1
         return room - self.words[bucket], self.limit[bucket] - self.nz[bucket]
 
@@ -107,7 +107,7 @@ class _Balancer:
         """Move as much of `source`'s overflow as fits into the buckets of `order`, in turn."""
         while len(order) and len(self.pending[source].row):
             first = 1 if cut_rows else int(self.pending[source].length[0])
-            words, nz = self.free(order)
+            words, nz = self.free_space(order)
             fits = (words >= self.cost(1, first)) & (nz >= first)
             at = int(fits.argmax())
             if not fits[at]:
@@ -117,7 +117,7 @@ class _Balancer:
 
     def move(self, source: int, target: int, cut_rows: bool) -> None:
         rest = self.pending[source]
-        words, nz = (int(free) for free in self.free(target))
+        words, nz = (int(free) for free in self.free_space(target))
         costs = self.cost(np.arange(1, len(rest.row) + 1), rest.total)
         full = int(min(np.searchsorted(costs, words, "right"),
                         np.searchsorted(rest.total, nz, "right")))  # fmt: skip
@@ -194,7 +194,7 @@ def spill(
         for cut_rows in (False, True):
             balancer.rebalance(span, cut_rows, options.optimise_for_speed, force)
     if balancer.pending:
-        raise _overflow(balancer, int(runs.length.sum()), force)
+        raise _overflow_error(balancer, int(runs.length.sum()), force)
     return _join(stay, balancer.moves)
 
 
@@ -212,7 +212,7 @@ def _join(kept: Runs, moves: list[_Move]) -> SpillResult:
     return SpillResult(runs, bucket, arrival)
 
 
-def _overflow(balancer: _Balancer, total: int, force: bool) -> BucketOverflowError:
+def _overflow_error(balancer: _Balancer, total: int, force: bool) -> BucketOverflowError:
     layout, pending = balancer.layout, balancer.pending
     left = sum(rest.nz for rest in pending.values())
     words = sum(int(balancer.cost(len(rest.row), rest.nz)) for rest in pending.values())

@@ -34,7 +34,7 @@ ENVIRONMENT = ("DYNSPARSE_ENGINE_OPTIONS", "POPLAR_ENGINE_OPTIONS")
 _reporting = itertools.count()
 
 
-def _flag(value: Any, name: str) -> bool:
+def _parse_flag(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return value
     if value in ("true", "false"):
@@ -42,7 +42,7 @@ def _flag(value: Any, name: str) -> bool:
     raise ValueError(f"option {name!r} must be 'true' or 'false', got {shorten(value)}")
 
 
-def _integer(value: Any, name: str) -> int:
+def _parse_integer(value: Any, name: str) -> int:
     try:
         number = int(value, 0) if isinstance(value, str) else check_integer(name, value)
     except (TypeError, ValueError):
@@ -54,7 +54,7 @@ def _integer(value: Any, name: str) -> int:
     return number
 
 
-def _folder(value: Any, name: str) -> Path:
+def _parse_folder(value: Any, name: str) -> Path:
     if not isinstance(value, (str, Path)) or not str(value):
         raise ValueError(f"option {name!r} must be the path of a folder, got {shorten(value)}")
     return Path(value)
@@ -62,14 +62,14 @@ def _folder(value: Any, name: str) -> Path:
 
 # The field of each option, and the function that reads its value.
 _OPTIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
-    "autoReport.all": ("", _flag),
-    "autoReport.directory": ("folder", _folder),
-    "autoReport.executionProfileProgramRunCount": ("reported_runs", _integer),
-    "autoReport.outputExecutionProfile": ("execution_report", _flag),
-    "autoReport.outputGraphProfile": ("graph_report", _flag),
-    "debug.allowOutOfMemory": ("allow_out_of_memory", _flag),
-    "debug.floatPointOpException": ("float_exceptions", _flag),
-    "target.workerStackSizeInBytes": ("worker_stack_bytes", _integer),
+    "autoReport.all": ("", _parse_flag),
+    "autoReport.directory": ("folder", _parse_folder),
+    "autoReport.executionProfileProgramRunCount": ("reported_runs", _parse_integer),
+    "autoReport.outputExecutionProfile": ("execution_report", _parse_flag),
+    "autoReport.outputGraphProfile": ("graph_report", _parse_flag),
+    "debug.allowOutOfMemory": ("allow_out_of_memory", _parse_flag),
+    "debug.floatPointOpException": ("float_exceptions", _parse_flag),
+    "target.workerStackSizeInBytes": ("worker_stack_bytes", _parse_integer),
 }
 
 
@@ -328,7 +328,7 @@ class Engine:
             KeyError: no such buffer. ValueError: a replica that does not exist.
         """
         buffer = _find("remote buffer", name, self.graph.remote_buffers)
-        return self._state.remote[buffer][self._state.number(replica)]
+        return self._state.remote[buffer][self._state.check_replica(replica)]
 
     def connect(self, stream: str, end: Any) -> None:
         """Connect a stream of the graph to the host: see `Host.connect`. Replicas take turns.

@@ -74,7 +74,7 @@ class _Moves:
     dst_tiles: np.ndarray
 
 
-def _moves(graph: Graph, dtype: DType, pairs: list[tuple[Tensor, Tensor]]) -> _Moves:
+def _list_moves(graph: Graph, dtype: DType, pairs: list[tuple[Tensor, Tensor]]) -> _Moves:
     parts = [refine(src.runs(), dst.runs()) for src, dst in pairs]
     src, dst, lengths = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     tile_map = graph.tile_map(dtype)
@@ -133,7 +133,7 @@ def plan_copy(
         if src.numel:
             by_type.setdefault(src.dtype, []).append((src, dst))
     for dtype, group in by_type.items():
-        moves = _moves(graph, dtype, group)
+        moves = _list_moves(graph, dtype, group)
         _check_overlap(graph, dtype, moves, name)
         far = moves.src_tiles != moves.dst_tiles
         near = ~far

@@ -63,10 +63,10 @@ def find_callers() -> Callers:
 def describe_callers(made_by: Callers) -> list[str]:
     """Each call as "file:line function"; files of the library by their path in it, others only by
     their name, so that a profile does not reveal its author's folders."""
-    return [f"{_file(code.co_filename)}:{line} {code.co_name}" for code, line in made_by]
+    return [f"{_short_path(code.co_filename)}:{line} {code.co_name}" for code, line in made_by]
 
 
-def _file(name: str) -> str:
+def _short_path(name: str) -> str:
     path = Path(name)
     return path.relative_to(_SOURCE).as_posix() if name.startswith(_PACKAGES) else path.name
 
@@ -215,7 +215,7 @@ class Graph:
 
     # Variables.
 
-    def _add(self, dtype: Any, shape: Any, name: str | None, is_constant: bool) -> Tensor:
+    def _add_tensor(self, dtype: Any, shape: Any, name: str | None, is_constant: bool) -> Tensor:
         dtype = as_dtype(dtype)
         dimensions = list(shape) if isinstance(shape, Sequence) else [shape]
         sizes = [check_integer("a size of a shape", n) for n in dimensions]
@@ -242,7 +242,7 @@ class Graph:
 
         `tiles` maps it as `set_tile_mapping` does.
         """
-        tensor = self._add(dtype, shape, name, is_constant=False)
+        tensor = self._add_tensor(dtype, shape, name, is_constant=False)
         if tiles is not None:
             self.set_tile_mapping(tensor, tiles)
         return tensor
@@ -254,7 +254,7 @@ class Graph:
 
         It needs a mapping like any other variable.
         """
-        tensor = self._add(dtype, shape, name, is_constant=True)
+        tensor = self._add_tensor(dtype, shape, name, is_constant=True)
         self.set_initial_value(tensor, values)
         if tiles is not None:
             self.set_tile_mapping(tensor, tiles)
@@ -262,7 +262,7 @@ class Graph:
 
     def set_initial_value(self, tensor: Tensor, values: Any) -> None:
         """Set the values that the tensor holds when an engine is created."""
-        self._check_own(tensor)
+        self._check_tensor(tensor)
         array = check_array("values", values, "fiub", "numbers").astype(tensor.dtype.numpy)
         self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
 
@@ -292,7 +292,7 @@ class Graph:
 
     # Tile mapping.
 
-    def _check_own(self, tensor: Any) -> Tensor:
+    def _check_tensor(self, tensor: Any) -> Tensor:
         check_kind("tensor", tensor, Tensor, "a Tensor of the graph")
         if tensor.graph is not self.root:
             raise ValueError("the tensor belongs to another graph")
@@ -308,7 +308,7 @@ class Graph:
         Raises:
             MappingError: a tile that does not exist, or tiles of another shape.
         """
-        tensor = self._check_own(tensor)
+        tensor = self._check_tensor(tensor)
         where = check_array("tiles", tiles, "iu", "integers")
         if where.shape != tensor.shape[: where.ndim]:
             raise MappingError(
@@ -341,7 +341,7 @@ class Graph:
 
         Both are integers [stretches]; the lengths add up to the tensor's elements.
         """
-        tensor = self._check_own(tensor)
+        tensor = self._check_tensor(tensor)
         size = check_array("lengths", lengths, "iu", "integers").astype(np.int64)
         where = check_array("tiles", tiles, "iu", "integers").astype(np.int64)
         if (
@@ -371,7 +371,7 @@ class Graph:
 
         Each tile gets a multiple of `grain` elements and at least `min_per_tile`.
         """
-        tensor = self._check_own(tensor)
+        tensor = self._check_tensor(tensor)
         grain = check_integer("grain", grain, 1)
         min_per_tile = check_integer("min_per_tile", min_per_tile, 1)
         first_tile = check_integer("first_tile", first_tile, 0)
@@ -396,7 +396,7 @@ class Graph:
     def tiles_of(self, tensor: Tensor) -> np.ndarray:
         """The tile of every element, int64 of the tensor's shape; -1 for unmapped elements, and in
         a virtual graph for tiles outside it."""
-        pieces = self.tile_map(self._check_own(tensor).dtype).split(tensor.runs())
+        pieces = self.tile_map(self._check_tensor(tensor).dtype).split(tensor.runs())
         tiles = pieces.tiles
         if self._tile_numbers is not None:
             number = np.full(self.root.target.tiles + 1, -1)
@@ -492,7 +492,7 @@ class Graph:
         offsets: dict[str, np.ndarray] = {}
         for name, edge in codelet.fields.items():
             value = values[name]
-            tensor = self._check_own(value.tensor if isinstance(value, Ragged) else value)
+            tensor = self._check_tensor(value.tensor if isinstance(value, Ragged) else value)
             shape = tensor.shape[: grid.ndim]
             if isinstance(value, Ragged):
                 offsets[name] = value.offsets
@@ -543,7 +543,7 @@ class Graph:
         """Let the host read and write a tensor by this name, outside programs and for free."""
         if name in self.handles:
             raise ValueError(f"the handle {name!r} exists already")
-        self.handles[name] = self._check_own(tensor)
+        self.handles[name] = self._check_tensor(tensor)
 
     @check_types
     def add_stream(self, name: str, dtype: Any, numel: int, *, to_device: bool) -> Stream:

@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
     tiles: IntArray
 
 
-def _distinct(parts: list[IntArray]) -> IntArray:
+def _sort_unique(parts: list[IntArray]) -> IntArray:
     """The distinct values of several arrays in order. A stable sort merges presorted parts in one
     pass, which NumPy's hashing `unique` does not."""
     values = np.sort(np.concatenate(parts), kind="stable")
@@ -83,7 +83,7 @@ class TileMap:
         tiles = np.concatenate([np.broadcast_to(t, r.starts.shape) for r, t in parts])
         order = np.argsort(starts, kind="stable")
         apart = bool((starts[order[1:]] >= ends[order[:-1]]).all())
-        bounds = _distinct([starts, ends, np.array([0, size])])
+        bounds = _sort_unique([starts, ends, np.array([0, size])])
         owner = np.full(len(bounds) - 1, -1, np.int64)
         low, high = np.searchsorted(bounds, starts), np.searchsorted(bounds, ends)
         if apart:
@@ -122,7 +122,7 @@ def refine(a: Runs, b: Runs) -> tuple[IntArray, IntArray, IntArray]:
     if len(a.lengths) == 1:
         return a.starts + np.cumsum(b.lengths) - b.lengths, b.starts, b.lengths
     ends_a, ends_b = np.cumsum(a.lengths), np.cumsum(b.lengths)
-    ends = _distinct([ends_a, ends_b])
+    ends = _sort_unique([ends_a, ends_b])
     at = np.concatenate([[0], ends[:-1]])
     run_a = np.searchsorted(ends_a, at, "right")
     run_b = np.searchsorted(ends_b, at, "right")

@@ -109,7 +109,7 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     return run
 
 
-def _shown(state: State, tensor: Tensor, replica: int) -> str:
+def _format_values(state: State, tensor: Tensor, replica: int) -> str:
     if not state.computes(tensor.dtype):
         return "not computed"
     return np.array2string(state.read(tensor, replica), separator=" ", threshold=100)
@@ -247,7 +247,7 @@ class Lowering:
             sync = target.sync_cycles if profile.in_branch else target.whole_sync_cycles
             profile.record(step, sync=sync, exchange=exchange)
             values = [int(flat[address]) for flat in flats]
-            profile.chosen(step, values[0])
+            profile.count_choice(step, values[0])
             if len({*values}) > 1:
                 raise ProgramError(
                     f"replicas go different ways at {path!r}: {scalar.name} is "
@@ -413,7 +413,7 @@ class Lowering:
         def run(profile: Profile) -> None:
             for replica in range(len(state.memories)):
                 which = f" of replica {replica}" if len(state.memories) > 1 else ""
-                shown = _shown(state, tensor, replica)
+                shown = _format_values(state, tensor, replica)
                 print(f"{program.title}{which}: {shown}", file=state.print_to)
             profile.record(step, sync=state.sync_of_all, host=cycles, to_host_bytes=size)
 
@@ -425,7 +425,7 @@ class Lowering:
         def run(profile: Profile) -> None:
             line = program.message
             if program.tensor is not None:
-                line += f": {_shown(state, program.tensor, 0)}"
+                line += f": {_format_values(state, program.tensor, 0)}"
             raise AbortError(
                 f"{line} (after {profile.cycles:,.0f} cycles, at {path or 'the start'})"
             )

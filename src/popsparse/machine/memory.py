@@ -110,7 +110,7 @@ class _Analysis:
         self.moments: dict[int, str] = {}
         self.held: dict[programs.Program, list[int]] = {}
 
-    def touched(self, tensors: Iterable[Tensor], covered: bool = False) -> int:
+    def viewed_by(self, tensors: Iterable[Tensor], covered: bool = False) -> int:
         """The variables that tensors view; with `covered`, only those they cover completely."""
         by_type: dict[DType, list[Tensor]] = {}
         for tensor in tensors:
@@ -176,57 +176,57 @@ class _Analysis:
             read = [t for edge, t in edges if edge.reads]
             written = [t for edge, t in edges if edge.writes]
         elif isinstance(leaf, programs.WriteUndef):
-            return _Effect(replaces=self.touched([leaf.tensor], covered=True))
+            return _Effect(replaces=self.viewed_by([leaf.tensor], covered=True))
         else:
             return _Effect()
-        return _Effect(self.touched(read), self.touched(written), self.touched(written, True))
+        return _Effect(self.viewed_by(read), self.viewed_by(written), self.viewed_by(written, True))
 
-    def before(self, program: programs.Program, after: int) -> int:
+    def live_before(self, program: programs.Program, after: int) -> int:
         """The variables live before a program, given those live after it."""
         # Branches of Parallel use separate tiles: for each tile they are a sequence too.
         if isinstance(program, (programs.Sequence, programs.Parallel)):
             for part in reversed(program.parts()):
-                after = self.before(part, after)
+                after = self.live_before(part, after)
             return after
         if isinstance(program, programs.Call):
-            return self.before(program.function, after)
+            return self.live_before(program.function, after)
         if isinstance(program, programs.Repeat):
             if not program.count:
                 return after
-            live = self.before(program.body, after)
-            while (again := self.before(program.body, after | live)) != live:
+            live = self.live_before(program.body, after)
+            while (again := self.live_before(program.body, after | live)) != live:
                 live = again
             return live
         if isinstance(program, (programs.RepeatWhileTrue, programs.RepeatWhileFalse)):
-            test = self.touched([program.predicate])
-            live = self.before(program.condition, after | test)
+            test = self.viewed_by([program.predicate])
+            live = self.live_before(program.condition, after | test)
             while True:
-                body = self.before(program.body, live)
-                self._hold(program, after | body | test)
-                again = self.before(program.condition, after | body | test)
+                body = self.live_before(program.body, live)
+                self._record_live(program, after | body | test)
+                again = self.live_before(program.condition, after | body | test)
                 if again == live:
                     return live
                 live = again
         if isinstance(program, programs.If):
             branches = [program.then, program.otherwise]
-            test = self.touched([program.predicate])
+            test = self.viewed_by([program.predicate])
         elif isinstance(program, programs.Switch):
             branches = [*program.cases.values(), program.default]
-            test = self.touched([program.value])
+            test = self.viewed_by([program.value])
         else:
             effect = self.effect(program)
             live = (after & ~effect.replaces) | effect.reads
             if not isinstance(program, (programs.WriteUndef, programs.Sync)):
                 # Results and operands are held together while a step runs.
                 self.moments.setdefault(live | after | effect.writes, program.name or "copy")
-            self._hold(program, live | after | effect.writes)
+            self._record_live(program, live | after | effect.writes)
             return live
         for branch in branches:
-            test |= self.before(branch, after)
-        self._hold(program, test)
+            test |= self.live_before(branch, after)
+        self._record_live(program, test)
         return test
 
-    def _hold(self, program: programs.Program, live: int) -> None:
+    def _record_live(self, program: programs.Program, live: int) -> None:
         """Record what is live while a step runs; subsets of others come from unfinished rounds."""
         known = self.held.get(program, [])
         if not any(live | other == other for other in known):
@@ -248,20 +248,20 @@ def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
     several = list(several)
     fixed = [v.is_constant for v in analysis.variables]
     always = sum(1 << i for i, is_fixed in enumerate(fixed) if is_fixed)
-    always |= analysis.touched([*graph.handles.values(), *(t for t, _ in graph.initial)])
+    always |= analysis.viewed_by([*graph.handles.values(), *(t for t, _ in graph.initial)])
     read, seen = 0, set[programs.Program]()
     for program in several:
         for part in _leaves(program, seen):
             read |= analysis.effect(part).reads
             for control in ("predicate", "value"):
                 if hasattr(part, control):
-                    read |= analysis.touched([getattr(part, control)])
+                    read |= analysis.viewed_by([getattr(part, control)])
     always |= ~read & ((1 << len(analysis.variables)) - 1)
     while True:
         analysis.moments.clear()
         more = always
         for program in several:
-            more |= analysis.before(program, always)
+            more |= analysis.live_before(program, always)
         if more == always:
             return Liveness(analysis.variables, always, analysis.moments, analysis.held)
         always = more
@@ -276,7 +276,7 @@ def find_carried(
     for program in first:
         for part in _leaves(program, seen):
             written |= analysis.effect(part).writes
-    carried = written & analysis.before(then, 0)
+    carried = written & analysis.live_before(then, 0)
     return [v for i, v in enumerate(analysis.variables) if carried >> i & 1]
 
 
@@ -523,7 +523,7 @@ class Contents:
         if tile is None:
             return np.array([v.bytes for v in self.variables], np.int64)
         owner, first, end, size = self._stretches
-        on_tile = (first <= self._tile(tile)) & (tile < end)
+        on_tile = (first <= self._check_tile(tile)) & (tile < end)
         return np.bincount(owner[on_tile], size[on_tile], len(self.variables)).astype(np.int64)
 
     def variables_on(self, tile: int) -> list[tuple[HeldVariable, int]]:
@@ -534,7 +534,7 @@ class Contents:
 
     def vertices_on(self, tile: int) -> list[tuple[PlacedVertices, int]]:
         """The vertices of a tile: step and codelet, and their number."""
-        at = self._tile(tile)
+        at = self._check_tile(tile)
         counts = [
             (vertices, sum(count for first, end, count in vertices.on if first <= at < end))
             for vertices in self.vertices
@@ -571,7 +571,7 @@ class Contents:
         other = [int(held[self.live.get(step, [])].sum()) for step in steps]
         return always, np.array(other, np.int64)
 
-    def _tile(self, tile: int) -> int:
+    def _check_tile(self, tile: int) -> int:
         number = check_integer("tile", tile, 0)
         if number >= self.tiles:
             raise ValueError(f"tile must be 0 to {self.tiles - 1}, got {number}")

@@ -42,7 +42,6 @@ def build_tree(
     rows: Mapping[programs.Program, int],
     cycles: Sequence[float],
     choices: Mapping[int, Mapping[int, int]],
-    runs: int = 1,
 ) -> list[ProgramNode]:
     """The nodes, the root first and each before those inside it.
 
@@ -50,7 +49,6 @@ def build_tree(
         rows: the step of each program that has one.
         cycles: cycles of each step, all runs together.
         choices: for each step with a control value, how often it had which value.
-        runs: runs of the root.
     """
     order: list[programs.Program] = []
     seen: set[programs.Program] = set()
@@ -66,7 +64,7 @@ def build_tree(
     order.reverse()
     number = {program: i for i, program in enumerate(order)}
     counts = [0] * len(order)
-    counts[0] = runs
+    counts[0] = 1
     parts: list[list[tuple[str, int, int]]] = []
     for i, program in enumerate(order):
         chosen = choices.get(rows.get(program, -1), {})
@@ -260,7 +258,7 @@ class Profile:
         if not self.busy.size:
             self.busy = np.zeros(self.target.processors)
 
-    def chosen(self, step: int, value: int) -> None:
+    def count_choice(self, step: int, value: int) -> None:
         """Count a tested control value. For engines."""
         counts = self.choices.setdefault(step, {})
         counts[value] = counts.get(value, 0) + 1

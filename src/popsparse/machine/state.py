@@ -52,14 +52,14 @@ class Host:
 
         self._ends[stream] = (lambda: rows[next(turn)]) if stream.to_device else fill
 
-    def _end(self, stream: Stream) -> Callable[..., Any]:
+    def _connected_end(self, stream: Stream) -> Callable[..., Any]:
         if stream not in self._ends:
             raise ProgramError(f"stream {stream.name!r} is not connected: call engine.connect")
         return self._ends[stream]
 
     def fetch(self, stream: Stream) -> np.ndarray:
         """The next values for the machine, [numel]."""
-        values = np.asarray(self._end(stream)())
+        values = np.asarray(self._connected_end(stream)())
         if values.shape != (stream.numel,):
             raise ValueError(
                 f"stream {stream.name!r} needs [{stream.numel}], got {list(values.shape)}"
@@ -68,7 +68,7 @@ class Host:
 
     def deliver(self, stream: Stream, values: np.ndarray) -> None:
         """Hand values from the machine to the host."""
-        self._end(stream)(values.reshape(-1))
+        self._connected_end(stream)(values.reshape(-1))
 
 
 # A node runs one step (and those inside it) and adds its cost to the profile.
@@ -147,7 +147,7 @@ class State:
             self.rows[self.making] = row
         return row
 
-    def _tensor(self, what: str | Tensor) -> Tensor:
+    def _find_computed(self, what: str | Tensor) -> Tensor:
         tensor = self._find(what)
         if not self.computes(tensor.dtype):
             raise ProgramError(
@@ -172,9 +172,9 @@ class State:
 
     def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
         """See `Engine.read`."""
-        return self._tensor(what).values(self.memories[self.number(replica)])
+        return self._find_computed(what).values(self.memories[self.check_replica(replica)])
 
-    def number(self, replica: Any) -> int:
+    def check_replica(self, replica: Any) -> int:
         """Check and return the number of a replica."""
         number = check_integer("replica", replica, 0)
         if number >= len(self.memories):
@@ -183,7 +183,7 @@ class State:
 
     def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
         """See `Engine.write`."""
-        tensor = self._tensor(what)
+        tensor = self._find_computed(what)
         constant = self.graph.constant_in(tensor)
         if constant is not None:
             raise ProgramError(f"{constant.name!r} is a constant and cannot be written")
@@ -192,7 +192,7 @@ class State:
 
     def store(self, tensor: Tensor, values: Any, what: str, replica: int | None = None) -> None:
         """Set a tensor's values; raises as `write`, with messages that begin with `what`."""
-        chosen = self.memories if replica is None else [self.memories[self.number(replica)]]
+        chosen = self.memories if replica is None else [self.memories[self.check_replica(replica)]]
         array = check_array(what, values, "fiub", "numbers")
         if array.shape not in ((), tensor.shape):
             raise ValueError(f"{what}: expected {list(tensor.shape)}, got {list(array.shape)}")

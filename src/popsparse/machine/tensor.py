@@ -33,7 +33,7 @@ def _sizes(shape: Sequence[Any]) -> list[int]:
     return [check_integer("a size", size) for size in sizes]
 
 
-def _reshaped_strides(
+def _reshape_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """The strides of a reshape that needs no list of addresses, or None."""
@@ -200,31 +200,31 @@ class Tensor:
 
     # Views.
 
-    def _strided(self) -> np.ndarray:
+    def _empty_view(self) -> np.ndarray:
         """An array without memory, with the shape and strides of a regular view: NumPy computes
         views of it; its elements must not be read."""
         return as_strided(_NOWHERE, self.shape, self._strides)
 
-    def _like(self, view: np.ndarray) -> Tensor:
-        """The tensor with the layout of a view of `_strided`."""
+    def _from_view(self, view: np.ndarray) -> Tensor:
+        """The tensor with the layout of a view of `_empty_view`."""
         moved = view.__array_interface__["data"][0] - _NOWHERE.__array_interface__["data"][0]
         return Tensor(self.graph, self.dtype, view.shape, self._offset + moved, view.strides)
 
-    def _listed(self, addresses: np.ndarray) -> Tensor:
+    def _from_addresses(self, addresses: np.ndarray) -> Tensor:
         return Tensor(self.graph, self.dtype, addresses.shape, addresses=addresses)
 
     def __getitem__(self, key: Any) -> Tensor:
         """Index as in NumPy: integers, slices, ..., None; integer arrays make a gather."""
         parts = key if isinstance(key, tuple) else (key,)
         if self._strides is None or any(isinstance(p, (list, np.ndarray)) for p in parts):
-            return self._listed(np.asarray(self.addresses()[key]))
+            return self._from_addresses(np.asarray(self.addresses()[key]))
         plain = [
             p if p is None or p is ... or isinstance(p, slice) else check_integer("an index", p)
             for p in parts
         ]
         # With ... NumPy returns a view even of a single element.
         index = tuple(plain) if ... in plain else (*plain, ...)
-        return self._like(self._strided()[index])
+        return self._from_view(self._empty_view()[index])
 
     def slice(self, start: int, stop: int, axis: int = 0) -> Tensor:
         """Elements [start, stop) of one dimension."""
@@ -249,12 +249,12 @@ class Tensor:
                 f"{list(self.shape)} has {self.numel} elements and does not reshape to {new}"
             )
         if self._strides is not None:
-            strides = _reshaped_strides(self.shape, self._strides, tuple(new))
+            strides = _reshape_strides(self.shape, self._strides, tuple(new))
             if strides is not None:
                 return Tensor(self.graph, self.dtype, new, self._offset, strides)
         if self._runs is not None:
             return Tensor(self.graph, self.dtype, new, runs=self._runs)
-        return self._listed(self.addresses().reshape(new))
+        return self._from_addresses(self.addresses().reshape(new))
 
     def flatten(self) -> Tensor:
         return self.reshape(-1) if self.numel else self.reshape(0)
@@ -265,16 +265,16 @@ class Tensor:
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(f"axes must name each of {self.ndim} dimensions once, got {axes}")
         if self._strides is None:
-            return self._listed(self.addresses().transpose(order))
-        return self._like(self._strided().transpose(order))
+            return self._from_addresses(self.addresses().transpose(order))
+        return self._from_view(self._empty_view().transpose(order))
 
     def broadcast_to(self, *shape: int) -> Tensor:
         """Repeat along new leading dimensions and those of size 1. The result is read-only."""
         new = _sizes(shape)
         try:
             if self._strides is None:
-                return self._listed(np.broadcast_to(self.addresses(), new))
-            return self._like(np.broadcast_to(self._strided(), new))
+                return self._from_addresses(np.broadcast_to(self.addresses(), new))
+            return self._from_view(np.broadcast_to(self._empty_view(), new))
         except ValueError:
             raise ValueError(f"{list(self.shape)} does not broadcast to {new}") from None
 

@@ -99,7 +99,7 @@ class SearchSpace:
             "x has parts that stay empty": px != even_parts(nx, px),
             "y has parts that stay empty": py != even_parts(ny, py),
             "z is not cut into equal parts": nz % pz != 0,
-            "offsets exceed 16 bits": self._beyond_16_bits(),
+            "offsets exceed 16 bits": self._exceeds_16_bits(),
         }
         for name, parts in zip("xyz", self.partitions, strict=True):
             value = getattr(constraints, name)
@@ -107,7 +107,7 @@ class SearchSpace:
                 rules[f"{name} is constrained to {value}"] = parts != value
         return rules
 
-    def _beyond_16_bits(self) -> np.ndarray:
+    def _exceeds_16_bits(self) -> np.ndarray:
         tx, ty, tz = self.per_tile
         if self.method is not Method.ELEMENT:
             return np.zeros(tx.shape, bool)
@@ -132,6 +132,7 @@ def ceil_fraction(total: Ints, ratio: float) -> Ints:
 
 
 def align_up(value: Ints, grain: int) -> Ints:
+    """Round up to a multiple of `grain`."""
     return -(-np.asarray(value) // grain) * grain
 
 
@@ -159,7 +160,7 @@ def expected_groups(x: Ints, y: Ints, ratio: float) -> tuple[Ints, Ints]:
     return rows, -(-ceil_fraction(x * y, ratio) // rows)
 
 
-def _words(fixed: int, entries: Ints, oversize: float, exchange_bytes: float) -> Ints:
+def _bucket_words(fixed: int, entries: Ints, oversize: float, exchange_bytes: float) -> Ints:
     content = np.ceil(entries * (1 + oversize)).astype(np.int64)
     return align_up(_SUB_GROUPS * fixed + content, math.lcm(2, max(1, int(exchange_bytes))))
 
@@ -181,22 +182,19 @@ def meta_info_words(
     if grad_weight:
         # The original counts the element format's worker-count word once for each worker.
         fixed += workers * (GRAD_W_WORKER + (0 if block else 1))
-    return _words(fixed, rows * (ROW_ENTRY + columns), oversize, exchange_bytes)
+    return _bucket_words(fixed, rows * (ROW_ENTRY + columns), oversize, exchange_bytes)
 
 
-def own_grad_input_words(
+def separate_grad_input_words(
     x: Ints, y: Ints, ratio: float, oversize: float, workers: int, exchange_bytes: float
 ) -> Ints:
     """Words of grad_input's own buckets; x, y are the groups of the forward pass."""
     rows, columns = expected_groups(y, x, ratio)
     fixed = header_words(workers, element=True)
-    return _words(fixed, rows * (ROW_ENTRY + 2 * columns), oversize, exchange_bytes)
+    return _bucket_words(fixed, rows * (ROW_ENTRY + 2 * columns), oversize, exchange_bytes)
 
 
-Array = Any
-
-
-def _capacity(space: SearchSpace, groups: Array, words: Array) -> Array:
+def _capacity(space: SearchSpace, groups: Ints, words: Ints) -> Ints:
     """Elements or blocks that fit a bucket, by values and by meta-info."""
     tx, ty, _ = space.per_tile
     workers, grad_weight = space.target.workers, space.options.do_grad_w_pass
@@ -209,7 +207,7 @@ def _capacity(space: SearchSpace, groups: Array, words: Array) -> Array:
     return np.maximum(0, np.minimum(groups, by_words))
 
 
-def expected_steps(space: SearchSpace, groups: Array, words: Array) -> tuple[Array, Array]:
+def expected_steps(space: SearchSpace, groups: Ints, words: Ints) -> tuple[Ints, Ints]:
     """Expected propagation steps for each partition, and the excess of the fullest rectangle.
 
     Args:
@@ -236,9 +234,10 @@ def expected_steps(space: SearchSpace, groups: Array, words: Array) -> tuple[Arr
 
 
 def _forward_cycles(
-    space: SearchSpace, x: Array, y: Array, z: Array, buckets: Array = 1, *, retain: bool = True
-) -> Array:
-    """A worker's vertex of forward, or with `retain` False of grad_input on the same blocks."""
+    space: SearchSpace, x: Ints, y: Ints, z: Ints, buckets: Ints = 1, *, retain: bool = True
+) -> Ints:
+    """Cycles of a worker's vertex of forward, or with `retain` False of grad_input on the same
+    blocks."""
     dtype, partials, workers = space.dtype, space.options.partials_type, space.target.workers
     if space.method is Method.ELEMENT:
         return tile_cycles.element_forward(x, y, z, dtype, workers, buckets)
@@ -249,8 +248,8 @@ def _forward_cycles(
     )
 
 
-def _grad_weight_cycles(space: SearchSpace, x: Array, y: Array, z: Array) -> Array:
-    """A worker's vertex of grad_weight, for blocks without the matrix units."""
+def _grad_weight_cycles(space: SearchSpace, x: Ints, y: Ints, z: Ints) -> Ints:
+    """Cycles of a worker's vertex of grad_weight, for blocks without the matrix units."""
     dtype, workers = space.dtype, space.target.workers
     if space.method is Method.ELEMENT:
         return tile_cycles.element_grad_weight(x, y, z, dtype, workers)
@@ -261,8 +260,8 @@ def _grad_weight_cycles(space: SearchSpace, x: Array, y: Array, z: Array) -> Arr
 
 
 def expected_cycles(
-    space: SearchSpace, groups: Array, words: Array, bucket_bytes: Array, *, kind: str
-) -> Array:
+    space: SearchSpace, groups: Ints, words: Ints, bucket_bytes: Ints, *, kind: str
+) -> Ints:
     """Expected cycles of the propagation phase of "forward", "grad_input" or "grad_weight"."""
     steps, excess = expected_steps(space, groups, words)
     tx, ty, tz = space.per_tile
@@ -284,25 +283,27 @@ class TermArray(NamedTuple):
     """A term of the estimate for each partition."""
 
     name: str
-    cycles: Array
-    temporary_bytes: Array
+    cycles: Ints
+    temporary_bytes: Ints
 
 
 @dataclass(frozen=True)
 class Buckets:
     """Bucket sizes for each partition."""
 
-    groups: Array
+    groups: Ints
     area: int
-    forward_words: Array
-    grad_input_words: Array
+    forward_words: Ints
+    grad_input_words: Ints
     """Words of grad_input's own buckets, or the forward words if the buckets are shared."""
 
-    def bytes(self, words: Array, value_size: int) -> Array:
+    def bytes(self, words: Ints, value_size: int) -> Ints:
+        """Bytes of a bucket with this many words and values of this size."""
         return self.groups * self.area * value_size + 2 * words
 
 
 def bucket_arrays(space: SearchSpace) -> Buckets:
+    """The bucket sizes of all partitions."""
     options, ratio = space.options, space.params.nz_ratio
     oversize = options.meta_info_bucket_oversize_proportion
     rate = space.target.exchange_bytes_per_cycle
@@ -315,21 +316,21 @@ def bucket_arrays(space: SearchSpace) -> Buckets:
     block = space.method is not Method.ELEMENT
     forward = meta_info_words(*common, block=block, grad_weight=options.do_grad_w_pass)
     shared = block or options.shared_buckets
-    grad_input_words = forward if shared else own_grad_input_words(*common)
+    grad_input_words = forward if shared else separate_grad_input_words(*common)
     return Buckets(held, area, forward, grad_input_words)
 
 
 class _View(NamedTuple):
     """Forward's dimensions, or grad_input's: the same with x and y exchanged."""
 
-    px: Array
-    py: Array
-    tx: Array
-    ty: Array
+    px: Ints
+    py: Ints
+    tx: Ints
+    ty: Ints
     ny: int
     gx: int
     gy: int
-    input_sharing: Array
+    input_sharing: Ints
     """Neighbouring tiles that receive the same part of the dense operand."""
 
 
@@ -345,7 +346,7 @@ def _view(space: SearchSpace, *, grad_input: bool) -> _View:
 
 def product_terms(
     space: SearchSpace, buckets: Buckets, *, grad_input: bool
-) -> tuple[list[TermArray], Array]:
+) -> tuple[list[TermArray], Ints]:
     """The terms of forward or of grad_input, and the pass's temporary bytes."""
     v = _view(space, grad_input=grad_input)
     pz, tz = space.partitions[2], space.per_tile[2]
@@ -356,7 +357,7 @@ def product_terms(
     bucket = buckets.bytes(words, size)
     terms = []
 
-    transposed: Array = 0
+    transposed: Ints = 0
     if grad_input and v.gx > 1 and v.gy > 1:
         transposed = buckets.groups * buckets.area * size
         edge = tile_cycles.kernel_edge((v.gx, v.gy), dtype)
@@ -378,7 +379,7 @@ def product_terms(
     # The original uses the partitions of z here where it means those of y.
     held = np.where(cast | (pz > 1), results * partials.size, 0)
     cycles = tile_cycles.zero_partials(results, workers)
-    cycles = cycles + _multiply(space, grad_input=grad_input)
+    cycles = cycles + _multiply_cycles(space, grad_input=grad_input)
     terms.append(TermArray("distribution compute", cycles, gathered + held + transposed))
     none = np.zeros_like(pz)
     spilling = none
@@ -397,25 +398,23 @@ def product_terms(
     return terms, np.maximum.reduce([t.temporary_bytes + none for t in terms])
 
 
-def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
-    """The slowest worker's vertex, with every bucket of the z partitions matching once."""
+def _multiply_cycles(space: SearchSpace, *, grad_input: bool) -> Ints:
+    """Cycles of the slowest worker, with every bucket of the z partitions matching once."""
     pz = space.partitions[2]
     tx, ty, tz = space.per_tile
     gz, dtype, workers = space.grouping.z, space.dtype, space.target.workers
     ratio, shared = space.params.nz_ratio, space.options.shared_buckets
+    rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
     if space.method is Method.ELEMENT:
         if grad_input and shared:
             # Rows of the transposed product are counted like columns of the forward one.
-            rows, columns = expected_groups(ty, tx, ratio)
             return tile_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, pz)
-        rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
         x, z = grid_splits(rows, tz, workers)
         if grad_input:
             cycles = tile_cycles.element_grad_input(x, columns, z * gz, dtype, workers, pz)
         else:
             cycles = _forward_cycles(space, x, columns, z * gz, pz)
         return cycles.max(axis=0)
-    rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
     if grad_input:
         rows, columns = columns, rows
     _, z = grid_splits(np.ones_like(tz), tz, workers)
@@ -425,7 +424,7 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
 
 def grad_weight_terms(
     space: SearchSpace, buckets: Buckets, *, exchange_buckets: bool
-) -> tuple[list[TermArray], Array]:
+) -> tuple[list[TermArray], Ints]:
     """The terms of grad_weight, and the pass's temporary bytes."""
     px, py, pz = space.partitions
     tx, ty, tz = space.per_tile
@@ -467,7 +466,9 @@ def grad_weight_terms(
         step = sum(exchange.broadcast(n, z_sharing, space.tiles) for n in needed)
     terms.append(TermArray("distribution exchange", np.where(pz > 1, step * pz, 0), none))
 
-    cycles = tile_cycles.zero_partials(values, workers) + pz * _multiply_grad_weight(space)
+    cycles = tile_cycles.zero_partials(values, workers) + pz * _multiply_cycles_of_grad_weight(
+        space
+    )
     terms.append(TermArray("distribution compute", cycles, none))
 
     if space.options.price_propagation:
@@ -487,8 +488,8 @@ def grad_weight_terms(
     return terms, np.maximum.reduce([t.temporary_bytes + none for t in terms])
 
 
-def _multiply_grad_weight(space: SearchSpace) -> Array:
-    """The slowest worker's vertex for the part of the pattern at one step over z."""
+def _multiply_cycles_of_grad_weight(space: SearchSpace) -> Ints:
+    """Cycles of the slowest worker on the part of the pattern at one step over z."""
     _, _, pz = space.partitions
     tx, ty, tz = space.per_tile
     _, gx, gy, gz = space.grouping

@@ -54,10 +54,8 @@ class ExchangeCost:
         return -(-np.asarray(received) * _SCALE // self.rate)
 
     def broadcast(self, received: Ints, same: Ints, receiving: Ints) -> Ints:
-        """The same when `same` neighbouring tiles, of `receiving` in all, get equal data.
-
-        Tiles that share a bus receive common data at the sum of their rates.
-        """
+        """Cycles when `same` neighbouring tiles, of `receiving` in all, receive equal data, which
+        reaches tiles that share a bus at the sum of their rates."""
         share = np.where(
             np.asarray(same) == receiving, self.bus_tiles, np.gcd(same, self.bus_tiles)
         )
@@ -65,20 +63,20 @@ class ExchangeCost:
 
 
 def clear_memory(size: Ints, workers: int) -> Ints:
-    """Zeroing `size` bytes as the kernels do: 64 bits an instruction, 12 around the loop."""
+    """Cycles of zeroing `size` bytes: 64 bits an instruction, 12 instructions around the loop."""
     words = ceil_div(np.asarray(size), 8)
     return workers * (12 + ceil_div(words, workers))
 
 
 def cast(elements: Ints, source: DType, result: DType, workers: int) -> Ints:
-    """Converting `elements` numbers."""
+    """Cycles of converting `elements` numbers."""
     share = ceil_div(elements, workers)
     slowest = min(source.vector_width, result.vector_width)
     return workers * (26 + ceil_div(share, slowest))
 
 
 def reduce(outputs: Ints, depth: Ints, partials: DType, result: DType, workers: int) -> Ints:
-    """Adding `depth` partials into each of `outputs` results."""
+    """Cycles of adding `depth` partials into each of `outputs` results."""
     width = 2 * partials.vector_width
     outputs, depth = np.asarray(outputs), np.asarray(depth)
     rest = outputs % width
@@ -93,7 +91,7 @@ def reduce(outputs: Ints, depth: Ints, partials: DType, result: DType, workers: 
 
 
 def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DType, workers: int) -> Ints:
-    """Transposing `count` blocks of rows x columns."""
+    """Cycles of transposing `count` blocks of rows x columns."""
     grain = dtype.vector_width
     per_grain = 3 if dtype.size == 4 else 4
     row_grains, column_grains = -(-rows // grain), -(-columns // grain)
@@ -108,13 +106,15 @@ def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DType, workers
 
 
 def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DType, workers: int) -> Ints:
-    """Rearranging a dense operand into the order in which grad_weight's matrix units read it."""
+    """Cycles of rearranging a dense operand into the order that grad_weight's matrix units read."""
     steps = np.asarray(z) // (32 // dtype.size)
     inner = 12 * edge // 2 if dtype.size == 4 else 23 * edge // 4
     return 18 + workers * (34 + ceil_div(blocks, workers) * (3 + steps * (3 + inner)))
 
 
-def by_z(z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...]) -> list[Ints]:
+def select_by_z(
+    z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...]
+) -> list[Ints]:
     """Choose, element by element, the constants of the kernels specialised for some values of z."""
     z = np.asarray(z)
     conditions = [z == key for key in exact]
@@ -124,7 +124,7 @@ def by_z(z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...])
     ]
 
 
-def _rows(x: Ints, y: Ints, z: Ints, dtype: DType, constants: dict[str, Any]) -> Ints:
+def _element_rows(x: Ints, y: Ints, z: Ints, dtype: DType, constants: dict[str, Any]) -> Ints:
     """Worker cycles of the element kernels of forward and grad_input over all rows."""
     single, first, last = constants["z"], constants["first"], constants["last"]
     if dtype.size == 4:
@@ -143,7 +143,7 @@ def _rows(x: Ints, y: Ints, z: Ints, dtype: DType, constants: dict[str, Any]) ->
         )
         widths = (8, 4)
     wide, narrow = widths
-    start, per_row, per_z = by_z(
+    start, per_row, per_z = select_by_z(
         z,
         {wide: (*single[0], 3 * y), narrow: (*single[1], 2 * y)},
         (*single[2], inner),
@@ -165,7 +165,7 @@ def element_forward(
     x: Ints, y: Ints, z: Ints, dtype: DType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """Forward of unstructured sparsity: vectors of the batch, one non-zero after another."""
-    work = _rows(x, y, z, dtype, FORWARD_ROWS[dtype.size])
+    work = _element_rows(x, y, z, dtype, FORWARD_ROWS[dtype.size])
     return workers * work + 30 + 93 * buckets
 
 
@@ -173,7 +173,7 @@ def element_grad_input(
     x: Ints, y: Ints, z: Ints, dtype: DType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """grad_input from buckets of its own."""
-    work = _rows(x, y, z, dtype, GRAD_INPUT_ROWS[dtype.size])
+    work = _element_rows(x, y, z, dtype, GRAD_INPUT_ROWS[dtype.size])
     return workers * work + 30 + 92 * buckets
 
 
@@ -191,7 +191,7 @@ def element_transposed(
             + np.where(z >= 4, (2 + 5 * (z // 4)) * share, 0)
             + np.where(z & 3, (5 + 3 * (z & 3)) * share, 0)
         )
-        start, per_row, per_z = by_z(
+        start, per_row, per_z = select_by_z(
             z, {8: (20, 18, 10 * share), 4: (20, 21, 7 * share)}, (26, 22, general)
         )
     return workers * (start + x * (per_row + per_z)) + 30 + 112 * buckets
@@ -200,12 +200,12 @@ def element_transposed(
 def element_grad_weight(x: Ints, y: Ints, z: Ints, dtype: DType, workers: int) -> Ints:
     """grad_weight: a dot product over the batch for each non-zero."""
     if dtype.size == 4:
-        start, per_row, per_y = by_z(
+        start, per_row, per_y = select_by_z(
             z, {4: (30, 9, 5), 2: (32, 7, 4)}, (34, 9, 9 + z // 2 + (z & 1))
         )
     else:
         general = 11 + z // 4 + np.where(z & 2, 3, 0) + np.where(z & 1, 4, 0)
-        start, per_row, per_y = by_z(z, {8: (30, 11, 5), 4: (32, 10, 4)}, (35, 8, general))
+        start, per_row, per_y = select_by_z(z, {8: (30, 11, 5), 4: (32, 10, 4)}, (35, 8, general))
     return workers * (start + x * (per_row + per_y * y)) + 101
 
 
@@ -584,7 +584,7 @@ def reduce_stage(
     workers: int,
     tile_bytes: int,
 ) -> Ints:
-    """One stage: `depth` partials into each of `outputs`."""
+    """Cycles of one stage of a reduction: `depth` partials into each of `outputs`."""
     outputs, depth = np.asarray(outputs), np.asarray(depth)
     width = 2 * partials.vector_width
     received = (depth - 1) * outputs * partials.size
@@ -596,21 +596,21 @@ def reduce_stage(
 
 
 def dynamic_slice(elements: Ints, dtype: DType, workers: int) -> Ints:
-    """Reading or writing back a slice of this many elements on each tile."""
+    """Cycles of reading or writing back a slice of this many elements on each tile."""
     return 25 + workers * (63 + 2 * (ceil_div(elements, workers) // dtype.vector_width))
 
 
 def add_in_place(elements: Ints, dtype: DType, workers: int) -> Ints:
-    """Adding this many elements to the results of earlier steps."""
+    """Cycles of adding this many elements to the results of earlier steps."""
     return 11 + workers * (58 + 3 * ceil_div(ceil_div(elements, workers), dtype.vector_width))
 
 
 def rearrange(held: Ints, dtype: DType, copy_bytes: int, *, odd: bool) -> Ints:
-    """Rearranging the `held` bytes on a tile into groups of channels, one element at a time; `odd`:
-    the channels do not fill vectors."""
+    """Cycles of rearranging the `held` bytes on a tile into groups of channels, one element at a
+    time; `odd`: the channels do not fill vectors."""
     return ceil_div(5 * held, (3 if odd else 4) * min(copy_bytes, dtype.size))
 
 
 def regroup(held: Ints, kind: AMP | HMAC, dtype: DType, copy_bytes: int) -> Ints:
-    """Rearranging `held` bytes from the vertex's groups of out-channels to those of the result."""
+    """Cycles of rearranging `held` bytes from the vertex's groups of channels to the result's."""
     return ceil_div(5 * held, 4 * min(copy_bytes, kind.out_channels * dtype.size))

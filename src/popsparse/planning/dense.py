@@ -89,12 +89,12 @@ class Terms:
 
 
 def tile_bytes(cut: Cut, dtype: DType, partials: DType) -> Array:
-    """Operands and partials of one vertex: no partition needs less temporary memory."""
-    streamed, held, results = _sizes(cut)[3:]
+    """Bytes of the operands and partials of one vertex, a lower bound of the temporary memory."""
+    streamed, held, results = _tile_sizes(cut)[3:]
     return (held + streamed) * dtype.size + results * partials.size
 
 
-def _sizes(cut: Cut) -> tuple[Array, ...]:
+def _tile_sizes(cut: Cut) -> tuple[Array, ...]:
     """Sizes of the fullest tile: field elements, in- and out-groups; elements streamed, held and
     produced."""
     f, o, i = cut.partitions
@@ -121,8 +121,8 @@ def least_cycles(cut: Cut, dtype: DType, target: Any) -> Array:
     return bound
 
 
-def _transform(elements: int, tiles: Array, dtype: DType, copy_bytes: int, *, odd: bool) -> Any:
-    """Bytes a tile holds of an operand to be rearranged, and the cycles of copying them."""
+def _rearrangement(elements: int, tiles: Array, dtype: DType, copy_bytes: int, *, odd: bool) -> Any:
+    """The bytes that a tile holds of an operand to be rearranged, and the cycles to copy them."""
     held = -(-elements * dtype.size // tiles)
     return held, rearrange(held, dtype, copy_bytes, odd=odd)
 
@@ -153,7 +153,7 @@ def _reduction(
     return compute, moved, stages
 
 
-def _links(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -> Array:
+def _link_cycles(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -> Array:
     """Cycles of one step's bytes on the links between processors.
 
     Tiles are numbered by part of the in-channels, of the field, of the out-channels, and divided
@@ -162,7 +162,7 @@ def _links(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -
     come evenly from all processors in use.
     """
     f, o, i = cut.partitions
-    streamed, held, results = _sizes(cut)[3:]
+    streamed, held, results = _tile_sizes(cut)[3:]
     tiles = target.processor_tiles
     used = -(-f * o * i // tiles)
     each = np.minimum(f * o * i, tiles)
@@ -189,7 +189,7 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     size, width, workers = dtype.size, dtype.vector_width, target.workers
     exchange, copy = ExchangeCost(target), int(target.memcpy_bytes_per_cycle)
     used = f * o * i
-    ft, ig, og, streamed, held, results = _sizes(cut)
+    ft, ig, og, streamed, held, results = _tile_sizes(cut)
 
     terms: dict[str, Array] = {}
     shared = np.where(o % target.exchange_bus_tiles == 0, target.exchange_bus_tiles, 1)
@@ -218,15 +218,15 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     moved: list[Array] = [none, none, none]  # Of field operand, coefficients and output.
     field_transform = none
     if not cut.swapped or padded_in:
-        moved[0], cycles = _transform(
+        moved[0], cycles = _rearrangement(
             cut.fields * cut.channels, used, dtype, copy, odd=bool(cut.channels % width)
         )
         field_transform = cycles + exchange(moved[0])
     if not cut.swapped or padded_in or padded_out:
-        moved[1], cycles = _transform(cut.outs * cut.channels, used, dtype, copy, odd=odd_in)
+        moved[1], cycles = _rearrangement(cut.outs * cut.channels, used, dtype, copy, odd=odd_in)
         terms["coefficient rearrangement"] = cycles + exchange(moved[1])
     if not cut.swapped or padded_out:
-        moved[2], cycles = _transform(
+        moved[2], cycles = _rearrangement(
             cut.fields * cut.outs, used, dtype, copy, odd=bool(cut.outs % width)
         )
         terms["output rearrangement"] = cycles + exchange(moved[2])
@@ -247,7 +247,7 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
             )
         terms["serial slices"] = slices
     if target.processors > 1:
-        terms["links"] = _links(cut, dtype, partials, target, moved[0] + moved[1] + moved[2])
+        terms["links"] = _link_cycles(cut, dtype, partials, target, moved[0] + moved[1] + moved[2])
     terms = {name: serial * value for name, value in terms.items()}
     repeats = 1 if cut.once else serial
     terms["field exchange"] = repeats * field_exchange
@@ -444,13 +444,15 @@ def _serial_splits(groups: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def _even(size: int, tiles: int) -> np.ndarray:
-    """The numbers of parts that leave no part empty, bool [tiles + 1]."""
+def _leaves_no_part_empty(size: int, tiles: int) -> np.ndarray:
+    """Which numbers of parts leave no part empty: bool [tiles + 1]."""
     parts = np.arange(1, tiles + 1)
     return np.append(False, even_parts(size, parts) == parts)
 
 
-def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: bool) -> Iterator[Cut]:
+def _generate_cuts(
+    m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: bool
+) -> Iterator[Cut]:
     fields, outs = (n, m) if swapped else (m, n)
     out_groups, in_groups = ceil_div(outs, kind.out_channels), ceil_div(k, kind.in_channels)
     splits = [(1, 1)]
@@ -459,10 +461,10 @@ def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: boo
         splits += [(1, s) for s in _serial_splits(in_groups)]
     tiles = target.tiles
     partitions = all_partitions(tiles)
-    partitions = partitions[:, _even(fields, tiles)[partitions[0]]]
+    partitions = partitions[:, _leaves_no_part_empty(fields, tiles)[partitions[0]]]
     for serial_out, serial_in in splits:
-        rows = _even(ceil_div(out_groups, serial_out), tiles)[partitions[1]]
-        rows &= _even(ceil_div(in_groups, serial_in), tiles)[partitions[2]]
+        rows = _leaves_no_part_empty(ceil_div(out_groups, serial_out), tiles)[partitions[1]]
+        rows &= _leaves_no_part_empty(ceil_div(in_groups, serial_in), tiles)[partitions[2]]
         for once in (False, True) if serial_out > 1 else (False,):
             splits_of = (partitions[:, rows], serial_out, serial_in, once)
             yield Cut(kind, swapped, fields, outs, k, *splits_of)
@@ -486,7 +488,7 @@ def _search(
         cut
         for swapped in (True, False)
         for kind in _amp_kinds(dtype, partials, target)
-        for cut in _cuts(m, k, n, kind, target, swapped=swapped)
+        for cut in _generate_cuts(m, k, n, kind, target, swapped=swapped)
     ]
     cuts.sort(key=lambda cut: (not cut.swapped, cut.serial))
     hmac_kinds = _hmac_kinds(k, dtype, partials)
@@ -495,7 +497,7 @@ def _search(
         hmac_cuts = (
             cut
             for swapped, kind in product((True, False), hmac_kinds)
-            for cut in _cuts(m, k, n, kind, target, swapped=swapped)
+            for cut in _generate_cuts(m, k, n, kind, target, swapped=swapped)
         )
         for cut in chain(cuts, hmac_cuts):
             fastest = math.inf if best is None else best[0][0]
@@ -616,7 +618,7 @@ def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
             for count, split, edge in zip(blocks, splits, edges, strict=True)
         ]
         try:
-            return _pieces(plan, update, each)
+            return _cut_pieces(plan, update, each)
         except ValueError:
             room = [dim for dim in (0, 1) if splits[dim] < blocks[dim]]
             if not room:
@@ -638,7 +640,7 @@ def _plan_piece(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
     )
 
 
-def _pieces(plan: Plan, update: Update, each: list[int]) -> list[GradientPiece]:
+def _cut_pieces(plan: Plan, update: Update, each: list[int]) -> list[GradientPiece]:
     sizes = plan.sizes
     pieces = []
     for x0, y0 in product(range(0, sizes.x, each[0]), range(0, sizes.y, each[1])):

@@ -21,8 +21,7 @@ PARTITION_METHODS = ("strip", "stripv0", "block", "block-naive", "block-group2")
 _STATIC = ("available_memory_proportion", "num_bands", "n_split", "enable_preprocessing")
 _BLOCK_SPARSE = ("partition_method", "number_of_pass", "memory_cycle_ratio")
 
-
-_ELSEWHERE = {
+_REPLACEMENTS = {
     "dense_grad": "use Update, or the dense_grad of target_options",
     "verbose_logging": "set the environment variable DYNSPARSE_LOG_LEVEL=DEBUG",
     "fully_connected_pass": "use do_grad_a_pass and do_grad_w_pass",
@@ -33,16 +32,16 @@ _ELSEWHERE = {
 """What to use instead of names that are not options here."""
 
 
-def spelled(name: Any) -> Any:
-    """The name here of an option in PopSparse's spelling: "partitioner.optimiseForSpeed" is
-    "optimise_for_speed". Names in the spelling here stay unchanged."""
+def to_option_name(name: Any) -> Any:
+    """Translate PopSparse's name of an option: "partitioner.optimiseForSpeed" becomes
+    "optimise_for_speed". Other names are returned unchanged."""
     if not isinstance(name, str):
         return name
     return re.sub("(?<=.)(?=[A-Z])", "_", name.removeprefix("partitioner.")).lower()
 
 
-def _read(name: str, value: Any, default: Any) -> Any:
-    """The value of an option; parses text that PopSparse would read: "0.5", "true", JSON."""
+def _parse_text(name: str, value: Any, default: Any) -> Any:
+    """Parse the value of an option if it is a text that PopSparse reads: "0.5", "true", JSON."""
     if not isinstance(value, str):
         return value
     if isinstance(default, bool):
@@ -57,9 +56,9 @@ def _read(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def _unknown(name: Any, known: list[str], what: str) -> ValueError:
-    if name in _ELSEWHERE:
-        return ValueError(f"unknown {what} {name!r}: {_ELSEWHERE[name]}")
+def _unknown_name_error(name: Any, known: list[str], what: str) -> ValueError:
+    if name in _REPLACEMENTS:
+        return ValueError(f"unknown {what} {name!r}: {_REPLACEMENTS[name]}")
     close = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"the {what}s are {', '.join(known)}"
     return ValueError(f"unknown {what} {name!r}: {hint}")
@@ -80,12 +79,12 @@ def parse_options(
         return value
     default, given = cls(), {}
     for original, item in [] if value is None else _items(value, "options"):
-        name = spelled(original)
+        name = to_option_name(original)
         if name not in known:
-            raise _unknown(name, [*known], "option")
+            raise _unknown_name_error(name, [*known], "option")
         if name in given:
             raise ValueError(f"option {name} is given twice, once as {original!r}: leave one out")
-        given[name] = _read(name, item, getattr(default, name))
+        given[name] = _parse_text(name, item, getattr(default, name))
     return cls(**given)
 
 
@@ -115,17 +114,17 @@ class PlanConstraints:
             return value
         chosen: dict[str, Any] = {}
         for section, content in [] if value is None else _items(value, "plan_constraints"):
-            section = spelled(section)
+            section = to_option_name(section)
             what = f"plan_constraints.{section}"
             if section == "use_dense":
                 chosen["use_dense"] = check_flag(what, content)
                 continue
             if section not in _SECTIONS:
-                raise _unknown(section, [*_SECTIONS, "use_dense"], "plan constraint")
+                raise _unknown_name_error(section, [*_SECTIONS, "use_dense"], "plan constraint")
             for key, item in _items(content, what):
-                key = spelled(key)
+                key = to_option_name(key)
                 if key not in _SECTIONS[section]:
-                    raise _unknown(key, _SECTIONS[section], f"{section} constraint")
+                    raise _unknown_name_error(key, _SECTIONS[section], f"{section} constraint")
                 name = f"{what}.{key}"
                 chosen[key] = (
                     check_integer(name, item, 1) if len(key) == 1 else check_flag(name, item)
@@ -247,7 +246,7 @@ class Options:
         for item in fields(cls):
             name = item.name
             if name not in known and getattr(options, name) != getattr(default, name):
-                raise _unknown(name, known, f"option of a {product} product")
+                raise _unknown_name_error(name, known, f"option of a {product} product")
         return options
 
     def repaired(self, dtype: DType, is_element: bool) -> Options:

@@ -224,6 +224,9 @@ class TileMemory:
 
 Made = TypeVar("Made")
 
+RUNNERS_UP = 10
+"""How many of the next best plans a search reports."""
+
 _log = logging.getLogger("dynsparse.popsparse")
 
 
@@ -250,7 +253,7 @@ class PlanningCache:
         return self._plans[key]
 
 
-def keep(cache: PlanningCache | None, plan: Any) -> None:
+def store_plan(cache: PlanningCache | None, plan: Any) -> None:
     """Store the plan of an operand in the cache passed to a function that uses the operand."""
     if cache is not None:
         cache.find(plan.key, lambda: plan)

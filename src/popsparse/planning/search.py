@@ -38,6 +38,7 @@ from popsparse.planning.params import (
 )
 from popsparse.planning.plan import (
     PASSES,
+    RUNNERS_UP,
     BucketSizes,
     Method,
     PassCost,
@@ -49,8 +50,6 @@ from popsparse.planning.plan import (
 )
 
 _log = logging.getLogger("dynsparse.popsparse")
-
-_KEPT = 10  # Runners-up kept for the report; they differ in partition or method.
 
 
 @dataclass(frozen=True)
@@ -144,24 +143,23 @@ def _candidates(
     return candidates
 
 
-def _bounds(target: Any, options: Options) -> list[int | None]:
-    """The memory bounds to try: the given proportion, doubled below two tiles, then none."""
-    bound = int(target.bytes_per_tile * options.available_memory_proportion)
-    bounds: list[int | None] = [bound]
-    while 0 < bounds[-1] * 2 < 2 * target.bytes_per_tile:  # type: ignore[operator]
-        bounds.append(bounds[-1] * 2)  # type: ignore[operator]
+def _memory_bounds(target: Any, options: Options) -> list[int | None]:
+    """The memory bounds to try: the given proportion, doubled until it is a tile, then none."""
+    bounds = [int(target.bytes_per_tile * options.available_memory_proportion)]
+    while 0 < bounds[-1] < target.bytes_per_tile:
+        bounds.append(2 * bounds[-1])
     return [*bounds, None]
 
 
 def _search(target: Any, dtype: DType, params: FullyConnectedParams, options: Options) -> Plan:
     candidates = _candidates(target, dtype, params, options)
     if not any(c.allowed.any() for c in candidates):
-        raise ValueError(_why_none(candidates[0].space))
+        raise ValueError(_explain_no_plan(candidates[0].space))
     cycles = np.concatenate([c.cycles for c in candidates])
     bytes_ = np.concatenate([c.temporary_bytes for c in candidates])
     allowed = np.concatenate([c.allowed for c in candidates])
     tried: list[int | None] = []
-    for bound in _bounds(target, options):
+    for bound in _memory_bounds(target, options):
         tried.append(bound)
         fits = allowed if bound is None else allowed & (bytes_ <= bound)
         if fits.any():
@@ -182,7 +180,7 @@ def _search(target: Any, dtype: DType, params: FullyConnectedParams, options: Op
         },
         bounds=tuple(tried),
         runners_up=tuple(
-            _summary(candidates[i // width], i % width) for i in order[1 : 1 + _KEPT].tolist()
+            _summary(candidates[i // width], i % width) for i in order[1 : 1 + RUNNERS_UP].tolist()
         ),
     )
     winner = int(order[0])
@@ -251,7 +249,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
     )
 
 
-def _why_none(space: SearchSpace) -> str:
+def _explain_no_plan(space: SearchSpace) -> str:
     """One line on why no partition is allowed, with the nearest allowed value."""
     constraints = space.options.plan_constraints
     _, nx, ny, nz = space.groups

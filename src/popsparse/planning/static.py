@@ -27,7 +27,7 @@ from popsparse.machine.dtypes import DType
 from popsparse.planning.cycles import clear_memory
 from popsparse.planning.options import Options
 from popsparse.planning.params import WORD_LIMIT, MatmulParams, ceil_div, data_type
-from popsparse.planning.plan import PlanningCache, Search
+from popsparse.planning.plan import RUNNERS_UP, PlanningCache, Search
 from popsparse.planning.static_layout import (
     Bands,
     Interval,
@@ -37,14 +37,15 @@ from popsparse.planning.static_layout import (
     sort_kept_first,
     split_n,
     split_tiles,
-    tiles_of,
+    tiles_of_bands,
     work_list_words,
 )
 
 _MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
 
 
-def _range(fixed: int, most: int, what: str, limit: int) -> range:
+def _choices(fixed: int, most: int, what: str, limit: int) -> range:
+    """The numbers of parts to try: `fixed` if it is not 0, else 1 to `most`; none above `limit`."""
     if fixed > limit:
         raise ValueError(f"{what} must be at most {limit}, got {fixed}")
     return range(fixed, fixed + 1) if fixed else range(1, min(most, limit) + 1)
@@ -105,7 +106,7 @@ def block_product(
 
 
 def zero(rows: Numbers, n: int, block: int, dtype: DType, workers: int) -> Numbers:
-    """Zeroing the partials; only 8 x 8 and 16 x 16 float32 blocks need it."""
+    """Cycles of zeroing the partials, which only 8 x 8 and 16 x 16 float32 blocks need."""
     if dtype.size == 2 or block < 8:
         return 0 * np.asarray(rows)
     return clear_memory(np.asarray(rows) * block * n * dtype.size, workers)
@@ -176,8 +177,6 @@ def transpose(
 
 
 _log = logging.getLogger("dynsparse.popsparse")
-
-_RUNNERS_UP = 10  # Runners-up kept for the report.
 
 
 @check_types
@@ -256,7 +255,7 @@ class _CutSearch:
 
     def _band_tiles(self, number: int, tiles: int) -> tuple[int, ...] | None:
         """How many of a part's tiles each of `number` bands gets; None: too few tiles."""
-        return tiles_of(self.bands(number).blocks, tiles, self.grain)
+        return tiles_of_bands(self.bands(number).blocks, tiles, self.grain)
 
     def _cuts(self) -> Iterator[tuple[int, int, set[tuple[int, int]]]]:
         """The possible numbers of parts of n and of bands, and the different (columns of n, tiles)
@@ -271,8 +270,8 @@ class _CutSearch:
         # A grain of columns: one, or as many blocks as the data path has numbers.
         columns = ceil_div(self.columns, 1 if self.block == 1 else vector)
         most_bands = min(tile_grains, self.pattern.grid[1])
-        numbers = _range(options.num_bands, min(_MOST_BANDS, columns), "num_bands", most_bands)
-        for split in _range(options.n_split, _MOST_N_SPLITS, "n_split", most):
+        numbers = _choices(options.num_bands, min(_MOST_BANDS, columns), "num_bands", most_bands)
+        for split in _choices(options.n_split, _MOST_N_SPLITS, "n_split", most):
             n_parts, tile_parts = self.parts(split)
             kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
             same_as_fewer = len(n_parts) < split and not options.n_split
@@ -283,8 +282,8 @@ class _CutSearch:
                     break
                 yield split, number, kinds
 
-    def _present(self, probability: float, of: int) -> int:
-        """How many of `of` are expected to be present, plus one standard deviation."""
+    def _expected_count(self, probability: float, of: int) -> int:
+        """The number of `of` expected to be present, plus one standard deviation."""
         spread = math.ceil(math.sqrt(probability * (1 - probability) * of))
         return min(of, math.ceil(probability * of + spread))
 
@@ -305,7 +304,7 @@ class _CutSearch:
             reach = min(math.ceil(blocks / self.density), self.columns)
         row_there = 1 - (1 - self.density) ** reach
         column_there = 1 - (1 - self.density) ** rows
-        m, k = self._present(row_there, rows), self._present(column_there, reach)
+        m, k = self._expected_count(row_there, rows), self._expected_count(column_there, reach)
         if bands.widest * block * n * size > WORD_LIMIT * (1 if block == 1 else 8 * block):
             return "offsets into the dense operand exceed 16 bits"
         if work_list_words(m, share, block, workers) > WORD_LIMIT:
@@ -361,7 +360,7 @@ class _CutSearch:
             return f"temporary data exceed {bound} bytes a tile"
         return slowest, bytes_
 
-    def best(self) -> _Chosen:
+    def find_best(self) -> _Chosen:
         """The cheapest cut, and the statistics of the search.
 
         Raises:
@@ -399,7 +398,7 @@ class _CutSearch:
         # Equal cycles: fewer parts of n, then fewer bands.
         possible.sort(key=lambda cut: (cut["cycles"], cut["n_split"], cut["bands"]))
         counts = {"partitions": count, "possible": len(possible)}
-        search = Search(counts, (bound,), tuple(possible[1 : 1 + _RUNNERS_UP]))
+        search = Search(counts, (bound,), tuple(possible[1 : 1 + RUNNERS_UP]))
         best = {name: value for name, value in possible[0].items() if name != "cycles"}
         return _Chosen(**best, search=search)
 
@@ -415,7 +414,7 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
     cuts = _CutSearch(
         target, dtype, params, options, pattern, (rows, columns), counts[1][column_order]
     )
-    best = cuts.best()
+    best = cuts.find_best()
     _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
     n_parts, tile_parts = cuts.parts(best.n_split)
     return StaticPlan(

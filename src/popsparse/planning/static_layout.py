@@ -99,7 +99,7 @@ def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]
     return intervals
 
 
-def tiles_of(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
+def tiles_of_bands(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
     """Tiles for each band in proportion to its blocks, in multiples of `grain`; None: too few."""
     total, used = sum(blocks), 0
     shares = []
@@ -175,7 +175,7 @@ class Sums:
         outputs, tiles = plan.outputs, plan.target.tiles
         block, width = plan.pattern.block_size, plan.n_padded
         parts = np.array([(part.begin, part.size) for part in plan.n_parts]) * block
-        elsewhere = _elsewhere(plan, parts[:, 1])
+        elsewhere = _is_reduced_elsewhere(plan, parts[:, 1])
         depth = plan.depths[outputs.row, outputs.part]
         spread = elsewhere[outputs.row, outputs.part]
         home = np.flatnonzero(~spread & (depth != 1))
@@ -256,7 +256,7 @@ class Sums:
         return np.array([to, made]) * plan.dtype.size
 
 
-def _elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
+def _is_reduced_elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
     """Which rows of which parts of n are reduced on other tiles: bool [rows, parts].
 
     PopLibs' estimate. It multiplies partial sums sent to pieces elsewhere by their number, but not

@@ -84,10 +84,10 @@ class DataLoader(data.DataLoader):
                 return iter(itertools.repeat(first, len(self)))
             except TypeError:  # a dataset without a length
                 return itertools.repeat(first)
-        return _ahead(batches) if self._in_thread else batches
+        return _read_ahead(batches) if self._in_thread else batches
 
 
-def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
+def _read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     """The batches, read in a thread that ends with the iteration."""
     end = object()
     reader = ThreadPoolExecutor(1, thread_name_prefix="poptorch.DataLoader")

@@ -90,7 +90,8 @@ class _Outputs:
         elif self._mode is not OutputMode.EveryN or (iteration + 1) % self._every == 0:
             self._kept.append(_detach(output))
 
-    def joined(self) -> Any:
+    def result(self) -> Any:
+        """What the call returns."""
         return self._kept[0] if len(self._kept) == 1 else _join(self._kept)
 
 
@@ -101,10 +102,10 @@ def _detach(output: Any) -> Any:
 def _join(outputs: Sequence[Any]) -> Any:
     trees = [pytree.tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in trees), strict=True)
-    return pytree.tree_unflatten([_column(column) for column in columns], trees[0][1])
+    return pytree.tree_unflatten([_join_column(column) for column in columns], trees[0][1])
 
 
-def _column(column: Sequence[Any]) -> Any:
+def _join_column(column: Sequence[Any]) -> Any:
     if not isinstance(column[0], Tensor):
         return list(column)
     return torch.cat(tuple(column)) if column[0].ndim else torch.stack(tuple(column))
@@ -114,7 +115,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextmanager
-def _cache_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
+def _use_cache(folder: str | os.PathLike[str] | None) -> Iterator[None]:
     """Let torch.compile cache code in this folder; restores the environment afterwards."""
     before = os.environ.get(_CACHE)
     if folder:
@@ -132,7 +133,7 @@ _KEPT = (
     "dynsparse.training.save_checkpoint keeps weights, patterns and the optimizer"
 )
 _CYCLES = "popsparse.machine_profiles(layer) has the cycles of a sparse layer with a target"
-_INSTEAD = {
+_REPLACEMENTS = {
     **dict.fromkeys(("compileAndExport", "loadExecutable", "save"), _KEPT),
     **dict.fromkeys(("cycleCount", "getLatency", "getPerfCounters"), _CYCLES),
     "rng_state": "torch.get_rng_state() is the state of the generator",
@@ -173,7 +174,7 @@ class WrappedModel:
         self._executors: list[tuple[SparseLinear, Any]] = []
         if target is not None:
             memory = self.options.available_memory
-            self._executors, self._backend = _executors(model, target, memory), False
+            self._executors, self._backend = _make_executors(model, target, memory), False
         elif self.options.available_memory is not None or self.options.profile_folder is not None:
             raise ValueError(
                 "setAvailableMemoryProportion and enableProfiling are for the tile machine: also "
@@ -209,7 +210,7 @@ class WrappedModel:
         self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        instead = f": {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
         raise AttributeError(f"a PopTorch-style model has no {shorten(name)} here{instead}")
 
     def isAttachedToDevice(self) -> bool:
@@ -247,7 +248,11 @@ class WrappedModel:
         gradients = [parameter.grad for parameter in parameters]
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = {p.device.index for p in parameters if p.is_cuda}
-        with torch.random.fork_rng(sorted(devices)), self._mode(), _cache_in(self._folder()):
+        with (
+            torch.random.fork_rng(sorted(devices)),
+            self._set_mode(),
+            _use_cache(self._cache_folder()),
+        ):
             for parameter in parameters:
                 parameter.grad = None
             try:
@@ -262,7 +267,7 @@ class WrappedModel:
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
-    def _folder(self) -> str | os.PathLike[str] | None:
+    def _cache_folder(self) -> str | os.PathLike[str] | None:
         return self.options.cache_folder or os.environ.get("POPTORCH_CACHE_DIR")
 
     def _split(self, batch: Any) -> tuple[list[Any], int]:
@@ -310,13 +315,13 @@ class WrappedModel:
                 f"{options.device_iterations}"
             )
         outputs = _Outputs(options, mode, per_step)
-        with self._mode(), _cache_in(self._folder()):
+        with self._set_mode(), _use_cache(self._cache_folder()):
             for i in range(options.device_iterations):
                 step = parts[i * per_step : (i + 1) * per_step]
                 self._train(step, outputs) if self._training else self._infer(step, outputs)
             if options.profile_folder is not None:
                 self._write_profiles(options.profile_folder)
-        return outputs.joined()
+        return outputs.result()
 
     def _write_profiles(self, folder: Path) -> None:
         names = {layer: name for name, layer in self.model.named_modules()}
@@ -361,7 +366,7 @@ class WrappedModel:
         return self._code
 
     @contextmanager
-    def _mode(self) -> Iterator[None]:
+    def _set_mode(self) -> Iterator[None]:
         """Set training or evaluation mode and the target; restore both afterwards."""
         flags = [(module, module.training) for module in self.model.modules()]
         executors = [(layer, layer.executor) for layer, _ in self._executors]
@@ -447,7 +452,7 @@ def _loss_of(output: Any) -> Tensor:
     return last.reshape(())
 
 
-def _executors(
+def _make_executors(
     model: nn.Module, target: Any, memory: float | None
 ) -> list[tuple[SparseLinear, Any]]:
     layers = [layer for layer in model.modules() if isinstance(layer, SparseLinear)]

@@ -52,10 +52,11 @@ class DecodedGroups(NamedTuple):
     place: np.ndarray
 
     @classmethod
-    def none(cls) -> DecodedGroups:
+    def empty(cls) -> DecodedGroups:
         return cls(*(np.zeros(0, float if name == "cycles" else np.int64) for name in cls._fields))
 
-    def followed_by(self, other: DecodedGroups) -> DecodedGroups:
+    def append(self, other: DecodedGroups) -> DecodedGroups:
+        """These sub-groups and then the others, whose blocks come after those of these."""
         other = other._replace(first=other.first + len(self.row))
         return DecodedGroups(*map(np.concatenate, zip(self, other, strict=True)))
 
@@ -134,7 +135,7 @@ class BucketCodelets(ABC):
         """Flops of blocks times a tile's part of the batch; `_match` must give `BucketMatches`."""
         bx, by = self.plan.block_dimensions
         each = 2 * bx * by * self.plan.elements_per_tile.z
-        return each * np.bincount(self._held(v).vertex, minlength=v.count).reshape(v.shape)
+        return each * np.bincount(self._find_matches(v).vertex, minlength=v.count).reshape(v.shape)
 
     def _blocks(self, values: np.ndarray) -> np.ndarray:
         """A view [vertices, blocks, rows of a block, columns] of values of buckets."""
@@ -142,11 +143,13 @@ class BucketCodelets(ABC):
         used = values.shape[1] // (bx * by) * bx * by
         return values[:, :used].reshape(len(values), -1, bx, by)
 
-    def _held(self, v: VertexView) -> Any:
+    def _find_matches(self, v: VertexView) -> Any:
+        """The matches of the vertices, kept until they are taken."""
         return self._match(v)[1] if self._found is None else self._found
 
-    def _matched(self, v: VertexView) -> Any:
-        matches, self._found = self._held(v), None
+    def _take_matches(self, v: VertexView) -> Any:
+        """The matches of the vertices, which are then forgotten."""
+        matches, self._found = self._find_matches(v), None
         return matches
 
 
@@ -163,7 +166,7 @@ class BucketReader:
     def _forget(self) -> None:
         self._numbers: dict[bytes, int] = {}  # of known buckets, by their words
         self._bounds = np.zeros(1, np.int64)  # the sub-groups of bucket i end at _bounds[i + 1]
-        self._decoded = DecodedGroups.none()
+        self._decoded = DecodedGroups.empty()
 
     def _number(self, words: np.ndarray) -> np.ndarray:
         """The numbers of buckets, from their words: uint16 [buckets, words]."""
@@ -228,7 +231,7 @@ class BucketReader:
         bounds = np.cumsum(np.bincount(groups.bucket, minlength=len(keys)))
         self._numbers |= {key: len(self._numbers) + i for i, key in enumerate(keys)}
         self._bounds = np.append(self._bounds, self._bounds[-1] + bounds)
-        self._decoded = self._decoded.followed_by(read)
+        self._decoded = self._decoded.append(read)
 
 
 def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
@@ -280,20 +283,10 @@ class ProductCodelets(BucketCodelets):
         operand = {"operand": In(), "partials": InOut()}
         inputs = {"words": In(UNSIGNED_SHORT), "values": In()}
         others = {"other_words": In(UNSIGNED_SHORT), "other_values": In()}
-        self.distribution = self._codelet(
-            f"{name} distribution",
-            {**inputs, **others, **operand},
-            self._compute,
-            ("rectangle",),
-            self._flops,
-        )
-        self.propagation = self._codelet(
-            f"{name} propagation",
-            {**inputs, **operand},
-            self._compute,
-            ("rectangle",),
-            self._flops,
-        )
+        more = (self._compute, ("rectangle",), self._flops)
+        edges = {**inputs, **others, **operand}
+        self.distribution = self._codelet(f"{name} distribution", edges, *more)
+        self.propagation = self._codelet(f"{name} propagation", {**inputs, **operand}, *more)
 
     @staticmethod
     def _buckets(v: VertexView, what: str) -> np.ndarray:
@@ -308,7 +301,7 @@ class ProductCodelets(BucketCodelets):
         return self.reader.match(self._buckets(v, "words"), v.rectangle.reshape(-1))
 
     def _compute(self, v: VertexView) -> None:
-        matches = self._matched(v)
+        matches = self._take_matches(v)
         if not len(matches.vertex):
             return
         grid = v.count
@@ -320,12 +313,10 @@ class ProductCodelets(BucketCodelets):
             matches = matches._replace(row=matches.col, col=matches.row)
         bx, by = self.plan.block_dimensions
         values = values[..., : values.shape[-1] // (bx * by) * bx * by]
-        if not self.transposed:
-            values = values.reshape(*values.shape[:2], -1, bx, by)
-        elif self.transposed_blocks:
-            values = values.reshape(*values.shape[:2], -1, by, bx)
-        else:
-            values = values.reshape(*values.shape[:2], -1, bx, by).swapaxes(-1, -2)
+        edges = (by, bx) if self.transposed_blocks else (bx, by)
+        values = values.reshape(*values.shape[:2], -1, *edges)
+        if self.transposed and not self.transposed_blocks:
+            values = values.swapaxes(-1, -2)
         rounds = partials.dtype == np.float16
         for part in chunks(grid, operand[0].size + partials[0].size):
             at = slice(*np.searchsorted(matches.vertex, (part.start, part.stop)))
@@ -425,7 +416,7 @@ class GradWeightCodelets(BucketCodelets):
         return self.reader.match(words, rectangle.reshape(-1))
 
     def _compute(self, v: VertexView) -> None:
-        matches = self._matched(v)
+        matches = self._take_matches(v)
         bx, by = self.plan.block_dimensions
         partials = v.partials.reshape(v.count, -1)
         assert np.shares_memory(partials, v.partials)
@@ -534,7 +525,7 @@ class EmbeddingCodelets(BucketCodelets):
         return cycles, hits
 
     def _gather(self, v: VertexView) -> None:
-        hits = self._matched(v)
+        hits = self._take_matches(v)
         by = self.plan.block_dimensions[1]
         values = self._blocks(v.values.reshape(v.count, -1))
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
@@ -543,7 +534,7 @@ class EmbeddingCodelets(BucketCodelets):
         slices[hits.vertex, hits.entry, hits.col] = values[hits.vertex, hits.place, hits.inner]
 
     def _scatter(self, v: VertexView) -> None:
-        hits = self._matched(v)
+        hits = self._take_matches(v)
         by = self.plan.block_dimensions[1]
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
         slices = slices.reshape(*slices.shape[:2], -1, by)

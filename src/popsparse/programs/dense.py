@@ -179,8 +179,8 @@ class Operand:
         """Add an operand, [groups, rows, cols], with this layout."""
         share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
         shape = [self.matrix.steps, *self.tiles.shape, share]
-        home = graph.add_variable(self.layout.plan.dtype, shape, name)
-        graph.set_tile_mapping(home, np.broadcast_to(self.tiles, shape[:-1]))
+        tiles = np.broadcast_to(self.tiles, shape[:-1])
+        home = graph.add_variable(self.layout.plan.dtype, shape, name, tiles=tiles)
         if self.matrix.is_padded:
             graph.set_initial_value(home, 0)
         return PlannedTensor(home, self.matrix.view(home).addresses(), self)
@@ -251,7 +251,7 @@ def _reduce_codelet(layout: Layout, result: DType) -> Codelet:
     return codelets.sum_codelet("dense reduce", spent, flops)
 
 
-def _take_slice(layout: Layout) -> Codelet:
+def _take_slice_codelet(layout: Layout) -> Codelet:
     """The share of the step `index` of all steps: [.., steps, share] to [.., share]."""
 
     def compute(v: VertexView) -> None:
@@ -265,8 +265,8 @@ def _take_slice(layout: Layout) -> Codelet:
     return Codelet("dynamic slice", fields, compute, spent, "supervisor")
 
 
-def _write_slice(layout: Layout) -> Codelet:
-    """The inverse of `_take_slice`."""
+def _write_slice_codelet(layout: Layout) -> Codelet:
+    """The inverse of `_take_slice_codelet`."""
 
     def compute(v: VertexView) -> None:
         index = v.index[..., None, None].astype(np.int64)
@@ -294,16 +294,16 @@ def _add_codelet(layout: Layout) -> Codelet:
     )
 
 
-def _in_place(name: str, spent: Callable[[int], Any]) -> Codelet:
-    """Rearranges data on its tile; `spent` gives the cycles for a number of bytes.
+def _rearrange_codelet(name: str, cycles_of: Callable[[int], Any]) -> Codelet:
+    """Rearranges data on its tile; `cycles_of` gives the cycles for a number of bytes.
 
     The simulation's numbers do not depend on the order inside a part, so the data stays in place.
     """
 
-    def of_vertex(v: VertexView) -> Any:
-        return spent(v.data.itemsize * v.data.size // max(v.count, 1))
+    def spent(v: VertexView) -> Any:
+        return cycles_of(v.data.itemsize * v.data.size // max(v.count, 1))
 
-    return Codelet(name, {"data": InOut()}, lambda v: None, of_vertex, "supervisor")
+    return Codelet(name, {"data": InOut()}, lambda v: None, spent, "supervisor")
 
 
 class _Partials(NamedTuple):
@@ -460,7 +460,7 @@ class _Product:
         plan, layout = self.plan, self.layout
         steps = Sequence(name=self.name)
         program.add(steps)
-        operands = self._at_home(given, transposed, steps)
+        operands = self._bring_home(given, transposed, steps)
         tiles = layout.tiles
         if layout.steps > 1:
             self.index = self.variable(INT, "step", [*tiles.shape], tiles)
@@ -497,7 +497,7 @@ class _Product:
         steps.add(Copy(product, ordered, name="regroup result"))
         return ordered
 
-    def _at_home(
+    def _bring_home(
         self, given: tuple[Tensor, Tensor], transposed: tuple[bool, bool], steps: Sequence
     ) -> dict[Operand, Tensor]:
         """The operands in the product's layout, and their homes."""
@@ -530,7 +530,7 @@ class _Product:
                 return cycles.rearrange(held, self.plan.dtype, copy, odd=odd)
 
             edges = {"data": home.transpose(1, 2, 3, 4, 0, 5)}
-            vertices.append((_in_place("rearrange", spent), operand.tiles, edges))
+            vertices.append((_rearrange_codelet("rearrange", spent), operand.tiles, edges))
         if vertices:
             steps.add(self.execute("rearrange operands", vertices))
 
@@ -545,8 +545,8 @@ class _Product:
                     self.dtype, f"slice of {operand.which}", [*home.shape[1:]], operand.tiles
                 )
                 by_step = home.transpose(1, 2, 3, 4, 0, 5)
-                edges = {"src": by_step, "index": self._index_on(operand.tiles), "out": source}
-                slices.append((_take_slice(self.layout), operand.tiles, edges))
+                edges = {"src": by_step, "index": self._index_of(operand.tiles), "out": source}
+                slices.append((_take_slice_codelet(self.layout), operand.tiles, edges))
             else:
                 source = home[0]
             local = source
@@ -609,8 +609,8 @@ class _Product:
         if matrix.steps > 1:
             home = self.variable(self.dtype, "result", [*shape[:-1], matrix.steps, shape[-1]],
                                  sums.tiles)  # fmt: skip
-            edges = {"src": sums.tensor, "index": self._index_on(sums.tiles), "out": home}
-            update = _write_slice(self.layout)
+            edges = {"src": sums.tensor, "index": self._index_of(sums.tiles), "out": home}
+            update = _write_slice_codelet(self.layout)
             body.add(self.execute("update result", [(update, sums.tiles, edges)]))
             return home.transpose(4, 0, 1, 2, 3, 5)
         if plan.serial_in > 1:
@@ -622,7 +622,7 @@ class _Product:
             return total.expand_dims(0)
         return sums.tensor.expand_dims(0)
 
-    def _index_on(self, tiles: np.ndarray) -> Tensor:
+    def _index_of(self, tiles: np.ndarray) -> Tensor:
         """The step counters of some tiles."""
         index = self.index
         assert index is not None
@@ -637,11 +637,11 @@ class _Product:
         outs = plan.m if plan.swapped else plan.n
         if self.layout.is_rearranged["c"]:
             odd = bool(outs % width)
-            codelet = _in_place(
+            codelet = _rearrange_codelet(
                 "rearrange", lambda held: cycles.rearrange(held, plan.dtype, copy, odd=odd)
             )
         elif plan.vertex.out_channels != 4 * width:
-            codelet = _in_place(
+            codelet = _rearrange_codelet(
                 "regroup", lambda held: cycles.regroup(held, plan.vertex, plan.dtype, copy)
             )
         else:

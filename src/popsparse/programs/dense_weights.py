@@ -54,7 +54,7 @@ def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tenso
     return keep_layout(operand, operand.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape))
 
 
-def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
+def _split_groups(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
     """[batch, groups * channels] as [groups, batch, channels]."""
     layout = OperandLayout(plan, dim)
     layout.check(tensor)
@@ -75,7 +75,7 @@ def add_dense_product(
         graph,
         _layout(plan, name),
         weights.values,
-        _by_group(plan, "y" if forward else "x", operand),
+        _split_groups(plan, "y" if forward else "x", operand),
         program,
         name,
         transposed=(forward, True),
@@ -89,13 +89,10 @@ def add_dense_grad_weight(
 ) -> Tensor:
     """Add grad_weight of a plan with `use_dense`; [groups * in * out], like the weights."""
     plan = weights.plan
-    operands = _by_group(plan, "y", inputs), _by_group(plan, "x", gradient)
-    layout = _layout(plan, "grad_weight")
-    transposed = (True, False)
-    result = product.add_product(
-        graph, layout, *operands, program, "grad_weight", transposed=transposed
-    )
-    return result.flatten()
+    operands = _split_groups(plan, "y", inputs), _split_groups(plan, "x", gradient)
+    layout, name = _layout(plan, "grad_weight"), "grad_weight"
+    turned = (True, False)
+    return product.add_product(graph, layout, *operands, program, name, transposed=turned).flatten()
 
 
 class DensePartitioner(Partitioner):

@@ -27,6 +27,7 @@ from popsparse.machine import (
 )
 from popsparse.programs.codelets import GradWeightCodelets, rearrange_codelet
 from popsparse.programs.layout import (
+    HOST_ORDER,
     OperandLayout,
     SparseTensor,
     execute,
@@ -37,7 +38,6 @@ from popsparse.programs.layout import (
 from popsparse.programs.product import Propagation, RotatingBuckets
 
 _ORDER = "gyzx"
-_HOST_ORDER = "gxyz"
 
 
 def add_grad_weight(
@@ -77,12 +77,12 @@ class _GradWeight:
             self._move_operands(partials, operands)
         dtype = self.plan.dtype
         if partials_type == dtype:
-            return reorder(partials, _ORDER, _HOST_ORDER).flatten()
-        tiles = tile_grid(self.plan, _HOST_ORDER)
+            return reorder(partials, _ORDER, HOST_ORDER).flatten()
+        tiles = tile_grid(self.plan, HOST_ORDER)
         out = self.graph.add_variable(
             dtype, [*tiles.shape, values], "grad_weight result", tiles=tiles
         )
-        cast = {"src": partials, "out": reorder(out, _HOST_ORDER, _ORDER)}
+        cast = {"src": partials, "out": reorder(out, HOST_ORDER, _ORDER)}
         self.steps.add(self.execute("cast", codelets.CAST, cast))
         return out.flatten()
 
@@ -94,7 +94,7 @@ class _GradWeight:
             what = "gradient" if dim == "x" else "input"
             layout = OperandLayout(self.plan, dim)
             name = f"grad_weight {what}"
-            home, regroup = layout.at_home(self.graph, tensor, f"{name} at home")
+            home, regroup = layout.bring_home(self.graph, tensor, f"{name} at home")
             self.steps.add(*regroup)
             local, pair = layout.add_local(self.graph, home, name, _ORDER)
             pairs.append(pair)
@@ -116,7 +116,7 @@ class _GradWeight:
         return operands
 
     @property
-    def _spreads(self) -> bool:
+    def _propagates(self) -> bool:
         """Whether the plan has more than one rectangle, so that propagation is possible."""
         return self.plan.partition.x * self.plan.partition.y > 1
 
@@ -124,7 +124,7 @@ class _GradWeight:
 
     def _move_buckets(self, partials: Tensor, operands: dict[str, Tensor]) -> Tensor:
         parts = self.plan.partition
-        if parts.z == 1 and not self._spreads:
+        if parts.z == 1 and not self._propagates:
             self.steps.add(self._compute_resident("distribution", self.words, partials, operands))
             return partials
         words = RotatingBuckets.like(
@@ -154,7 +154,7 @@ class _GradWeight:
             distribution.add(compute[turn % 2], moves["z", turn % 2])
         self.steps.add(distribution)
         at = parts.z % 2 if parts.z > 1 else 0
-        if self._spreads:
+        if self._propagates:
             loop = Propagation(
                 self.graph, self.weights, "grad_weight", first_buffers=1 - at, homing=True
             )
@@ -204,10 +204,12 @@ class _GradWeight:
             if turn + 1 < parts.z:
                 distribution.add(passes[turn % 2])
         self.steps.add(distribution)
-        if self._spreads:
-            self._visit(partials, moving, (parts.z - 1) % 2)
+        if self._propagates:
+            self._propagate_operands(partials, moving, (parts.z - 1) % 2)
 
-    def _visit(self, partials: Tensor, moving: dict[str, RotatingBuckets], at: int) -> None:
+    def _propagate_operands(
+        self, partials: Tensor, moving: dict[str, RotatingBuckets], at: int
+    ) -> None:
         """The propagation phase, starting with the operands in buffers `at`."""
         parts = self.plan.partition
         ids, homes = {}, {}

@@ -27,7 +27,7 @@ from popsparse.machine import (
 )
 from popsparse.planning.options import Options
 from popsparse.planning.params import ceil_div
-from popsparse.planning.plan import Plan, PlanningCache, keep
+from popsparse.planning.plan import Plan, PlanningCache, store_plan
 
 # Exchanges of fewer bytes per tile are not worth spreading: section 5.1 of
 # docs/popsparse-formulas.md.
@@ -172,7 +172,7 @@ class OperandLayout:
         if tensor.dtype != expected:
             raise TypeError(f"expected a tensor of {expected.name}, got {tensor.dtype.name}")
 
-    def at_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
+    def bring_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
         """The operand in this layout, copied into it if necessary. Raises what `check` raises."""
         self.check(tensor)
         if isinstance(tensor, PlannedTensor) and self.matches(tensor.layout):
@@ -211,10 +211,10 @@ class PlannedTensor(Tensor):
         self.home = home
         self.layout = layout
 
-    def renewed(self, graph: Graph, dtype: DType, name: str) -> PlannedTensor:
-        """A new tensor of its shape and layout, of this type."""
-        home = graph.add_variable(dtype, list(self.home.shape), name)
-        graph.set_tile_mapping(home, graph.tiles_of(self.home))
+    def create_like(self, graph: Graph, dtype: DType, name: str) -> PlannedTensor:
+        """A new tensor of this type, with the shape and layout of this one."""
+        tiles = graph.tiles_of(self.home)
+        home = graph.add_variable(dtype, list(self.home.shape), name, tiles=tiles)
         held = self.home.addresses().reshape(-1)
         if len(held) > self.numel:
             graph.set_initial_value(home, 0)  # the padding
@@ -236,7 +236,8 @@ def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> PlannedTens
     return layout.natural(layout.add_home(graph, name, plan.dtype))
 
 
-_HOST_ORDER = "gxyz"
+HOST_ORDER = "gxyz"
+"""The order in which the host sees buckets."""
 
 
 def control_tile(plan: Plan) -> int:
@@ -269,7 +270,7 @@ class SparseTensor:
     def create(cls, graph: Graph, plan: Plan, name: str = "weights") -> SparseTensor:
         """Create the variables of one matrix of a plan, or of a group of matrices."""
         sizes = plan.buckets
-        tiles = tile_grid(plan, _HOST_ORDER)
+        tiles = tile_grid(plan, HOST_ORDER)
         overflow = graph.add_variable(
             UNSIGNED_SHORT, [sizes.overflow_words], f"{name} overflow", tiles=control_tile(plan)
         )
@@ -302,7 +303,7 @@ class SparseTensor:
             ValueError: a tensor of a wrong size or type.
         """
         sizes = plan.buckets
-        grid = tile_grid(plan, _HOST_ORDER).shape
+        grid = tile_grid(plan, HOST_ORDER).shape
         words = 0 if plan.use_dense else sizes.overflow_words + math.prod(grid) * sizes.words
         if meta_info.dtype != UNSIGNED_SHORT or meta_info.shape != (words,):
             raise ValueError(
@@ -321,7 +322,7 @@ class SparseTensor:
         sizes = self.plan.buckets
         is_grad_input = name == "grad_input" and sizes.grad_input_words > 0
         part = slice(sizes.forward_words, None) if is_grad_input else slice(0, sizes.forward_words)
-        return reorder(self.words[..., part], _HOST_ORDER, order)
+        return reorder(self.words[..., part], HOST_ORDER, order)
 
 
 def check_weights(
@@ -341,5 +342,5 @@ def check_weights(
             if getattr(requested, field.name) != getattr(plan.options, field.name)
         ]
         raise ValueError(f"options: the weights were made with {'; '.join(changed)}")
-    keep(cache, plan)
+    store_plan(cache, plan)
     return weights

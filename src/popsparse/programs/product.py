@@ -399,7 +399,7 @@ class _Product:
 
     def fetch(self, operand: Tensor, steps: Sequence) -> Tensor:
         """The operand's part of each tile, [*grid, channels, batch]."""
-        home, regroup = self.input.at_home(self.graph, operand, f"{self.name} operand at home")
+        home, regroup = self.input.bring_home(self.graph, operand, f"{self.name} operand at home")
         local, fetch = self.input.add_local(self.graph, home, f"{self.name} operand")
         steps.add(*regroup, Copy([fetch], name="fetch"))
         return local.reshape(*self.tiles.shape, *self.input.part)

@@ -49,7 +49,7 @@ def pool_magnitudes(blocks: np.ndarray, pooling: str) -> np.ndarray:
     magnitude = np.abs(blocks).astype(np.float32)
     if pooling == "max":
         return np.asarray(magnitude.max((-1, -2)))
-    scores = _in_order(_in_order(magnitude))
+    scores = _sum_in_order(_sum_in_order(magnitude))
     if pooling == "avg":
         scores /= np.float32(blocks.shape[-1] * blocks.shape[-2])
     return scores
@@ -71,7 +71,7 @@ def pool_codelet(pooling: str) -> Codelet:
     return Codelet(f"pool magnitudes, {pooling}", fields, compute, cycles, "workers")
 
 
-def _in_order(values: np.ndarray) -> np.ndarray:
+def _sum_in_order(values: np.ndarray) -> np.ndarray:
     """The sum over the last axis, from its first element to its last."""
     total = values[..., 0].copy()
     for i in range(1, values.shape[-1]):
@@ -135,10 +135,10 @@ class UpdatePrograms:
         }
 
     def _add_slot(self, number: int, home: Tensor) -> Tensor:
-        slot = self.graph.add_variable(self.dtype, home.shape, f"optimizer slot {number}")
-        self.graph.set_tile_mapping(slot, self.graph.tiles_of(home))
+        name, tiles = f"optimizer slot {number}", self.graph.tiles_of(home)
+        slot = self.graph.add_variable(self.dtype, home.shape, name, tiles=tiles)
         self.graph.set_initial_value(slot, 0)
-        self.graph.add_handle(f"optimizer slot {number}", slot)
+        self.graph.add_handle(name, slot)
         return slot
 
     def _scores(self, gradient: Tensor | None, inputs: Tensor) -> Sequence:
@@ -165,11 +165,8 @@ class UpdatePrograms:
                     by_group, (piece.y0, piece.x0), (piece.y1, piece.x1), strict=True
                 )
             )
-            layout = Layout(piece.plan, sizes.groups)
-            transposed = (True, False)
-            scores = add_product(
-                self.graph, layout, a, b, steps, f"dense gradient{mark}", transposed=transposed
-            )
+            layout, name = Layout(piece.plan, sizes.groups), f"dense gradient{mark}"
+            scores = add_product(self.graph, layout, a, b, steps, name, transposed=(True, False))
             is_pooled = self.update.pooling != "none" and self.block != (1, 1)
             if is_pooled:
                 scores = self._pool(scores, mark, steps)
@@ -221,11 +218,12 @@ class UpdatePrograms:
         """Connect the streams to `host`, which holds their data by the stream's name."""
         for name, stream in self._streams.items():
             if stream.to_device:
-                engine.connect(stream.name, partial(self._up, name))
+                engine.connect(stream.name, partial(self._host_data, name))
             else:
                 engine.connect(stream.name, partial(self.host.__setitem__, name))
 
-    def _up(self, name: str) -> np.ndarray:
+    def _host_data(self, name: str) -> np.ndarray:
+        """The data that the host sends over a stream; raises ValueError if there is none."""
         if name not in self.host:
             raise ValueError("the host has nothing to send: run this program with Layer.rewire")
         return self.host[name]

@@ -18,7 +18,7 @@ from popsparse.machine.profile import FORMAT, VERSION, build_document
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def prefix_errors(what: str) -> Iterator[None]:
     """Turn errors of the block into a ValueError that begins with `what`."""
     try:
         yield
@@ -44,13 +44,13 @@ def read_profiles(profile: Any) -> list[Profile]:
     expected = "a Profile, its to_dict(), or a mapping of pass names to those"
     check_kind("profile", profile, Mapping, expected)
     if "steps" in profile:
-        with reading("profile"):
+        with prefix_errors("profile"):
             return [Profile.from_dict(profile)]
     runs = []
     for name, run in profile.items():
         if not isinstance(run, Profile):
             check_kind(f"profile[{shorten(name)}]", run, Mapping, "a Profile or its to_dict()")
-            with reading(f"profile of {name}" if name else "profile"):
+            with prefix_errors(f"profile of {name}" if name else "profile"):
                 run = Profile.from_dict(run)
         runs.append(replace(run, name=str(name)))
     return runs
@@ -128,7 +128,7 @@ def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
         raise ValueError(
             f"{file}: version {VERSION} is known here, got {shorten(content.get('version'))}"
         )
-    with reading(str(file)):
+    with prefix_errors(str(file)):
         runs: dict[str, Any] = {}
         for run in content["runs"]:
             program = run["program"]

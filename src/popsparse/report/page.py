@@ -17,7 +17,7 @@ from popsparse.machine import Profile
 from popsparse.report.buckets import encoding_data, render_encoding
 from popsparse.report.charts import esc, number, words
 from popsparse.report.comparison import Comparison, render_comparison
-from popsparse.report.data import read_profiles, reading
+from popsparse.report.data import prefix_errors, read_profiles
 from popsparse.report.passes import (
     memory_by_category,
     render_balance,
@@ -165,16 +165,16 @@ def report_html(
         results = [(run.name, findings(run, summary)) for run in profiles]
         add("findings", "What costs most", render_findings(results))
     if plan:
-        with reading("plan"):
+        with prefix_errors("plan"):
             html = render_plan(plan)
         add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
     for place, run in enumerate(profiles):
         same = next((i for i, p in enumerate(profiles[:place]) if _same_memory(p, run)), place)
-        with reading(f"profile of {run.name}" if run.name else "profile"):
+        with prefix_errors(f"profile of {run.name}" if run.name else "profile"):
             _profile_sections(run, f"p{place}", f"p{same}", profiles[same].name, add, data)
     if predicted:
         heading = "Predicted by the execution model" if profiles else "Predicted cycles"
-        with reading("predicted"):
+        with prefix_errors("predicted"):
             html = render_predicted(predicted, profiles)
         add("predicted", heading, html)
     if encoding:

@@ -105,7 +105,7 @@ def _compute_steps(profile: Profile) -> list[StepProfile]:
     return [s for s in profile.steps if s.kind == "compute" and s.tiles and s.compute]
 
 
-def _waiting(step: StepProfile, tiles: int) -> float:
+def _waiting_cycles(step: StepProfile, tiles: int) -> float:
     """Mean cycles that the tiles computing in a step wait for the slowest of them."""
     return step.compute * (1 - step.balance * tiles / step.tiles)
 
@@ -115,10 +115,10 @@ def _imbalance(profile: Profile) -> Finding | None:
     # Work that a few tiles do for all is not an imbalance, nor is the propagation of spills.
     passing = set(map(id, _propagation(profile)))
     steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
-    lost = sum(_waiting(step, tiles) for step in steps)
+    lost = sum(_waiting_cycles(step, tiles) for step in steps)
     if not profile.cycles or lost < _LEAST * profile.cycles:
         return None
-    worst = max(steps, key=lambda step: _waiting(step, tiles))
+    worst = max(steps, key=lambda step: _waiting_cycles(step, tiles))
     busy = worst.balance * tiles / worst.tiles
     return Finding(
         "imbalance",
@@ -320,22 +320,25 @@ def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list
             else finding
             for finding in triggered
         ]
-    return sorted(triggered, key=_weight, reverse=True)
+    return sorted(triggered, key=_sort_key, reverse=True)
 
 
-def _weight(finding: Finding) -> float:
+def _sort_key(finding: Finding) -> float:
     """Sort key. Memory costs nothing while it suffices; nearly full memory counts little."""
     if finding.rule == "memory over":
         return 1 + finding.share
     return finding.share - 0.75 if finding.rule in ("memory near", "always live") else finding.share
 
 
-def _in_code(remedy: str) -> str:
+_MOST_FINDINGS = 3
+
+
+def _mark_options(remedy: str) -> str:
     """Format options as code, without line breaks inside."""
     return re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", esc(remedy))
 
 
-def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
+def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]]) -> str:
     """The first findings of each pass, by name."""
     out = []
     for name, several in passes:
@@ -346,11 +349,11 @@ def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]], most: int =
             continue
         rows = "".join(
             f"<li><b>{esc(finding.title)}.</b> {esc(finding.text)}"
-            f"<p><i>What to do:</i> {_in_code(finding.remedy)}</p></li>"
-            for finding in several[:most]
+            f"<p><i>What to do:</i> {_mark_options(finding.remedy)}</p></li>"
+            for finding in several[:_MOST_FINDINGS]
         )
         out.append(f'<ol class="findings">{rows}</ol>')
-        if more := several[most:]:
+        if more := several[_MOST_FINDINGS:]:
             out.append(
                 "<p>Also: " + ", ".join(esc(finding.title.lower()) for finding in more) + ".</p>"
             )

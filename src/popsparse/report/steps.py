@@ -57,9 +57,6 @@ def _plain(value: float) -> float | int:
     return int(value) if value.is_integer() else round(value, 3)
 
 
-_MOST = 120
-
-
 @dataclass(frozen=True)
 class Operation:
     """Steps whose paths share a prefix.
@@ -140,7 +137,7 @@ def _operation(name: str, steps: list[StepProfile], target: Target) -> Operation
     )
 
 
-_MOST, _DEEPEST = 120, 6
+_MOST, _DEEPEST = 120, 6  # operations in a page, and parts of their names
 
 
 def render_operations(profile: Profile) -> str:
@@ -234,7 +231,7 @@ def peak_step(profile: Profile, tile: int | None = None) -> int | None:
 
 def contents_data(contents: Contents) -> dict[str, Any]:
     """Variables and vertices for the script: [name, type, kind, calls, stretches flat]."""
-    largest, _ = _kept(contents)
+    largest, _ = _largest_variables(contents)
     rows = [
         [v.name, v.dtype, _KINDS.index(v.kind), ", from ".join(v.made_by), _flatten(v.on)]
         for v in (contents.variables[i] for i in largest)
@@ -248,7 +245,7 @@ def contents_data(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _kept(contents: Contents) -> tuple[list[int], dict[int, int]]:
+def _largest_variables(contents: Contents) -> tuple[list[int], dict[int, int]]:
     """The largest variables, and their numbers among them."""
     order = np.argsort([-v.bytes for v in contents.variables], kind="stable")
     largest = sorted(order[:_MOST_VARIABLES].tolist())
@@ -267,7 +264,7 @@ def live_data(profile: Profile, contents_of: str) -> dict[str, Any]:
         contents_of: the key of `contents_data`.
     """
     steps = memory_steps(profile)
-    _, number_of = _kept(profile.contents)
+    _, number_of = _largest_variables(profile.contents)
     tile = profile.memory.worst_tile
     peak = peak_step(profile, tile)
     names = short_names(profile)

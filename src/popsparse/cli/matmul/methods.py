@@ -21,14 +21,14 @@ from popsparse.measure import (
     sparse_figures,
     static_plans,
 )
-from popsparse.planning.options import spelled
+from popsparse.planning.options import to_option_name
 from popsparse.planning.params import data_type
 from popsparse.planning.plan import Plan
 from popsparse.planning.search import plan as make_plan
 from popsparse.plans import plan_report, plan_text
 
 
-def median(runs: list[dict[str, Any]]) -> int:
+def median_index(runs: list[dict[str, Any]]) -> int:
     """The index of the run with the median total cycles."""
     order = sorted(range(len(runs)), key=lambda i: sum(runs[i]["cycles"].values()))
     return order[(len(runs) - 1) // 2]
@@ -36,7 +36,7 @@ def median(runs: list[dict[str, Any]]) -> int:
 
 def summarise(request: Request, plan: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of the median run and its plan, the largest error and the spread of all runs."""
-    middle = runs[median(runs)]
+    middle = runs[median_index(runs)]
     figures = {"plan": plan, **{key: value for key, value in middle.items() if key != "seed"}}
     if not request.ignore_data:
         figures["max_relative_error"] = max(run["max_relative_error"] for run in runs)
@@ -53,7 +53,7 @@ def _spread(runs: list[dict[str, Any]], name: str) -> dict[str, float]:
     return {"min": min(cycles), "mean": sum(cycles) / len(cycles), "max": max(cycles)}
 
 
-def show(figures: dict[str, Any], request: Request) -> None:
+def print_figures(figures: dict[str, Any], request: Request) -> None:
     """Print figures, as JSON or for a person."""
     if request.json:
         print(json.dumps(figures))
@@ -87,7 +87,7 @@ def show(figures: dict[str, Any], request: Request) -> None:
         print(line)
 
 
-def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
+def write_files(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
     """Write the requested files from a page's `contents`, which are only made if needed."""
     if request.report is None and request.profile is None:
         return
@@ -100,14 +100,14 @@ def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
         save_profile(request.profile, **page)
 
 
-def show_plan(request: Request, plans: Plan | dict[str, Any]) -> None:
+def print_plan(request: Request, plans: Plan | dict[str, Any]) -> None:
     """Print the plan before anything runs."""
     each = list(plans.values()) if isinstance(plans, dict) else [plans]
     if not request.json:
         print("\n\n".join(plan_text(plan) for plan in each))
     elif request.plan_only:
         figures = {"plan": plan_figures(each[0]), "estimated_cycles": _estimate(plans)}
-        show(figures | {"report": _reports(plans)}, request)
+        print_figures(figures | {"report": _reports(plans)}, request)
 
 
 def _estimate(plans: Plan | dict[str, Any]) -> dict[str, float]:
@@ -125,9 +125,9 @@ def run_dynamic(request: Request) -> None:
     """Plan, build the program, and run it on one pattern per seed."""
     plan = _dynamic_plan(request)
     if request.plan_only or request.report_plan:
-        show_plan(request, plan)
+        print_plan(request, plan)
     if request.plan_only:
-        write(request, lambda: _plan_page(request, plan))
+        write_files(request, lambda: _plan_page(request, plan))
         return
     layer = _layer(request, plan)
     runs: list[dict[str, Any]] = []
@@ -142,17 +142,17 @@ def run_dynamic(request: Request) -> None:
         )
         runs.append({"seed": seed, **figures_of_run})
     figures = summarise(request, plan_figures(plan), runs)
-    seed = runs[median(runs)]["seed"]
+    seed = runs[median_index(runs)]["seed"]
     if request.update is not None:
         updated = _layer(request, plan, update=request.update, numerics=False)
         figures["update"] = vars(UpdateEstimate.of(updated, request.draw(seed)))
-    show(figures, request)
-    write(request, lambda: _dynamic_page(request, layer, figures, seed))
+    print_figures(figures, request)
+    write_files(request, lambda: _dynamic_page(request, layer, figures, seed))
 
 
 def _dynamic_plan(request: Request) -> Plan:
     names = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in request.names else [])]
-    options = {spelled(name): value for name, value in request.options.items()}
+    options = {to_option_name(name): value for name, value in request.options.items()}
     for name in ("do_grad_a_pass", "do_grad_w_pass"):
         if name in options:
             raise ValueError(f"--options: {name} follows from --passes: leave it out")
@@ -168,13 +168,13 @@ def _dynamic_plan(request: Request) -> Plan:
         plan = make_plan(*sizes, request.dtype, request.machine, passes=names, options=settings)
     except TypeError as error:  # A value of --options or --plan-constraints of the wrong kind.
         raise ValueError(str(error)) from error
-    _check_carried_out(request, plan, settings)
+    _check_supported(request, plan, settings)
     if plan.use_dense:
         raise ValueError("use_dense is a plan of dense weights: use --method dense")
     return plan
 
 
-def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -> None:
+def _check_supported(request: Request, plan: Plan, settings: dict[str, Any]) -> None:
     """Raise ValueError for an option that the product does not support."""
     requested, actual = settings.get("partials_type"), plan.options.partials_type
     if requested is not None and data_type(requested) is not actual:
@@ -239,10 +239,10 @@ def run_by_pass(request: Request) -> None:
     """Plan and run each pass of a static product, for one pattern per seed, or of a dense one."""
     plans = _plans_by_pass(request, request.seed)
     if request.plan_only or request.report_plan:
-        show_plan(request, plans)
+        print_plan(request, plans)
     if request.plan_only:
         estimated = {"estimated_cycles": _estimate(plans)}
-        write(request, lambda: _page_by_pass(request, plans, estimated, {}))
+        write_files(request, lambda: _page_by_pass(request, plans, estimated, {}))
         return
     results: list[tuple[dict[str, Any], dict[str, Run]]] = []
     figures: list[dict[str, Any]] = []
@@ -260,10 +260,10 @@ def run_by_pass(request: Request) -> None:
             raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
         results.append((plans, runs))
         figures.append({"seed": seed, **run_figures(plans, runs)})
-    middle = median(figures)
+    middle = median_index(figures)
     plans, runs = results[middle]
-    show(summarise(request, plan_figures(next(iter(plans.values()))), figures), request)
-    write(request, lambda: _page_by_pass(request, plans, figures[middle], runs))
+    print_figures(summarise(request, plan_figures(next(iter(plans.values()))), figures), request)
+    write_files(request, lambda: _page_by_pass(request, plans, figures[middle], runs))
 
 
 def _plans_by_pass(request: Request, seed: int) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _plans_by_pass(request: Request, seed: int) -> dict[str, Any]:
             f"--partials-type: static products add in the type of the data, {request.dtype}, "
             f"got {partials}"
         )
-    given = {spelled(name): value for name, value in request.options.items()}
+    given = {to_option_name(name): value for name, value in request.options.items()}
     settings = {"available_memory_proportion": memory} | given
     try:
         return static_plans(request.draw(seed), *where, settings)
