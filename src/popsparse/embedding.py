@@ -113,7 +113,7 @@ class SliceLayout:
         return local
 
     def natural(self, home: Tensor) -> PlannedTensor:
-        """Rows as [num_indices, columns]."""
+        """View rows in this layout as [num_indices, columns]."""
         at = home.addresses()
         parts_y, columns = at.shape[1], at.shape[-1]
         at = at.reshape(parts_y, -1, columns)[:, : self.num_indices].transpose(1, 0, 2)

@@ -218,7 +218,7 @@ class ModelEstimate:
         ]
 
     def _memory_cells(self, estimate: _Estimate, *between: str) -> tuple[str, ...]:
-        """The part of a tile that is in use, what comes between, and whether it fits."""
+        """Cells of a table: the part of a tile in use, those of `between`, and whether it fits."""
         share = estimate.max_tile_bytes / self.target.bytes_per_tile
         return (f"{share:.0%}", *between, "" if estimate.fits else "does not fit")
 
@@ -315,7 +315,8 @@ def estimate(
 
 
 def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
-    """Every use of a sparse layer in one forward pass: name, layer, rows of its input."""
+    """Run the model once, and list each use of a sparse layer: its name, the layer, and the rows of
+    its input."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     uses: list[tuple[str, Any, int]] = []

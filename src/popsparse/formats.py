@@ -43,7 +43,11 @@ def to_numpy(values: Any, what: str = "values") -> np.ndarray:
 
 
 def index_array(values: Any, what: str) -> np.ndarray:
-    """One-dimensional integers as int64."""
+    """Convert one-dimensional integers to int64.
+
+    Raises:
+        ValueError: another number of dimensions. TypeError: numbers that are not integers.
+    """
     array = to_numpy(values, what)
     if array.ndim != 1:
         raise ValueError(f"{what} must be one-dimensional, got the shape {list(array.shape)}")
@@ -252,7 +256,7 @@ class SparseMatrix(ABC):
 
     @classmethod
     def from_pattern(cls: type[M], pattern: SparsePattern, values: Any) -> M:
-        """From a pattern and its values, [nnz] or [nnz, b, b]."""
+        """Create the matrix of a pattern and its values, [nnz] or [nnz, b, b]."""
         array = to_numpy(values)
         if array.shape != pattern.values_shape:
             raise ValueError(
@@ -333,7 +337,8 @@ class COOMatrix(SparseMatrix):
 
 
 class CSRMatrix(SparseMatrix):
-    """`row_indices` [rows / height + 1]: values before each block row; a column for each block."""
+    """A column for each block; `row_indices` [rows / height + 1] count the values before each block
+    row."""
 
     def _check(self) -> None:
         (rows, cols), (height, width) = self.shape, self.block_dimensions
@@ -356,8 +361,8 @@ class CSRMatrix(SparseMatrix):
 
 
 class CSCMatrix(SparseMatrix):
-    """`column_indices` [columns / width + 1]: values before each block column; a row for each
-    block, whose values are column-major."""
+    """A row for each block, whose values are column-major; `column_indices` [columns / width + 1]
+    count the values before each block column."""
 
     def _check(self) -> None:
         (rows, cols), (height, width) = self.shape, self.block_dimensions

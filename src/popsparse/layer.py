@@ -267,7 +267,7 @@ class Layer:
         self.engine.write("values", self._require_encoded().place(to_numpy(values)))
 
     def set_weights(self, pattern: Any, values: Any) -> None:
-        """`set_pattern` and `set_values`; for several groups, sequences of both."""
+        """Encode and write a pattern and its values; for several groups, sequences of both."""
         encoded = self._partitioner.encode(pattern, values)
         self._encoded = encoded.pattern
         self.engine.write("words", encoded.meta_info)

@@ -240,7 +240,7 @@ def create_sparse_dense_matmul_rhs(
 
 
 def _split_groups(natural: PlannedTensor) -> PlannedTensor:
-    """[batch, groups * channels] as [groups, channels, batch]."""
+    """View an operand [batch, groups * channels] as [groups, channels, batch]."""
     layout = natural.layout
     batch, groups = natural.shape[0], layout.plan.sizes.groups
     at = natural.addresses().reshape(batch, groups, layout.channels).transpose(1, 2, 0)
@@ -248,7 +248,7 @@ def _split_groups(natural: PlannedTensor) -> PlannedTensor:
 
 
 def _as_operand(tensor: Tensor, layout: OperandLayout) -> Tensor:
-    """[groups, channels, batch] as [batch, groups * channels]."""
+    """View an operand [groups, channels, batch] as [batch, groups * channels]."""
     if isinstance(tensor, PlannedTensor) and layout.matches(tensor.layout):
         return layout.natural(tensor.home)
     at = tensor.addresses().transpose(2, 0, 1).reshape(layout.shape)

@@ -234,7 +234,7 @@ def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
         columns = column_fragments(plan, pieces) + (plan.n_split > 1)
         receives += np.bincount(at, columns, tiles)
         sends += np.bincount(at[pieces.row_piece], cut[pieces.row, part], tiles)
-        # Its share of the operand, column by column, and of the values.
+        # Each tile sends its share of the operand, column by column, and of the values.
         row = n.size * block
         share = ceil_div(plan.params.k * n.size, tiles)
         sends += ceil_div(share, row) + 2 * (plan.n_split > 1)

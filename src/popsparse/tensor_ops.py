@@ -62,7 +62,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, tensor: Tensor) -> Spread:
-        """Raises MappingError for elements without a tile."""
+        """The layout of a tensor; raises MappingError for elements without a tile."""
         owner = graph.tiles_of(tensor).reshape(-1)
         if not owner.size or owner.min() < 0:
             what = "has no elements" if not owner.size else "has elements without a tile"
@@ -335,10 +335,10 @@ def reduce(
 def _reduce_rows(
     graph: Graph, ordered: Tensor, operation: str, dtype: DType, program: Program, what: str
 ) -> Tensor:
-    """[outputs, values] to [outputs], spread evenly over the tiles that held the values."""
+    """Reduce [outputs, values] to [outputs], spread evenly over the tiles that held the values."""
     spread = Spread.of(graph, ordered)
     outputs, depth = ordered.shape
-    # What each tile holds of each output.
+    # The values of one output on one tile are reduced to a partial result.
     output = np.repeat(np.arange(outputs), depth)
     by_tile = np.lexsort((output, spread.owner))
     tile, output = spread.owner[by_tile], output[by_tile]
@@ -352,7 +352,7 @@ def _reduce_rows(
     }
     codelet = _reduce_codelet(operation, begins, len(tile))
     program.add(execute(graph, f"{what} on tiles", codelet, spread.tiles, edges))
-    # The parts of each output.
+    # The partial results of each output are brought to one tile and reduced.
     order = np.argsort(owner, kind="stable")
     begins = np.searchsorted(owner[order], np.arange(outputs))
     each = ceil_div(outputs, len(spread.tiles))

@@ -45,11 +45,9 @@ class _Runner:
 
     def table(self, pattern: SparsePattern, values: Tensor, count: int) -> EmbeddingLayer:
         """The programs of a table for `count` indices, with these weights."""
-
-        def make(planned: Plan) -> EmbeddingLayer:
-            return EmbeddingLayer(planned, count)
-
-        table, before = self._find(self.tables, pattern, values, count, make)
+        table, before = self._find(
+            self.tables, pattern, values, count, lambda planned: EmbeddingLayer(planned, count)
+        )
         if before is pattern:
             table.set_values(values)
         else:
@@ -71,13 +69,11 @@ class _Runner:
         if key not in kept:
             if len(kept) == _KEPT:  # Forget the oldest.
                 self.patterns.pop(kept.pop(next(iter(kept))), None)
-            kept[key] = make(self._plan(pattern, dtype, batch))
+            sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype)
+            passes, options = self.options.passes, self.options.planned
+            kept[key] = make(plan(*sizes, self.target, passes=passes, options=options))
         made = kept[key]
         return made, self.patterns.get(made)
-
-    def _plan(self, pattern: SparsePattern, dtype: str, batch: int) -> Plan:
-        sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype, self.target)
-        return plan(*sizes, passes=self.options.passes, options=self.options.planned)
 
     def run(self, name: str, pattern: SparsePattern, values: Tensor, *operands: Tensor) -> Tensor:
         """One pass on the machine, or "scores"; operands [batch, ...]."""
@@ -294,7 +290,7 @@ class TargetOptions:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any] | None) -> TargetOptions:
-        """Raises ValueError for an unknown name, suggesting the nearest known one."""
+        """Parse `target_options`; the error for an unknown name suggests the nearest known one."""
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(
                 "target_options must be a mapping such as {'partials_type': 'float16'}, got "

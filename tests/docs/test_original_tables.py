@@ -13,7 +13,7 @@ from original_tables import FUNCTIONS, OPTIONS, TOOLS, fill, render
 from dynsparse.cli.app import app
 from dynsparse.cli.original import PROGRAMS
 from popsparse.machine import Target
-from popsparse.planning.options import Options, spelled
+from popsparse.planning.options import Options, to_option_name
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from-popsparse.md"
 
@@ -48,7 +48,7 @@ def test_commands_and_attributes_exist():
 
 
 def test_options_on_the_page_exist():
-    ours = {spelled(name) for name in OPTIONS}
+    ours = {to_option_name(name) for name in OPTIONS}
     # Planning with the price of propagation is new here.
     assert ours == {field.name for field in fields(Options)} - {"price_propagation"}
 

@@ -190,7 +190,7 @@ class MatmulParams:
 
     @property
     def nnz(self) -> int:
-        """Blocks of the mask."""
+        """Number of blocks of the mask."""
         return int(self.mask.sum())
 
     @property
@@ -230,7 +230,7 @@ class Pieces(NamedTuple):
 
 
 def products_of(params: MatmulParams) -> Products:
-    """Every product of blocks."""
+    """List every product of two blocks that contributes to the result."""
     groups, (m, k, n) = params.groups, params.grid
     mask = params.mask
     if params.kind == "dense_dense":

@@ -83,7 +83,7 @@ def softmax_in_place(
     *,
     name: str = "block-sparse softmax",
 ) -> None:
-    """As `softmax`, but overwrites the values."""
+    """Add a softmax that overwrites the values to a program; arguments and errors as `softmax`."""
     rows = _Rows(graph, values, dim, block_size, sparsity, num_groups, name)
     rows.add_softmax(values, values, program, subblock_mask)
 

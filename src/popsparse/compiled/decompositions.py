@@ -136,7 +136,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, value: float) -> Any:
 
 
 def _windows(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, fill: Any) -> Tensor:
-    """[N, C, H, W] as [N, C, rows, columns of windows, rows, columns of a window]."""
+    """View images [N, C, H, W] by windows: [N, C, rows, columns, height, width of a window]."""
     down, right = padding
     x = aten.constant_pad_nd(x, [right, right, down, down], fill) if down or right else x
     for axis in (0, 1):
@@ -157,7 +157,7 @@ def _images(rows: Tensor, count: int, height: int, width: int) -> Tensor:
 
 
 def _dilate(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """[..., H, W] with stride - 1 zeros between its elements."""
+    """Insert stride - 1 zeros between the elements of [..., H, W]."""
     if max(stride) == 1:
         return x
     *outer, height, width = x.shape

@@ -221,14 +221,14 @@ class Lowering:
         )
 
     def _fold(self, node: Node) -> Any:
-        """A constant, computed now."""
+        """Compute a node that depends on constants only."""
         if name_of(node) == "full":
             return torch.tensor(node.args[1], dtype=node.meta["val"].dtype).expand(node.args[0])
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
         return node.target(*args, **kwargs)
 
     def _view(self, node: Node) -> Tensor:
-        """Apply torch's operator to the addresses of the elements."""
+        """A view, by torch's operator applied to the addresses of the elements."""
         first = self.tensor(node.all_input_nodes[0])
         kwargs = dict(node.kwargs)
         args = list(node.args)

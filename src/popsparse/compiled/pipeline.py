@@ -325,7 +325,7 @@ class Pipeline:
     def build(
         self, sums: Sequence[tuple[Key, Tensor]], loads: Sequence[tuple[Key, Copy]], loss: Copy
     ) -> Steps:
-        """The whole step.
+        """Build the program of a step.
 
         Args:
             sums: sums of gradients, initially zero.

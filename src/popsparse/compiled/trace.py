@@ -147,7 +147,7 @@ def _take_step(
 
 
 def _clip(gradients: dict[str, Tensor], most: float) -> dict[str, Tensor]:
-    """As `torch.nn.utils.clip_grad_norm_`: scale gradients to a total norm of at most `most`."""
+    """Scale gradients to a total norm of at most `most`, as `torch.nn.utils.clip_grad_norm_`."""
     total = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
     factor = (most / (total + 1e-6)).clamp(max=1.0)
     return {name: gradient * factor for name, gradient in gradients.items()}
@@ -222,6 +222,7 @@ class _Scopes:
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
+        """Observe the modules and blocks of the model while the context lasts."""
         handles = [
             hooks.register_module_forward_pre_hook(self.enter),
             hooks.register_module_forward_hook(self.leave),

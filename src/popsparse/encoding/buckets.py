@@ -95,12 +95,12 @@ class BucketLayout:
 
     @property
     def area(self) -> int:
-        """Elements of a block."""
+        """Number of elements of a block."""
         return self.block[0] * self.block[1]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The matrix in blocks."""
+        """Numbers of block rows and block columns of the matrix."""
         return self.rows // self.block[0], self.cols // self.block[1]
 
     @property
@@ -401,7 +401,7 @@ class OverflowInfo:
         far_y = (groups.rectangle % parts_y - home % parts_y) % parts_y
         used = np.zeros(parts_x, bool)
         used[far_x] = True
-        # Compared as pairs: the distance in X counts first.
+        # Distances are compared as pairs (X, Y).
         farthest = int((far_x * parts_y + far_y).max(initial=0))
         x = farthest // parts_y + 1
         y = farthest % parts_y + 1 if x == 1 else parts_y

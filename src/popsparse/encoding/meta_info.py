@@ -208,7 +208,7 @@ def _require(ok: np.ndarray, bucket: np.ndarray, what: str) -> None:
 
 
 def _walk_groups(words: np.ndarray, bounds: tuple[int, int], layout: BucketLayout) -> _Groups:
-    """All sub-groups, found by following the offsets from one to the next in all buckets at once.
+    """Find all sub-groups: follow the offsets from one to the next in all buckets at once.
 
     `words` is int64 [buckets, stride]; the part read of each bucket is bounds[0]..bounds[1].
     """

@@ -242,13 +242,13 @@ class Partitioner:
 
     @property
     def meta_info_size(self) -> int:
-        """Words of the meta-info array."""
+        """Number of words of the meta-info array."""
         layout = self.layout
         return layout.overflow_words + self.groups * layout.buckets * layout.bucket_stride
 
     @property
     def nz_size(self) -> int:
-        """Values of all buckets."""
+        """Number of values of all buckets."""
         return self.groups * self.layout.buckets * self.layout.nz_elements
 
     @spanned("encode")

@@ -148,7 +148,7 @@ def spill(
     limit: np.ndarray,
     options: Options,
 ) -> SpillResult:
-    """Make every bucket fit.
+    """Move rows between buckets until every bucket fits.
 
     Args:
         assignment: rows in the buckets they start in.

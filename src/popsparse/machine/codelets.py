@@ -22,12 +22,12 @@ _REAL = (HALF, FLOAT)
 
 
 def _elements(v: VertexView, array: np.ndarray) -> int:
-    """Elements of one vertex."""
+    """Number of elements of one vertex."""
     return array.size // max(v.count, 1)
 
 
 def _share(v: VertexView, count: int) -> int:
-    """Elements of the busiest worker."""
+    """Number of elements of the busiest worker."""
     return -(-count // v.target.workers)
 
 
@@ -106,8 +106,8 @@ ADD_SCALED = Codelet(
 
 
 def sum_codelet(name: str, cycles: Any, flops: Any) -> Codelet:
-    """`out` [..., n]: the sum of a tile's own partial sums, `own` [..., p, n], and those of others,
-    `others` [..., q, n]. Cycles are the supervisor's."""
+    """A codelet that adds a tile's own partial sums, `own` [..., p, n], and those of others,
+    `others` [..., q, n], into `out` [..., n]. Cycles are the supervisor's."""
 
     def add(v: VertexView) -> None:
         total = v.others.sum(axis=-2, dtype=np.float32)

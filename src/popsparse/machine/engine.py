@@ -341,7 +341,7 @@ class Engine:
 
 
 def _find(what: str, name: Any, known: Mapping[str, _T]) -> _T:
-    """Raises KeyError for a name that is not known."""
+    """Look up a name; raises KeyError if it is not known."""
     if not isinstance(name, str) or name not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise KeyError(f"no {what} named {shorten(name)}; there are: {names}")

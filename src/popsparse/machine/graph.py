@@ -97,7 +97,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def merge_vertices(sets: Sequence[VertexSet]) -> list[VertexSet]:
-    """The same vertices in fewer sets."""
+    """Join the sets of single vertices that can run as one."""
     groups: dict[Any, list[VertexSet]] = {}
     for i, vertices in enumerate(sets):
         key = _merge_key(vertices)

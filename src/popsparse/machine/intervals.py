@@ -75,7 +75,7 @@ class TileMap:
 
     @classmethod
     def from_assignments(cls, size: int, parts: list[tuple[Runs, IntArray]]) -> TileMap:
-        """From runs and their tiles; where two parts overlap, the later one wins."""
+        """Create a map from runs and their tiles; where two parts overlap, the later one wins."""
         if not parts:
             return cls(np.array([0, size]), np.array([-1]))
         starts = np.concatenate([runs.starts for runs, _ in parts])

@@ -25,7 +25,7 @@ def _measure_link(state: State, numel: int, dtype: Any, rate: float) -> tuple[in
 
 
 def _lower_stream_copy(state: State, program: programs.Copy, path: str) -> Node:
-    """The replicas share the host's link."""
+    """A copy to or from the host, whose link the replicas share."""
     stream = program.stream
     assert stream is not None
     step = state.add_step(path, "host")
@@ -50,7 +50,7 @@ def _lower_stream_copy(state: State, program: programs.Copy, path: str) -> Node:
 
 
 def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
-    """Each processor has its own memory beside it, so replicas do not wait for each other."""
+    """A copy to or from the memory beside a processor, for which replicas do not wait."""
     buffer = program.remote
     assert buffer is not None
     if state.graph.remote_buffers.get(buffer.name) is not buffer:
@@ -367,7 +367,7 @@ class Lowering:
                 raise ProgramError(f"{what} writes the constant {constant.name!r}")
 
     def _CrossReplicaCopy(self, program: programs.CrossReplicaCopy, path: str) -> Node:
-        """All pairs of replicas at once, over the links."""
+        """Copy between all pairs of replicas at once, over the links."""
         self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
         path = self._leaf_path(program, path, "cross replica copy")
         state = self.state

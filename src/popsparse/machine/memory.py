@@ -91,7 +91,7 @@ class Liveness:
 class _Effect:
     reads: int = 0
     writes: int = 0
-    # Completely written, so the earlier values are not live before the step.
+    # Variables that are completely written: their earlier values are not live before the step.
     replaces: int = 0
 
 
@@ -455,7 +455,7 @@ class Contents:
         self.rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the computed values, without the graph."""
+        """The state for copies and pickles: the computed values, without the graph."""
         state = {name: getattr(self, name) for name in ("tiles", "variables", "live", "vertices")}
         return {**state, "rows": {}}
 

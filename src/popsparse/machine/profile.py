@@ -168,7 +168,7 @@ class StepProfile:
 
     @property
     def tiles(self) -> int:
-        """How many tiles compute."""
+        """Number of tiles that compute."""
         return 0 if self.tile_cycles is None else int(np.count_nonzero(self.tile_cycles))
 
     @property

@@ -17,7 +17,7 @@ class Program:
     name: str | None = None
 
     def parts(self) -> list[Program]:
-        """The programs inside."""
+        """The programs that this one contains."""
         return []
 
 
@@ -35,7 +35,7 @@ class Sequence(Program):
         self.name = name
 
     def add(self, *programs: Program) -> Sequence:
-        """Append; returns itself."""
+        """Append programs; returns the sequence."""
         self.programs.extend(check_program(p) for p in programs)
         return self
 

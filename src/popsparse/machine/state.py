@@ -99,7 +99,7 @@ class State:
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
         self.making: Program | None = None
         self.rows: dict[Program, int] = {}
-        # Memory of types that are not computed is address space only: never touched, so never real.
+        # The memory of types that are not computed is never accessed, so it takes no real memory.
         self.memories: list[dict[DType, np.ndarray]] = [
             {
                 dtype: np.full(size, dtype.poison, dtype.numpy)
@@ -171,7 +171,7 @@ class State:
         return matching[0].tensor
 
     def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
-        """See `Engine.read`."""
+        """Read a tensor's values: see `Engine.read`."""
         return self._find_computed(what).values(self.memories[self.check_replica(replica)])
 
     def check_replica(self, replica: Any) -> int:
@@ -182,7 +182,7 @@ class State:
         return number
 
     def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
-        """See `Engine.write`."""
+        """Set a tensor's values: see `Engine.write`."""
         tensor = self._find_computed(what)
         constant = self.graph.constant_in(tensor)
         if constant is not None:

@@ -313,7 +313,7 @@ class DensePlan:
 
     @property
     def products(self) -> float:
-        """2 x multiplications."""
+        """Floating-point operations of the product, 2 m k n."""
         return 2.0 * self.m * self.k * self.n
 
     @property
@@ -406,7 +406,7 @@ def _plan(
     m: int, k: int, n: int, dtype: DType, partials: DType, target: Any, share: float
 ) -> DensePlan:
     resident = ceil_div((m * k + k * n + m * n) * dtype.size, target.tiles)
-    # Before the search, which takes longer for larger products.
+    # Check before the search, which takes longer for larger products.
     if resident > target.bytes_per_tile:
         raise ValueError(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
@@ -483,7 +483,7 @@ def _search(
     first = int(target.bytes_per_tile * share)
     # The planner limits HMAC to its peak rate: it cannot beat a product that is faster.
     least = m * k * n / (dtype.vector_width * target.tiles)
-    # The most promising first: their cost rules out most of the others.
+    # The most promising cuts come first: their cost rules out most of the others.
     cuts = [
         cut
         for swapped in (True, False)

@@ -138,7 +138,7 @@ class _ParamsWithDensity:
 
     @classmethod
     def create_with_nz_ratio(cls: type[Params], *sizes: Any, **named: Any) -> Params:
-        """The same as the constructor."""
+        """Create parameters from the ratio of non-zeros, as the constructor does."""
         return cls(*sizes, **named)
 
     @classmethod
@@ -149,7 +149,7 @@ class _ParamsWithDensity:
         *sizes: Any,
         **named: Any,
     ) -> Params:
-        """The same as the constructor, with the number of non-zeros in place of their ratio."""
+        """Create parameters from the number of non-zeros; other arguments as the constructor's."""
         params: Any = cls(sparsity_params, 0.0, *sizes, **named)  # type: ignore[call-arg]
         count = check_integer("num_non_zero_elements", num_non_zero_elements, 0)
         if count > params.num_elements:

@@ -221,7 +221,7 @@ class _Chosen(NamedTuple):
 
 
 class _CutSearch:
-    """All cuts of one product, and their costs.
+    """The search over all cuts of one product.
 
     Args:
         planned: numbers of rows and columns of the pattern that the estimate includes.
@@ -267,7 +267,7 @@ class _CutSearch:
         options, vector = self.options, self.dtype.vector_width
         tile_grains = self.target.tiles // self.grain
         most = min(self.n // vector, tile_grains)
-        # A grain of columns: one, or as many blocks as the data path has numbers.
+        # A grain is one column, or as many block columns as the data path has numbers.
         columns = ceil_div(self.columns, 1 if self.block == 1 else vector)
         most_bands = min(tile_grains, self.pattern.grid[1])
         numbers = _choices(options.num_bands, min(_MOST_BANDS, columns), "num_bands", most_bands)
@@ -298,7 +298,7 @@ class _CutSearch:
         width = int(bands.bounds[worst + 1] - bands.bounds[worst])
         share = ceil_div(blocks, band_tiles)
         rows = ceil_div(self.rows, band_tiles)
-        # One row or less a tile: columns that would hold the band's blocks.
+        # A tile with at most one row gets no more columns than hold the band's blocks.
         reach = width
         if rows == 1:
             reach = min(math.ceil(blocks / self.density), self.columns)
@@ -395,7 +395,7 @@ class _CutSearch:
                 f"none of {count} static partitions is possible: {rules}; raise "
                 "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
             )
-        # Equal cycles: fewer parts of n, then fewer bands.
+        # Of cuts with equal cycles, take fewer parts of n, then fewer bands.
         possible.sort(key=lambda cut: (cut["cycles"], cut["n_split"], cut["bands"]))
         counts = {"partitions": count, "possible": len(possible)}
         search = Search(counts, (bound,), tuple(possible[1 : 1 + RUNNERS_UP]))

@@ -430,7 +430,7 @@ class StaticPlan:
 
     @property
     def products(self) -> float:
-        """2 x non-zeros x n."""
+        """Floating-point operations of the product, 2 x non-zeros x n."""
         return 2.0 * self.pattern.nnz * self.pattern.block_size**2 * self.params.n
 
     @cached_property

@@ -91,7 +91,7 @@ class _Outputs:
             self._kept.append(_detach(output))
 
     def result(self) -> Any:
-        """What the call returns."""
+        """The outputs that the call returns."""
         return self._kept[0] if len(self._kept) == 1 else _join(self._kept)
 
 

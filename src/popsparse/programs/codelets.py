@@ -290,7 +290,7 @@ class ProductCodelets(BucketCodelets):
 
     @staticmethod
     def _buckets(v: VertexView, what: str) -> np.ndarray:
-        """[vertices, buckets, words or values]."""
+        """The words or values of all buckets of each vertex, [vertices, buckets, ...]."""
         bucket = getattr(v, what).reshape(v.count, 1, -1)
         other = v.__dict__.get(f"other_{what}")
         if other is None or other.shape[v.rank] == 0:
@@ -353,7 +353,7 @@ def _add(
 def _add_rounding(
     partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, matches: BucketMatches
 ) -> None:
-    """The same with float16 partials, rounded after each block of a row."""
+    """partials += blocks x operand, with float16 partials rounded after each block of a row."""
     _, height, width = blocks.shape
     count, outputs, batch = partials.shape
     order = np.argsort(matches.vertex * outputs + matches.row, kind="stable")
@@ -432,7 +432,7 @@ class GradWeightCodelets(BucketCodelets):
             partials[at] = partials[at].astype(np.float32) + product
 
     def _by_block(self, v: VertexView, operand: np.ndarray, edge: int) -> np.ndarray:
-        """[vertices, blocks, edge, batch]."""
+        """View an operand by blocks of its channels: [vertices, blocks, edge, batch]."""
         operand = operand.reshape(v.count, *operand.shape[v.rank :])
         if self.batch_first:
             operand = operand.swapaxes(-1, -2)
@@ -469,8 +469,8 @@ class _Hits(NamedTuple):
 
 
 class EmbeddingCodelets(BucketCodelets):
-    """`gather`: from a passing bucket into a tile's slices. `scatter`: from passing slices into the
-    partial updates of a tile's bucket."""
+    """Codelets of embeddings: `gather` copies from a passing bucket into a tile's slices, `scatter`
+    adds passing slices to the partial updates of a tile's bucket."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, "forward")

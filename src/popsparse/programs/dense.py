@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of a part."""
+        """Number of elements of a part."""
         return self.rows.each * self.cols.each
 
     @property
@@ -75,8 +75,8 @@ class Matrix(NamedTuple):
         return any(e.steps * e.parts * e.each != e.size for e in (self.rows, self.cols))
 
     def view(self, home: Tensor) -> Tensor:
-        """[steps, groups, row parts, column parts, tiles, share] as [groups, rows, cols]; the tiles
-        that share a part may have more than its elements, at the end."""
+        """View a home [steps, groups, row parts, column parts, tiles, share] as [groups, rows,
+        cols]; the tiles that share a part may hold padding after its elements."""
         groups, rows, cols = self
         at = home.addresses().reshape(rows.steps, cols.steps, groups, rows.parts, cols.parts, -1)
         at = at[..., : self.numel].reshape(*at.shape[:-1], rows.each, cols.each)
@@ -266,7 +266,7 @@ def _take_slice_codelet(layout: Layout) -> Codelet:
 
 
 def _write_slice_codelet(layout: Layout) -> Codelet:
-    """The inverse of `_take_slice_codelet`."""
+    """Writes the share of the step `index`: [.., share] into [.., steps, share]."""
 
     def compute(v: VertexView) -> None:
         index = v.index[..., None, None].astype(np.int64)

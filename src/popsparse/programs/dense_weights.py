@@ -1,9 +1,7 @@
-"""Programs of plans with `use_dense`, and the choice between these and buckets.
+"""Programs of plans with `use_dense`, and the choice between these and buckets (`operations`).
 
 Each pass is planned separately. The weights have the layout of forward; the other passes copy them,
 and their operands, to their own layouts.
-
-Chosen here and nowhere else.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tenso
 
 
 def _split_groups(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
-    """[batch, groups * channels] as [groups, batch, channels]."""
+    """View an operand [batch, groups * channels] as [groups, batch, channels]."""
     layout = OperandLayout(plan, dim)
     layout.check(tensor)
     view = tensor.reshape(plan.sizes.z, plan.sizes.groups, layout.channels).transpose(1, 0, 2)

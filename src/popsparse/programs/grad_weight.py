@@ -144,7 +144,7 @@ class _GradWeight:
             for n in (0, 1)
             if getattr(parts, dim) > 1
         }
-        # Once round the Z partners, and home.
+        # The buckets go once round the Z partners, and home.
         distribution = Sequence(name="distribution")
         distribution.add(self._compute_resident("compute own", self.words, partials, operands))
         if parts.z > 1:
@@ -189,7 +189,7 @@ class _GradWeight:
             for dim, tensor in operands.items()
         }
 
-        # Once through the parts of the batch. Z alone changes no rectangle.
+        # The operands go once through the parts of the batch, which changes no rectangle.
         steps = {}
         for n in range(min(2, parts.z)):
             held = {dim: rotating.buffers[n] for dim, rotating in moving.items()}

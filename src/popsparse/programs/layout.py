@@ -90,7 +90,7 @@ class OperandLayout:
 
     @property
     def channels(self) -> int:
-        """Channels of one group."""
+        """Number of channels of one group."""
         return int(getattr(self.plan.sizes, self.dim))
 
     @property
@@ -101,7 +101,7 @@ class OperandLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of a part."""
+        """Number of elements of a part."""
         channels, batch = self.part
         return channels * batch
 
@@ -147,7 +147,7 @@ class OperandLayout:
         return home
 
     def natural(self, home: Tensor) -> PlannedTensor:
-        """The operand as [batch, groups * channels], wherever its elements lie."""
+        """View a home as the operand, [batch, groups * channels]."""
         channels, batch = self.part
         at = home.addresses().reshape(*home.shape[:-2], -1)[..., : self.numel]
         groups, parts, parts_z = at.shape[:3]
@@ -224,7 +224,7 @@ class PlannedTensor(Tensor):
 
 
 def keep_layout(tensor: Tensor, view: Tensor) -> Tensor:
-    """`view`, which has all elements of `tensor`, with the layout of `tensor`, if any."""
+    """Give `view`, which has all elements of `tensor`, the layout of `tensor`, if it has one."""
     if not isinstance(tensor, PlannedTensor):
         return view
     return PlannedTensor(tensor.home, view.addresses(), tensor.layout)
@@ -297,7 +297,7 @@ class SparseTensor:
 
     @classmethod
     def of_meta_info(cls, plan: Plan, meta_info: Tensor) -> SparseTensor:
-        """Only the pattern, without values, from the `meta_info` of weights of this plan.
+        """Create a pattern without values from the `meta_info` of weights of this plan.
 
         Raises:
             ValueError: a tensor of a wrong size or type.

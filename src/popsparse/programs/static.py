@@ -338,7 +338,7 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
 
 
 def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> np.ndarray:
-    """All pieces of one part of n as one block-diagonal product.
+    """Multiply all pieces of one part of n, as one block-diagonal product.
 
     Args:
         values: [blocks, b, b] in device order.

@@ -49,7 +49,7 @@ def table(
     rows: Iterable[Sequence[Any] | tuple[str, Sequence[Any]]],
     kind: str = "",
 ) -> str:
-    """A table.
+    """Format a table as HTML.
 
     Args:
         head: the label of each column: "#label" for numbers, "=" for bars, or (label, class).

@@ -161,7 +161,7 @@ def _only_in_one(comparison: Comparison) -> list[str]:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """Tables of every pass."""
+    """The tables of every pass as HTML."""
     titles = f"A: {esc(comparison.first)}. B: {esc(comparison.second)}."
     out = [f"<p>{titles} Changes are those from A to B.</p>"]
     out += [f"<p>{esc(line)}</p>" for line in _only_in_one(comparison)]

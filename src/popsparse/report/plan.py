@@ -252,7 +252,7 @@ def _value(key: str, value: Any, unit: str) -> str:
         if key == "max_relative_error":
             return f"{value:.3g}"
         after = f" <small>{esc(unit)}</small>" if unit else ""
-        # A year-like number is still a count; only a seed is a name.
+        # A seed is a name, so it has no thousands separators.
         return (str(value) if key == "seed" else number(float(value))) + after
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(_value("", entry, "") for entry in value)

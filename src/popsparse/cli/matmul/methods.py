@@ -216,7 +216,7 @@ def _dynamic_page(
     pattern = request.draw(seed)
     more = {"max_relative_error": figures["max_relative_error"], "seed": seed}
     if request.seeds > 1:
-        # The layer holds the last one.
+        # The layer holds the last pattern: run the one of the page again.
         sparse_figures(layer, pattern, request.names, ignore_data=True)
         more["patterns"] = f"{request.seeds}; this page is about the one of median cycles"
         more |= {f"{name} cycles, spread": s for name, s in figures["spread"].items()}
