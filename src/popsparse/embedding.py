@@ -142,7 +142,7 @@ def _add_round(
     """
     tiles = layout.tiles
     moving = {
-        field: RotatingBuckets.like(graph, home, "gyr", tiles, f"{name} passing {field}")
+        field: RotatingBuckets.create_like(graph, home, "gyr", tiles, f"{name} passing {field}")
         for field, home in passing.items()
     }
     compute = []

@@ -201,12 +201,12 @@ class SparseMatrix(ABC):
 
     # Conversions.
 
-    def _checked_blocks(self) -> Blocks:
+    def _check_and_list_blocks(self) -> Blocks:
         self._check()  # The arrays may have been replaced since construction.
         return self.blocks()
 
     def _as(self, kind: type[M]) -> M:
-        return kind._of(self._checked_blocks(), self.shape, self.block_dimensions)
+        return kind._of(self._check_and_list_blocks(), self.shape, self.block_dimensions)
 
     def to_coo(self) -> COOMatrix:
         return self._as(COOMatrix)
@@ -223,7 +223,7 @@ class SparseMatrix(ABC):
 
     def transposed(self: M) -> M:
         """The transposed matrix, in the same format."""
-        row, col, data = self._checked_blocks()
+        row, col, data = self._check_and_list_blocks()
         swapped = Blocks(col, row, data.transpose(0, 2, 1))
         return type(self)._of(swapped, self.shape[::-1], self.block_dimensions[::-1])
 
@@ -236,7 +236,7 @@ class SparseMatrix(ABC):
         """
         new = _check_pair("block_dimensions", block_dimensions)
         old = self.block_dimensions
-        blocks = self._checked_blocks()
+        blocks = self._check_and_list_blocks()
         if all(o % n == 0 for o, n in zip(old, new, strict=True)):
             blocks = split_blocks(blocks, (old[0] // new[0], old[1] // new[1]))
         elif isinstance(self, (CSRMatrix, CSCMatrix)):
@@ -278,13 +278,13 @@ class SparseMatrix(ABC):
                 f"a pattern has square blocks, got {self.block_dimensions}: "
                 f"use with_blocks(({min(edge, other)}, {min(edge, other)})) or smaller"
             )
-        row, col, data = row_major(self._checked_blocks())
+        row, col, data = row_major(self._check_and_list_blocks())
         pattern = SparsePattern(row, col, shape=self.shape, block_size=edge)
         return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
 
     def to_dense(self) -> np.ndarray:
         """The dense matrix; duplicate positions are summed."""
-        row, col, data = self._checked_blocks()
+        row, col, data = self._check_and_list_blocks()
         height, width = self.block_dimensions
         grid = (self.shape[0] // height, self.shape[1] // width)
         out = np.zeros((*grid, height, width), data.dtype)

@@ -239,7 +239,8 @@ def _convolution_backward(
 
 def _as_pairs(*settings: Any) -> list[Any]:
     """Pooling settings for both dimensions; empty ones default to the first, the kernel size."""
-    return [[*(one or settings[0])] * (2 // len(one or settings[0])) for one in settings]
+    filled = [setting or settings[0] for setting in settings]
+    return [[*setting] * (2 // len(setting)) for setting in filled]
 
 
 def _positions(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:

@@ -60,7 +60,7 @@ class _ScoresExecutor:
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
 
-    def after(self, pattern: Any) -> _ScoresExecutor:
+    def for_pattern(self, pattern: Any) -> _ScoresExecutor:
         return self
 
 
@@ -475,11 +475,11 @@ class CompiledModel:
             RuntimeError: before the first step.
         """
         self._require_engine()
-        taken: dict[str, dict[str, float]] = {}
+        by_name: dict[str, dict[str, float]] = {}
         for step in self.profiles["step"].steps:
             if step.runs:
                 path = [part for part in step.name.split("/") if not part.startswith("stage ")]
-                operation = taken.setdefault(path[1], defaultdict(float))
+                operation = by_name.setdefault(path[1], defaultdict(float))
                 parts = {
                     "cycles": step.cycles,
                     **step.parts,
@@ -488,8 +488,8 @@ class CompiledModel:
                 }
                 for part, amount in parts.items():
                     operation[part] += amount
-        costliest = sorted(taken, key=lambda name: -taken[name]["cycles"])
-        return {name: dict(taken[name]) for name in costliest}
+        costliest = sorted(by_name, key=lambda name: -by_name[name]["cycles"])
+        return {name: dict(by_name[name]) for name in costliest}
 
     def stages(self) -> list[StageProfile]:
         """The cost of each pipeline stage in the last step, and its memory.

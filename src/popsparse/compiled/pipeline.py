@@ -154,8 +154,8 @@ def plan_slots(schedule: str, stages: int, batches: int) -> list[list[Pass]]:
 def most_batches_in_flight(slots: Iterable[Iterable[Pass]], stage: int) -> int:
     """The most micro-batches that are at once between their two passes at a stage."""
     held = most = 0
-    for one in (one for slot in slots for one in slot if one.stage == stage):
-        held += 1 if one.phase == FORWARD else -1
+    for run in (run for slot in slots for run in slot if run.stage == stage):
+        held += 1 if run.phase == FORWARD else -1
         most = max(most, held)
     return most
 

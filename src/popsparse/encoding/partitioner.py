@@ -268,7 +268,7 @@ class Partitioner:
                 meta-info word out of range.
             BucketOverflowError: too many non-zeros (a ValueError).
         """
-        patterns = self._per_group(pattern, "pattern")
+        patterns = self._split_groups(pattern, "pattern")
         arrays: list[np.ndarray] = []
         if isinstance(patterns[0], SparseMatrix):
             if values is not None:
@@ -279,7 +279,7 @@ class Partitioner:
             patterns = canonical
         else:
             for group_pattern, given in zip(
-                patterns, self._per_group(values, "values"), strict=True
+                patterns, self._split_groups(values, "values"), strict=True
             ):
                 array = to_numpy(given)
                 expected = (
@@ -298,7 +298,7 @@ class Partitioner:
 
     def encode_pattern(self, pattern: Any) -> EncodedPattern:
         """Encode only the pattern: meta-info and value positions, for values written separately."""
-        return self._encode_patterns(self._per_group(pattern, "pattern"))
+        return self._encode_patterns(self._split_groups(pattern, "pattern"))
 
     def sub_groups(self, pattern: Any) -> SubGroups:
         """The content of every bucket, after spilling, for the pattern of one group.
@@ -329,7 +329,7 @@ class Partitioner:
             raise ValueError(
                 f"meta_info must have the shape [{self.meta_info_size}], got {list(words.shape)}"
             )
-        values = self._checked_values(nz_values)
+        values = self._check_values(nz_values)
         words = words[self.layout.overflow_words :].reshape(self.groups, -1)
         decoded = [
             self._decode_group(w, v)
@@ -337,7 +337,7 @@ class Partitioner:
         ]
         return decoded[0] if self.groups == 1 else decoded
 
-    def _checked_values(self, nz_values: Any) -> np.ndarray:
+    def _check_values(self, nz_values: Any) -> np.ndarray:
         values = to_numpy(nz_values, "nz_values")
         if values.shape != (self.nz_size,):
             raise ValueError(
@@ -345,7 +345,7 @@ class Partitioner:
             )
         return values
 
-    def _per_group(self, value: Any, what: str) -> list[Any]:
+    def _split_groups(self, value: Any, what: str) -> list[Any]:
         if self.groups == 1:
             items = [value]
         elif isinstance(value, Sequence) and len(value) == self.groups:
@@ -436,7 +436,7 @@ class Partitioner:
             try:
                 spilled = spill(assignment, layout, limit, self.options)
             except BucketOverflowError as error:
-                raise self._explain(error, limit) from None
+                raise self._explain_overflow(error, limit) from None
             groups = SubGroups.collect(
                 assignment, spilled.runs, spilled.bucket, spilled.arrival, layout
             )
@@ -454,7 +454,10 @@ class Partitioner:
             limit = np.where(excess > 0, used - (excess + 3) // 4, limit)
             limit = np.maximum(limit, 0)
 
-    def _explain(self, error: BucketOverflowError, limit: np.ndarray) -> BucketOverflowError:
+    def _explain_overflow(
+        self, error: BucketOverflowError, limit: np.ndarray
+    ) -> BucketOverflowError:
+        """The error with advice on the options."""
         narrowed = int((limit < self.layout.capacity).sum())
         note = f" ({narrowed} buckets are full in grad_input's meta-info)" if narrowed else ""
         oversize = self.options.meta_info_bucket_oversize_proportion

@@ -40,7 +40,7 @@ def to_option_name(name: Any) -> Any:
     return re.sub("(?<=.)(?=[A-Z])", "_", name.removeprefix("partitioner.")).lower()
 
 
-def _parse_text(name: str, value: Any, default: Any) -> Any:
+def _parse_text(value: Any, default: Any) -> Any:
     """Parse the value of an option if it is a text that PopSparse reads: "0.5", "true", JSON."""
     if not isinstance(value, str):
         return value
@@ -84,7 +84,7 @@ def parse_options(
             raise _unknown_name_error(name, [*known], "option")
         if name in given:
             raise ValueError(f"option {name} is given twice, once as {original!r}: leave one out")
-        given[name] = _parse_text(name, item, getattr(default, name))
+        given[name] = _parse_text(item, getattr(default, name))
     return cls(**given)
 
 

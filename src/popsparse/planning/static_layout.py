@@ -201,10 +201,10 @@ class Sums:
         ]
         joined = [np.concatenate(pair) for pair in columns]
         order = np.argsort(joined[2], kind="stable")
-        begin, length, tile, rows, of_part, depths, at_home = (one[order] for one in joined)
+        begin, length, tile, rows, of_part, depths, at_home = (column[order] for column in joined)
         ones = np.flatnonzero(~spread & (depth == 1))
-        elsewhere_ = np.flatnonzero(spread)
-        return cls(begin, length, tile, rows, of_part, depths, at_home, ones, elsewhere_)
+        made_elsewhere = np.flatnonzero(spread)
+        return cls(begin, length, tile, rows, of_part, depths, at_home, ones, made_elsewhere)
 
     def cycles(self, plan: Any, chosen: np.ndarray) -> np.ndarray:
         """Cycles of every tile for the chosen pieces (bool [pieces]): [tiles].

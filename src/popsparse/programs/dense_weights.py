@@ -151,7 +151,7 @@ class DensePartitioner(Partitioner):
         """Decode as `Partitioner.decode`, to the pattern and values of blocks that are not zero."""
         if isinstance(meta_info, Encoded):
             nz_values = meta_info.nz_values
-        array = np.ascontiguousarray(self._checked_values(nz_values))
+        array = np.ascontiguousarray(self._check_values(nz_values))
         weights = torch.from_numpy(array).reshape(self.groups, *self.shape[::-1]).mT
         patterns = [SparsePattern.from_mask(weight != 0, self.block[0]) for weight in weights]
         pairs = [(p, p.values_of(weight)) for p, weight in zip(patterns, weights, strict=True)]

@@ -127,7 +127,7 @@ class _GradWeight:
         if parts.z == 1 and not self._propagates:
             self.steps.add(self._compute_resident("distribution", self.words, partials, operands))
             return partials
-        words = RotatingBuckets.like(
+        words = RotatingBuckets.create_like(
             self.graph, self.words, _ORDER, self.tiles, "grad_weight passing meta-info"
         )
         second = self.variable("passing partials", [partials.shape[-1]], partials.dtype)
@@ -218,7 +218,7 @@ class _GradWeight:
             homes[dim] = self.graph.add_constant(
                 UNSIGNED_INT, self.tiles.shape, index[dim], f"own {dim}", tiles=self.tiles
             )
-            ids[dim] = RotatingBuckets.like(
+            ids[dim] = RotatingBuckets.create_like(
                 self.graph, homes[dim], _ORDER, self.tiles, f"grad_weight {dim} of visitor"
             )
         # Bit 0 selects the buffers of the gradient and its x, bit 1 those of the input and its y.

@@ -192,7 +192,7 @@ class Propagation:
     def _more(self) -> Codelet:
         def more(v: VertexView) -> None:
             state = v.state[0]
-            v.more[...] = state[_LEFT] > 0 or (self.homing and bool(_way_home(state)))
+            v.more[...] = state[_LEFT] > 0 or (self.homing and bool(_next_move_home(state)))
 
         fields = {"state": In(UNSIGNED_INT), "more": Out(BOOL)}
         return Codelet("more", fields, more, CONTROL_INSTRUCTIONS)
@@ -229,7 +229,7 @@ class Propagation:
                 state[_TURNS] = self.plan.partition.z
                 state[_ROWS] -= 1
                 return _Y_MOVE if state[_ROWS] else _X_MOVE
-        return _way_home(state) if self.homing else 0
+        return _next_move_home(state) if self.homing else 0
 
     def _toggle(self) -> Codelet:
         def toggle(v: VertexView) -> None:
@@ -248,7 +248,7 @@ def _choose_work(info: OverflowInfo, state: np.ndarray) -> None:
     state[_WORK] = state[_BUFFERS] if works else IDLE
 
 
-def _way_home(state: np.ndarray) -> int:
+def _next_move_home(state: np.ndarray) -> int:
     """The next move of the buckets on their way home; 0: they are home."""
     for far, move in ((_FAR_Z, _Z_MOVE), (_FAR_Y, _Y_MOVE), (_FAR_X, _X_MOVE)):
         if state[far]:
@@ -275,7 +275,7 @@ class RotatingBuckets(NamedTuple):
     buffers: tuple[Tensor, Tensor]
 
     @classmethod
-    def like(
+    def create_like(
         cls, graph: Graph, tensor: Tensor, order: str, tiles: np.ndarray, name: str
     ) -> RotatingBuckets:
         first, second = (
@@ -366,7 +366,9 @@ class _Product:
             return  # There is no other rectangle to propagate to.
         loop = Propagation(self.graph, self.weights, self.name)
         moving = [
-            RotatingBuckets.like(self.graph, tensor, self.order, self.tiles, f"{self.name} {what}")
+            RotatingBuckets.create_like(
+                self.graph, tensor, self.order, self.tiles, f"{self.name} {what}"
+            )
             for tensor, what in ((words, "passing meta-info"), (values, "passing values"))
         ]
         # Each tile passes to the next: entry i of the new buffer is entry i - 1 of the old.
