@@ -21,7 +21,7 @@ def read_parts(path: Path) -> dict[str, Any]:
     """Read all parts of a checkpoint of one process: shared by ranks, and per rank."""
     reader = CheckpointReader(path)
     reader.verify()
-    return _full_tensors({**reader.parts(), **reader.own_parts({0})[0]})
+    return _full_tensors({**reader.parts(), **reader.rank_parts({0})[0]})
 
 
 def write_parts(path: Path, parts: Any) -> None:

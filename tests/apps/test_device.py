@@ -63,7 +63,7 @@ def test_replaced_blocks_are_counted_without_extra_waits():
         training.device, sums = torch.device(device), Sums()
         pattern = SparsePattern([0, 0, 1], [0, 1, 1], shape=(4, 4), block_size=2)
         rewiring = Rewiring.make(pattern, torch.tensor([1]), torch.tensor([2]))
-        training.trainer._step_by = lambda _, rewiring=rewiring: {"a": rewiring}
+        training.trainer._step_with = lambda _, rewiring=rewiring: {"a": rewiring}
         training.optimise(sums)
         counts.append((sums.replaced, len(sums.rewirings)))
         training.finish_window(sums)

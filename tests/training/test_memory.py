@@ -84,5 +84,5 @@ def test_keep_freed_memory(how):
 
 
 def test_other_c_libraries_are_not_changed(monkeypatch):
-    monkeypatch.setattr(memory, "_of_glibc", lambda name: None)
+    monkeypatch.setattr(memory, "_glibc_function", lambda name: None)
     assert ds.training.keep_memory() is False

@@ -87,14 +87,14 @@ def test_state_follows_by_position(case, block_size, algorithm):
     sizes = {"final_density": 0.3} if algorithm == "GMP" else {}
     trainer = getattr(ds, algorithm)(layer, optimizer, total_steps=12, update_interval=3, **sizes)
     before = {}
-    take = trainer._after
+    take = trainer._finish_step
 
     def remember():
         before.clear()
         before.update(dense_states(layer, optimizer), mask=present_mask(layer.pattern))
         return take()
 
-    trainer._after = remember
+    trainer._finish_step = remember
     checked = 0
     for _ in range(10):
         optimizer.zero_grad()

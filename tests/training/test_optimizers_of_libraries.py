@@ -47,13 +47,13 @@ def test_state_follows_updates(library, name, block_size):
     optimizer = getattr(module, name)(layer.parameters(), **options)
     getattr(optimizer, "train", lambda: None)()
     trainer = ds.RigL(layer, optimizer, schedule=ConstantSchedule(1000, 3, 0.3))
-    before, after_step = {}, trainer._after
+    before, after_step = {}, trainer._finish_step
 
     def remember_before_update():
         before.update(tensors_of(optimizer, layer))
         return after_step()
 
-    trainer._after = remember_before_update
+    trainer._finish_step = remember_before_update
     followed = 0
 
     def check(step, rewirings):
@@ -210,7 +210,7 @@ def test_unknown_state_warns_or_raises(name):
 @pytest.mark.parametrize("algorithm", ["RigL", "GMP"])
 def test_references_of_trac_follow(algorithm):
     layer, trainer, take = training(made_by("pytorch_optimizer", "TRAC"), algorithm)
-    before, after_step, checked = {}, trainer._after, []
+    before, after_step, checked = {}, trainer._finish_step, []
 
     def references():
         return trainer.optimizer.state["trac"][layer.values]
@@ -219,7 +219,7 @@ def test_references_of_trac_follow(algorithm):
         before.update(tensor=references().clone())
         return after_step()
 
-    trainer._after = remember_before_update
+    trainer._finish_step = remember_before_update
 
     def check(step, rewirings):
         rewiring = rewirings[""]

@@ -112,7 +112,7 @@ def test_active_set_changed_between_forward_and_backward_raises(off_cpu):
     net = model(1, torch.float32)
     own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
     y = net(torch.randn(12, 16))
-    own._change_own(own._plan_own({}))
+    own._apply_own_state(own._plan_own_state({}))
     with pytest.raises(RuntimeError, match="have changed between forward and backward"):
         y.sum().backward()
 

@@ -174,8 +174,8 @@ def test_records_and_telemetry_do_not_wait(count_waits, monkeypatch, tmp_path):
             before = PendingHostCopy.sent
             step(net, trainer)
             assert PendingHostCopy.sent > before
-            assert len(recorder._waiting) == len(layer.pending) == number
+            assert len(recorder._pending) == len(layer.pending) == number
         assert not count_waits
     finally:
-        recorder._waiting.clear()
+        recorder._pending.clear()
         recorder.flush()

@@ -18,7 +18,7 @@ class RepairedBlock(NamedTuple):
     """A block of a model and how far its outputs are from those of the dense block.
 
     Attributes:
-        name: of the block in the model.
+        name: the name of the block in the model.
         before, after: ||sparse - dense||^2 / ||dense||^2 over all calibration batches, before and
             after the repair of this block; those before it are repaired in both.
     """
@@ -83,9 +83,9 @@ def repair(
                 "returns, so they cannot be repaired one by one: train the whole model"
             )
         if sparse_blocks.names != dense_blocks.names:
+            blocks, others = (_describe_blocks(b.names) for b in (sparse_blocks, dense_blocks))
             raise ValueError(
-                f"the models must have the same blocks, got {_some(sparse_blocks.names)} and, in "
-                f"dense, {_some(dense_blocks.names)}"
+                f"the models must have the same blocks, got {blocks} and, in dense, {others}"
             )
         hidden, dense_hidden = sparse_blocks.inputs, dense_blocks.inputs
         for k, name in enumerate(sparse_blocks.names):
@@ -109,17 +109,17 @@ def _release_indices(model: nn.Module) -> None:
             module.pattern.forget_index()
 
 
-def _some(names: list[str]) -> str:
+def _describe_blocks(names: list[str]) -> str:
     return f"{len(names)} blocks {names[0]!r}, ..." if names else "no chain of blocks"
 
 
 def _repair_block(
     blocks: Blocks, k: int, hidden: list[Tensor], targets: list[Tensor], epochs: int, lr: float
 ) -> tuple[float, float]:
-    """Train block k; its error before and after."""
+    """Train block k, and return its errors before and after."""
     block = blocks.model.get_submodule(blocks.names[k])
     parameters = [p for p in block.parameters() if p.requires_grad]
-    before = _error(blocks, k, hidden, targets)
+    before = _relative_error(blocks, k, hidden, targets)
     if not parameters:
         return before, before
     saved = [p.detach().clone() for p in parameters]
@@ -133,7 +133,7 @@ def _repair_block(
                 functional.mse_loss(*_compute_pair(blocks, k, batch, x, target)).backward()
                 optimizer.step()
                 schedule.step()
-        after = _error(blocks, k, hidden, targets)
+        after = _relative_error(blocks, k, hidden, targets)
     finally:
         optimizer.zero_grad()
         if not after <= before:  # worse, NaN, or interrupted
@@ -152,7 +152,7 @@ def _compute_pair(
 
 
 @torch.no_grad()
-def _error(blocks: Blocks, k: int, hidden: list[Tensor], targets: list[Tensor]) -> float:
+def _relative_error(blocks: Blocks, k: int, hidden: list[Tensor], targets: list[Tensor]) -> float:
     difference = norm = 0.0
     for batch, (x, target) in enumerate(zip(hidden, targets, strict=True)):
         output, target = _compute_pair(blocks, k, batch, x, target)

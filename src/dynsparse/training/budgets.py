@@ -36,17 +36,17 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What a budget looks at: the layers that an update can change, before it."""
+    """The inputs of a budget: the layers that an update can change, before the update."""
 
     step: int
     schedule: Schedule
     patterns: Mapping[str, SparsePattern]
     scores: Callable[[str], Tensor]
-    """From a layer's name to its drop scores [nnz]; computed at each call."""
+    """Returns the drop scores [nnz] of a layer by its name; computed at each call."""
     history: History
     regrow_dropped: bool
     ranks: Ranks = ALONE
-    """The ranks that update together. Each calls its budget; the result of the first counts."""
+    """The ranks that update together. Each calls its budget; the first rank's result is used."""
     shards: Mapping[str, LayerShard] = field(default_factory=dict)
     """Of tensor-parallel layers: `scores` are the shard's; `patterns` has the full layer's size."""
     on_device: bool = False
@@ -59,12 +59,12 @@ class Survey:
         with collective_errors(self.ranks):
             scores = [self.scores(name) for name in self.patterns]
         if self.on_device and scores:
-            return self._read(scores, count_lowest_on_device(scores, count, most))
+            return self._fetch_counts(scores, count_lowest_on_device(scores, count, most))
         shards = [self.shards.get(name) for name in self.patterns]
         return count_lowest(scores, count, most, self.ranks, shards)
 
-    def _read(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
-        """A device's counts [layers], unless scores hold NaN."""
+    def _fetch_counts(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
+        """Copy counts [layers] from a device; raise ValueError where scores hold NaN."""
         has_nan = [score.isnan().any() for score in scores]
         numbers = [int(number) for number in fetch_scalars([*counts, *has_nan])]
         for name, is_nan in zip(self.patterns, numbers[len(scores) :], strict=True):
@@ -72,12 +72,12 @@ class Survey:
                 raise ValueError(f"layer {name!r}: {NAN_SCORES}")
         return numbers[: len(scores)]
 
-    def below_zero(self) -> list[int]:
+    def count_below_zero(self) -> list[int]:
         """For each layer how many scores are below zero."""
         if self.on_device:
             scores = [self.scores(name) for name in self.patterns]
             below = [(score < 0).sum().to(scores[0].device) for score in scores]
-            return self._read(scores, torch.stack(below)) if below else []
+            return self._fetch_counts(scores, torch.stack(below)) if below else []
         with collective_errors(self.ranks):
             counts = [int((self.scores(name) < 0).sum()) for name in self.patterns]
         return self._sum_shards(counts) if self.shards else counts
@@ -115,7 +115,7 @@ class Survey:
         pattern = self.patterns[name]
         return pattern.total - pattern.nnz + (drop if self.regrow_dropped else 0)
 
-    def replaced(self, name: str, nnz: int) -> int:
+    def replacement_count(self, name: str, nnz: int) -> int:
         """How many of `nnz` blocks the schedule replaces, no more than there is room for."""
         count = min(self.schedule.drop_count(self.step, nnz), nnz)
         return count if self.regrow_dropped else min(count, self.room(name, 0))
@@ -135,7 +135,7 @@ class Budget:
         self.options: dict[str, Any] = {}
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
-        """Look at the layers when the trainer is made."""
+        """Prepare for these layers; called once, when the trainer is made."""
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
         """Layer name -> how many blocks leave and join; layers left out stay as they are."""
@@ -155,7 +155,9 @@ class LayerBudget(Budget):
     """Each layer replaces the schedule's share of its own blocks."""
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
-        replaced = {name: survey.replaced(name, p.nnz) for name, p in survey.patterns.items()}
+        replaced = {
+            name: survey.replacement_count(name, p.nnz) for name, p in survey.patterns.items()
+        }
         return {name: Counts(k, k) for name, k in replaced.items()}
 
 
@@ -196,7 +198,7 @@ class SoftBudget(Budget):
         self.blocks = {name: pattern.nnz for name, pattern in patterns.items()}
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
-        _check_begun(self.blocks, survey.patterns)
+        _check_known(self.blocks, survey.patterns)
         counts = {}
         for name, pattern in survey.patterns.items():
             blocks = self.blocks[name]
@@ -298,16 +300,20 @@ class GradualBudget(Budget):
         schedule = survey.schedule
         if not isinstance(schedule, GradualSchedule):
             raise TypeError(f"expected a GradualSchedule, got {type(schedule).__name__}")
-        _check_begun(self.first, survey.patterns)
+        _check_known(self.first, survey.patterns)
         left = schedule.remaining(survey.step)
-        pruned = self._global(survey, left) if self.scope == "global" else self._local(survey, left)
+        pruned = (
+            self._global_drops(survey, left)
+            if self.scope == "global"
+            else self._layer_drops(survey, left)
+        )
         counts = {}
         for name, drop in pruned.items():
-            replaced = survey.replaced(name, survey.patterns[name].nnz - drop)
+            replaced = survey.replacement_count(name, survey.patterns[name].nnz - drop)
             counts[name] = Counts(drop + replaced, replaced)
         return counts
 
-    def _local(self, survey: Survey, left: float) -> dict[str, int]:
+    def _layer_drops(self, survey: Survey, left: float) -> dict[str, int]:
         drops = {}
         for name, pattern in survey.patterns.items():
             final = self.final[name]
@@ -315,7 +321,7 @@ class GradualBudget(Budget):
             drops[name] = max(0, pattern.nnz - target)
         return drops
 
-    def _global(self, survey: Survey, left: float) -> dict[str, int]:
+    def _global_drops(self, survey: Survey, left: float) -> dict[str, int]:
         patterns = survey.patterns
         final = sum(self.final[name] for name in patterns)
         target = final + round((sum(self.first[name] for name in patterns) - final) * left)
@@ -364,7 +370,7 @@ class MomentumBudget(Budget):
                     f"the momentum of layer {name!r} is {means[-1]}, so layers cannot be ranked: "
                     "the training has diverged"
                 )
-        # Without room for all, fewer leave, so that the total stays.
+        # Where not all dropped blocks have room to grow, fewer are dropped: the total stays.
         while (short := sum(drops) - sum(room)) > 0:
             largest = max(range(len(drops)), key=drops.__getitem__)
             taken = min(short, drops[largest])
@@ -376,7 +382,7 @@ class MomentumBudget(Budget):
 
 
 def apportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
-    """`total` as whole numbers in proportion to `weights`, none above its `most`.
+    """Divide `total` into whole numbers in proportion to `weights`, none above its `most`.
 
     What exceeds a `most` is shared among the others in proportion to their weights, or evenly where
     all of these are zero. Rounding is by largest remainder, the first of equals first.
@@ -417,9 +423,10 @@ def _check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> N
         )
 
 
-def _check_begun(begun: Collection[str], patterns: Mapping[str, SparsePattern]) -> None:
+def _check_known(known: Collection[str], patterns: Mapping[str, SparsePattern]) -> None:
+    """Raise RuntimeError for a layer that `Budget.begin` did not get."""
     for name in patterns:
-        if name not in begun:
+        if name not in known:
             raise RuntimeError(
                 f"layer {name!r} was frozen when the trainer was made, which decided the final "
                 "number of blocks of the others: make a new trainer"

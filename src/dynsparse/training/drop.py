@@ -174,10 +174,10 @@ def _lowest_over_ranks(
     local = [
         masked_positions(slot, mask).sort().values for slot, mask in zip(slots, chosen, strict=True)
     ]
-    leave = gather_sorted(ranks.all_ranks, local, limits)
+    dropped = gather_sorted(ranks.all_ranks, local, limits)
     return [
         entries if shard is None else shard.slots(entries)
-        for entries, shard in zip(leave, shards, strict=True)
+        for entries, shard in zip(dropped, shards, strict=True)
     ]
 
 
@@ -209,7 +209,7 @@ def count_lowest(
             min(m, len(s)) if shard is None else m
             for s, m, shard in zip(scores, most, shards, strict=True)
         ]
-        return _lowest_of_all_over_ranks(ranks, scores, count, limits, shards)
+        return _count_lowest_over_ranks(ranks, scores, count, limits, shards)
     for s in scores:
         if len(s) and bool(torch.isnan(s.min())):
             raise ValueError(NAN_SCORES)
@@ -274,7 +274,7 @@ def _local_scores(
     return parts, slots
 
 
-def _lowest_of_all_over_ranks(
+def _count_lowest_over_ranks(
     ranks: Ranks,
     scores: Sequence[Tensor],
     count: int,
@@ -282,15 +282,18 @@ def _lowest_of_all_over_ranks(
     shards: Sequence[LayerShard | None],
 ) -> list[int]:
     parts, slots = _local_scores(ranks, scores, shards)
-    within = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
+    masks = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
     # Layers in order, so that among equal scores the first layer comes first.
     ends = torch.tensor([0, *_limits(scores, shards)], device="cpu").cumsum(0).tolist()
-    candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
-    chosen_counts = [
-        masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)
+    candidates = [part[mask].double() for part, mask in zip(parts, masks, strict=True)]
+    positions = [
+        masked_positions(s, mask) + end
+        for s, mask, end in zip(slots, masks, ends[:-1], strict=True)
     ]
-    joined = torch.cat([c.to(ranks.device) for c in candidates])
-    at = torch.cat([p.to(ranks.device) for p in chosen_counts])
-    (leaves,) = select_over_ranks(ranks.all_ranks, [joined], [at], [count], largest=False)
-    by_layer = leaves.split([len(c) for c in candidates])
+    all_scores = torch.cat([c.to(ranks.device) for c in candidates])
+    all_positions = torch.cat([p.to(ranks.device) for p in positions])
+    (dropped,) = select_over_ranks(
+        ranks.all_ranks, [all_scores], [all_positions], [count], largest=False
+    )
+    by_layer = dropped.split([len(c) for c in candidates])
     return ranks.all_ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

@@ -22,7 +22,7 @@ from dynsparse.ranks import (
     topk_over_ranks,
 )
 from dynsparse.training.deferred_checks import layer_errors
-from dynsparse.training.layer_shards import full_patterns
+from dynsparse.training.layer_shards import gather_full_patterns
 
 
 class Growth:
@@ -136,7 +136,7 @@ class RandomGrowth(Growth):
         self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         chosen = []
-        for local, request in zip(requests, full_patterns(requests, ranks), strict=True):
+        for local, request in zip(requests, gather_full_patterns(requests, ranks), strict=True):
             with layer_errors(request.name):
                 generator = self.generator_for(request.name, step, "positions")
                 flat = random_outside(request.pattern, request.count, generator=generator)

@@ -32,7 +32,7 @@ class History:
     """Keeps x and dY of the steps that count. The base of all histories has no state.
 
     Attributes:
-        window: how many steps count, up to that of the update; None: all.
+        window: how many steps count, up to that of the update; None for all.
         options: settings that must agree when a training is resumed; plain types.
     """
 
@@ -152,7 +152,7 @@ class WindowMomentum(History):
 
     def pairs(self, layer: str) -> list[Pair]:
         newest_first = [*reversed(self._steps.get(layer, ()))]
-        # Those of a checkpoint are on the CPU.
+        # Pairs loaded from a checkpoint are on the CPU.
         device = next((x.device for pairs in newest_first for x, _ in pairs), None)
         weighted = []
         for age, pairs in enumerate(newest_first):
@@ -239,7 +239,7 @@ class DenseMomentum(History):
             fresh = layer not in self._momentum
             if fresh:
                 self._momentum[layer] = torch.empty(out, in_, dtype=dtype, device=dy.device)
-            # That of a checkpoint is on the CPU.
+            # A momentum loaded from a checkpoint is on the CPU.
             self._momentum[layer] = self._momentum[layer].to(dy.device)
             add_rows(self._momentum[layer], [(x, dy)], 0, out, fresh)
 
@@ -322,7 +322,7 @@ def gradient_at(pairs: Sequence[Pair], pattern: SparsePattern) -> Tensor:
 def _rows_of(
     pattern: SparsePattern, first: int, count: int, device: torch.device
 ) -> tuple[PatternIndex, slice]:
-    """The index of some rows of a pattern as one of their own, and their slots."""
+    """The index of the pattern's rows [first, first + count), and the slice of their slots."""
     b, width = pattern.block_size, pattern.grid[1]
     begin, end = pattern.row_ptr[first // b], pattern.row_ptr[(first + count) // b]
     slots = slice(int(begin), int(end))

@@ -123,13 +123,13 @@ class LocalSlots:
         self._known: dict[str, tuple[SparsePattern, Tensor, int]] = {}
 
     def update(self, layers: Mapping[str, SparseLinear]) -> None:
-        """Look at patterns that have changed; all ranks call this at the same time."""
+        """Find the slots of layers whose patterns have changed; all ranks call this."""
         for name, shard in find_shards(layers).items():
             if name not in self._known or self._known[name][0] is not shard.pattern:
                 self._known[name] = (shard.pattern, *shard.spec.slots(shard.pattern))
 
-    def of(self, name: str, layer: SparseLinear) -> tuple[Tensor | slice, int]:
-        """The slots, and how many the full layer has."""
+    def slots_of(self, name: str, layer: SparseLinear) -> tuple[Tensor | slice, int]:
+        """This rank's slots of a layer, and how many slots the full layer has."""
         if name in self._known:
             return self._known[name][1:]
         return slice(None), layer.pattern.nnz
@@ -169,8 +169,9 @@ def sum_shards(
     return ranks.all_ranks.sum(torch.tensor(local, dtype=dtype, device=ranks.device)).tolist()
 
 
-def full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:
-    """Requests of shards as those of full layers: for choices that need only the pattern."""
+def gather_full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:
+    """Turn requests for shards into requests for full layers, for growth that needs only their
+    patterns. All ranks call this."""
     sharded = [r for r in requests if r.spec is not None]
     shards = [LayerShard(r.spec, r.pattern) for r in sharded if r.spec is not None]
     local = [
@@ -200,7 +201,7 @@ def resize_shards(layer: SparseLinear, count: int) -> None:
     again. The Parameter stays the same object.
 
     Raises:
-        RuntimeError: who shards these values is not known, or has gathered them.
+        RuntimeError: torch's object that shards these values is not found, or has gathered them.
     """
     values = layer.values
     if not is_sharded(values) or len(values) == count:
@@ -236,7 +237,7 @@ def _fsdp_parameter(layer: SparseLinear) -> Any:
     )
 
 
-def follow_sizes(values: Iterable[Tensor]) -> None:
+def rebuild_reducers(values: Iterable[Tensor]) -> None:
     """Make the DistributedDataParallel wrappers of these Parameters reduce gradients of their
     present sizes.
 
@@ -266,7 +267,7 @@ _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 def _wrappers_of(values: Iterable[Tensor]) -> list[DistributedDataParallel]:
     _find_wrappers()
     ids = {id(value) for value in values}
-    return [ddp for ddp in list(_wrappers) if _holds(ddp, ids)]
+    return [ddp for ddp in list(_wrappers) if _reduces_any(ddp, ids)]
 
 
 @cache
@@ -284,7 +285,7 @@ def _note_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> 
         _wrappers.add(module)
 
 
-def _holds(ddp: DistributedDataParallel, ids: set[int]) -> bool:
+def _reduces_any(ddp: DistributedDataParallel, ids: set[int]) -> bool:
     if "module" not in ddp._modules or not hasattr(ddp, "parameters_to_ignore"):
         return False  # its constructor is running, or has failed
     return any(

@@ -15,13 +15,12 @@ from dynsparse.ops.linear import cpu_dense
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
-
 # Bytes of values from which an update returns its arrays; below, allocating the memory again would
 # cost more than the update.
 _WORTHWHILE = 4 << 20
 
-# Bytes from which each part of an update does, for a lower peak: the next part allocates the memory
-# again, which takes a tenth of the time of an update.
+# Bytes of values from which each part of an update returns its arrays, for a lower peak: the next
+# part allocates the memory again, which takes a tenth of the time of an update.
 _LARGE = 8 << 20
 
 
@@ -38,13 +37,13 @@ def keep_memory() -> bool:
     Returns:
         Whether it took effect: False where the C library is not glibc.
     """
-    mallopt = _of_glibc("mallopt")
+    mallopt = _glibc_function("mallopt")
     return mallopt is not None and all(
         [mallopt(_M_TRIM_THRESHOLD, -1) == 1, mallopt(_M_MMAP_MAX, 0) == 1]
     )
 
 
-def release_memory(values: Tensor, *, within: bool = False) -> None:
+def release_memory(values: Tensor, *, in_update: bool = False) -> None:
     """Return freed memory to the system.
 
     glibc keeps freed blocks of up to 32 MiB, also between blocks in use, where the next array may
@@ -54,9 +53,9 @@ def release_memory(values: Tensor, *, within: bool = False) -> None:
 
     Args:
         values: of the layer that is updated; for small ones this does nothing.
-        within: whether the update is still in progress.
+        in_update: whether the update is still in progress.
     """
-    if values.is_cpu and values.nbytes >= (_LARGE if within else _WORTHWHILE):
+    if values.is_cpu and values.nbytes >= (_LARGE if in_update else _WORTHWHILE):
         _release()
 
 
@@ -65,13 +64,13 @@ def _release() -> None:
     if library is not None:
         library.dynsparse_release_scratch()
     cpu_dense.release_memory()
-    trim = _of_glibc("malloc_trim")
+    trim = _glibc_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 @cache
-def _of_glibc(name: str) -> Callable[..., int] | None:
+def _glibc_function(name: str) -> Callable[..., int] | None:
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "gnu_get_libc_version"):
         return None
     return getattr(library, name)

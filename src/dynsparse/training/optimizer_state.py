@@ -44,7 +44,7 @@ class StateEntry(NamedTuple):
 
     Attributes:
         state, key: the dictionary that holds it, and its key there.
-        tensor: itself, or the codes of a quantized one.
+        tensor: the tensor, or the codes of a quantized tensor.
         fill: the initial value of grown entries: a number, or a tensor that `Rewiring.apply` takes.
     """
 
@@ -98,7 +98,8 @@ def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
 def states_of(
     optimizer: torch.optim.Optimizer, values: Tensor
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[Any, Any]]]:
-    """What an optimizer, and those that it holds, keep of `values`; each with its state."""
+    """Yield every optimizer that keeps state of `values` (the given one or one that it holds), with
+    this state."""
     seen: set[int] = set()
     for candidate in nested_optimizers(optimizer):
         state = getattr(candidate, "state", {}).get(values)
@@ -110,8 +111,8 @@ def states_of(
 def _named_states(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[torch.optim.Optimizer, Any, Any]]:
-    """What an optimizer, and those that it holds, keep under keys that are no Parameters, as TRAC
-    does; each with its key and its state."""
+    """Yield every state under a key that is no Parameter, as TRAC has, with its optimizer (the
+    given one or one that it holds) and its key."""
     seen: set[int] = set()
     for candidate in nested_optimizers(optimizer):
         for key, state in getattr(candidate, "state", {}).items():

@@ -24,8 +24,10 @@ from dynsparse.ranks import (
 )
 from dynsparse.training.optimizer_state import states_of
 
-_SAME = "make the trainer with the same arguments on every rank"
-_OTHERS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
+_SAME_ARGUMENTS = "make the trainer with the same arguments on every rank"
+_PASS_RANKS = (
+    "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
+)
 
 # Norms of a shared gradient differ by rounding at most, those of separate gradients by percents.
 _TOLERANCE = 1e-3
@@ -55,9 +57,9 @@ def broadcast_initial_state(
     check_shards(ranks, layers)
     if ranks.alone:
         return
-    check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+    check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _PASS_RANKS)
     check_consistent(
-        ranks, {f"the {key}": repr(setting) for key, setting in settings.items()}, _SAME
+        ranks, {f"the {key}": repr(setting) for key, setting in settings.items()}, _SAME_ARGUMENTS
     )
     used = {
         name
@@ -76,7 +78,7 @@ def broadcast_layers(ranks: Ranks, model: nn.Module) -> None:
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not ranks.alone:
-        check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+        check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _PASS_RANKS)
         _broadcast_differing(ranks, layers, set())
 
 
@@ -177,12 +179,12 @@ def check_before_update(
             {"the step that ends in an update": str(step)},
             "call trainer.step() as often on every rank, and load the same state",
         )
-        check_consistent(ranks, states, f"{_SAME}, and load the same state", shown=False)
+        check_consistent(ranks, states, f"{_SAME_ARGUMENTS}, and load the same state", shown=False)
     norms.compare(ranks, numbers[2:])
 
 
 def _digest(thing: Any) -> int:
-    """Of plain types and tensors."""
+    """A digest of plain types and tensors, also nested."""
     if isinstance(thing, Tensor):
         return digest(str(thing.dtype), thing)
     if isinstance(thing, Mapping):
@@ -233,7 +235,7 @@ class _GradientNorms:
             if line:
                 raise RuntimeError(line)
             return
-        with collective_errors(ranks):  # each group of a mesh compares, and all of them hear
+        with collective_errors(ranks):  # each group of a mesh compares, and the error reaches all
             if line:
                 raise RuntimeError(line)
 
@@ -298,7 +300,7 @@ class PatternComparison:
         """Raise ValueError, the same on all ranks, where patterns differ; `numbers` are reduced."""
         if self._ranks.alone or are_all_equal(self._ranks, self.numbers):
             return
-        check_consistent(self._ranks, {"the layers that change": self._names}, _SAME)
+        check_consistent(self._ranks, {"the layers that change": self._names}, _SAME_ARGUMENTS)
         check_consistent(
             self._ranks,
             self._patterns,

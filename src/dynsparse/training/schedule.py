@@ -66,13 +66,13 @@ def _has_next_due(kind: type[Any]) -> bool:
     return home("next_due") is not None and home("next_due") is home("is_due")
 
 
-def _multiple(interval: int, step: int) -> int:
+def _next_multiple(interval: int, step: int) -> int:
     """The first multiple of `interval` from `step` on."""
     return -(-step // interval) * interval
 
 
 @dataclass(frozen=True)
-class _Regular:
+class _PeriodicSchedule:
     """The arguments of all schedules: how long, how often, and how much at most."""
 
     total_steps: int
@@ -86,7 +86,7 @@ class _Regular:
 
 
 @dataclass(frozen=True)
-class CosineSchedule(_Regular):
+class CosineSchedule(_PeriodicSchedule):
     """Every `update_interval` steps a share of a layer's blocks that falls by a cosine.
 
     With T_end = `end_fraction` of `total_steps` and z = `zero_steps` the update after step t
@@ -148,7 +148,7 @@ class CosineSchedule(_Regular):
         return due and self.drop_fraction > 0
 
     def next_due(self, step: int) -> int | None:
-        due = _multiple(self.update_interval, max(step, self.zero_steps))
+        due = _next_multiple(self.update_interval, max(step, self.zero_steps))
         return due if due < self.end and self.drop_fraction > 0 else None
 
     def drop_count(self, step: int, nnz: int) -> int:
@@ -158,7 +158,7 @@ class CosineSchedule(_Regular):
 
 
 @dataclass(frozen=True)
-class ConstantSchedule(_Regular):
+class ConstantSchedule(_PeriodicSchedule):
     """Every `update_interval` steps the same share of a layer's blocks, rounded down.
 
     No update follows the last step of `total_steps`, since nothing would train what it grows.
@@ -170,7 +170,7 @@ class ConstantSchedule(_Regular):
         return due and self.drop_fraction > 0
 
     def next_due(self, step: int) -> int | None:
-        due = _multiple(self.update_interval, step)
+        due = _next_multiple(self.update_interval, step)
         return due if due < self.total_steps and self.drop_fraction > 0 else None
 
     def drop_count(self, step: int, nnz: int) -> int:
@@ -247,7 +247,7 @@ class GradualSchedule:
         return prunes or regrows
 
     def next_due(self, step: int) -> int | None:
-        regular = _multiple(self.update_interval, max(step, self.start + 1))
+        regular = _next_multiple(self.update_interval, max(step, self.start + 1))
         if step <= self.end:
             return min(regular, self.end)
         return regular if self.drop_fraction > 0 and regular < self.total_steps else None

@@ -56,27 +56,27 @@ def _hooks_of(optimizer: Any) -> int | None:
 
 
 class OptimizerSteps:
-    """Calls a trainer's `_before` before every step of its optimizer, and `_after` after it, once
-    each.
+    """Calls a trainer's `_begin_step` before every step of its optimizer, and its `_finish_step`
+    after it, once each.
 
     A step is taken in one of three ways: by `step`; by the optimizer's own `step`, which torch's
     hooks report, in any loop; between `prepare` and `finish`. A gradient that was used in one way
-    is rejected in another. With a closure, `_before` follows each of its calls, when the gradients
-    exist. A step that a CUDA graph captures does not count.
+    is rejected in another. With a closure, `_begin_step` follows each of its calls, when the
+    gradients exist. A step that a CUDA graph captures does not count.
 
     Args:
-        given: the optimizer as the loop knows it, perhaps a wrapper.
+        optimizer: the optimizer as the loop knows it, perhaps a wrapper.
         trainer: a `SparseTrainer`, which holds this object; the optimizer holds neither of them.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, trainer: Any) -> None:
-        self._given, self._optimizer = given, unwrap_optimizer(given)
+    def __init__(self, optimizer: torch.optim.Optimizer, trainer: Any) -> None:
+        self._loop_optimizer, self._optimizer = optimizer, unwrap_optimizer(optimizer)
         self._trainer = weakref.ref(trainer)
         self._hooks: _Hooks | None = None
         self._caller = ""  # the method that takes the present step
         self._depth = 0  # nested calls: of an optimizer's step, and of its base class's
         self._by_hand = self._passed = False  # after `prepare`, and after a step following it
-        self._failed = False  # `_after`, following the optimizer's own step
+        self._failed = False  # `_finish_step`, following the optimizer's own step
         self._result: Rewirings = None
         self._span: Any = OFF
         self._last_caller = ""
@@ -103,18 +103,18 @@ class OptimizerSteps:
             self._hooks = _Hooks(self, list(optimizers.values()))
 
     def stop(self) -> None:
-        """Ignore them from now on."""
+        """Stop following the optimizer's own steps."""
         if self._hooks is not None:
             self._hooks.close()
         self._hooks, self._depth = None, 0
 
     def step(self, take: Callable[[], Any] | None = None) -> Rewirings:
-        """Take a step; returns what `_after` returned, None where the optimizer took none.
+        """Take a step; returns what `_finish_step` returned, None where the optimizer took none.
 
         Args:
             take: steps the optimizer in place of its own `step`.
         """
-        if self._given is self._optimizer and _accumulates():
+        if self._loop_optimizer is self._optimizer and _accumulates():
             raise RuntimeError(
                 "trainer.step() would step the optimizer after each micro-batch, inside "
                 "accumulate() of Accelerate: call step() of the optimizer that prepare() returned, "
@@ -122,7 +122,7 @@ class OptimizerSteps:
             )
         self._caller, self._result, self._depth = _STEP, None, 0
         self._begin_span("optimizer")
-        take = self._given.step if take is None else take
+        take = self._loop_optimizer.step if take is None else take
         try:
             if self.is_hooked:
                 take()
@@ -136,21 +136,21 @@ class OptimizerSteps:
             self._end_span()
 
     def prepare(self) -> None:
-        """Call `_before`, for a loop that steps the optimizer and then calls `finish`."""
+        """Call `_begin_step`, for a loop that steps the optimizer and then calls `finish`."""
         if self._by_hand and self._passed:
             raise RuntimeError(
                 "expected after_optimizer_step() behind the optimizer's step, got another "
                 "before_optimizer_step(): call both, or none of them"
             )
         self._by_hand = False
-        with self._called_by("before_optimizer_step()"):
+        with self._set_caller("before_optimizer_step()"):
             self._begin()
         self._by_hand, self._passed = True, False
 
     def finish(self) -> Rewirings:
-        """Call `_after`: after `prepare` and a step, again where it failed, or after a step that
-        was not followed."""
-        with self._called_by("before_optimizer_step()"):
+        """Call `_finish_step`: after `prepare` and a step, again where it failed, or after a step
+        that was not followed."""
+        with self._set_caller("before_optimizer_step()"):
             if not (self._by_hand or self._failed):
                 self._check_new("after_optimizer_step()")
             result = self._end()
@@ -164,7 +164,7 @@ class OptimizerSteps:
         return trainer
 
     @contextmanager
-    def _called_by(self, caller: str) -> Iterator[None]:
+    def _set_caller(self, caller: str) -> Iterator[None]:
         self._caller = caller
         try:
             yield
@@ -176,7 +176,7 @@ class OptimizerSteps:
         if self._caller != _STEP:
             self._begin_span("optimizer")
         self._check_new(self._caller or "optimizer.step()")
-        self._owner._before()
+        self._owner._begin_step()
 
     def _end(self) -> Rewirings:
         owner, steps = self._owner, self._owner.steps
@@ -185,7 +185,7 @@ class OptimizerSteps:
             self._span.__exit__()
             self._begin_span("update")
         try:
-            result: Rewirings = owner._after()
+            result: Rewirings = owner._finish_step()
         finally:
             # The functions of `on_update` may fail after the step has counted.
             self._failed = owner.steps == steps
@@ -193,7 +193,7 @@ class OptimizerSteps:
                 self._mark_step()
         self._result = result
         if update:
-            owner._count(result)
+            owner._trace_counters(result)
         return result
 
     def _mark_step(self) -> None:

@@ -52,7 +52,7 @@ class Telemetry:
     def _update(self, step: int, rewirings: dict[str, Rewiring]) -> None:
         for name, watched in self._watched.items():
             watched.update(rewirings.get(name))
-            watched.look(wait=False)
+            watched.count_pending(wait=False)
 
     def figures(self) -> dict[str, int | float]:
         """The figures of every layer and of all together."""
@@ -95,7 +95,7 @@ class _Layer:
         pattern = layer.pattern
         self.visited = np.zeros((pattern.total + 7) // 8, np.uint8)
         self.explored = 0
-        self._visit(pattern.sorted_flat.numpy())
+        self._mark_visited(pattern.sorted_flat.numpy())
         self.first = pattern.nnz
         self.from_start = torch.ones(pattern.nnz, dtype=torch.bool, device="cpu")
         self.last = (pattern.nnz, 0, 0)  # blocks before the last update, dropped, grown
@@ -107,24 +107,24 @@ class _Layer:
             rewiring._start_host_copy()
         self.pending.append(self.layer.pattern.nnz if rewiring is None else rewiring)
 
-    def look(self, wait: bool) -> None:
-        """Count updates that are on the CPU; all of them if it may wait."""
+    def count_pending(self, wait: bool) -> None:
+        """Count the pending updates that are on the CPU; with `wait`, all of them."""
         while self.pending and (
             wait or isinstance(self.pending[0], int) or self.pending[0]._is_on_host
         ):
-            self._look_at(self.pending.popleft())
+            self._count_update(self.pending.popleft())
 
-    def _look_at(self, rewiring: Rewiring | int) -> None:
+    def _count_update(self, rewiring: Rewiring | int) -> None:
         if isinstance(rewiring, int):
             self.last = (rewiring, 0, 0)
             return
         grown = rewiring.grown
-        self._visit(rewiring.after.flat[grown].sort().values.numpy())
+        self._mark_visited(rewiring.after.flat[grown].sort().values.numpy())
         self.from_start = rewiring.apply(self.from_start, False)
         kept = rewiring.after.nnz - len(grown)
         self.last = (rewiring.before.nnz, rewiring.before.nnz - kept, len(grown))
 
-    def _visit(self, flat: np.ndarray) -> None:
+    def _mark_visited(self, flat: np.ndarray) -> None:
         """Mark sorted, distinct positions."""
         if not len(flat):
             return
@@ -135,7 +135,7 @@ class _Layer:
 
     def counts(self) -> dict[str, int]:
         """Integers that add up over layers."""
-        self.look(wait=True)
+        self.count_pending(wait=True)
         pattern, (before, dropped, grown) = self.layer.pattern, self.last
         b, (height, width) = pattern.block_size, pattern.grid
         return {
@@ -152,7 +152,7 @@ class _Layer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        self.look(wait=True)
+        self.count_pending(wait=True)
         return {
             "positions": self.layer.pattern.total,
             "visited": torch.from_numpy(self.visited.copy()),

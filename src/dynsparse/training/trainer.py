@@ -26,7 +26,7 @@ from dynsparse.training.deferred_checks import check_gradients, layer_errors
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientStep, GrownValue, Growth
 from dynsparse.training.history import History, LastStep
-from dynsparse.training.layer_shards import describe_layer, follow_sizes, resolve_ranks
+from dynsparse.training.layer_shards import describe_layer, rebuild_reducers, resolve_ranks
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state, states_of
 from dynsparse.training.rank_consistency import (
     PatternComparison,
@@ -56,6 +56,7 @@ from dynsparse.training.update import (
 from dynsparse.training.update_on_device import can_update_on_device, plan_on_device
 from dynsparse.training.validation import (
     check_components,
+    check_description,
     find_sparse_layers,
     warn_at_end,
     warn_of_settings,
@@ -153,7 +154,7 @@ class SparseTrainer:
             watch(model)
             for layer in self.layers.values():
                 layer.shrink_index()
-            self.optimizer, self._given = unwrap_optimizer(optimizer), optimizer
+            self.optimizer, self._loop_optimizer = unwrap_optimizer(optimizer), optimizer
             check_optimizer(
                 self.optimizer, {name: layer.values for name, layer in self.layers.items()}
             )
@@ -166,9 +167,9 @@ class SparseTrainer:
             self.history: History = LastStep() if history is None else history
             self.steps = self.updates = 0
             self.on_update: list[UpdateHook] = []
-        begin_budget(self.budget, self._trained(), self.ranks)
+        begin_budget(self.budget, self._trainable_layers(), self.ranks)
         if schedule is not None:
-            keep_slots(self._trained())
+            keep_slots(self._trainable_layers())
         # Without `_own_options`: subclasses are not initialised yet.
         settings = {
             "algorithm": type(self).__name__,
@@ -176,8 +177,8 @@ class SparseTrainer:
             "drop score": describe_function(drop_score),
         }
         if self.ranks.rank == 0:
-            warn_of_settings(schedule, self.optimizer, self._trained())
-        broadcast_initial_state(self.ranks, self._trained(), settings, self.optimizer)
+            warn_of_settings(schedule, self.optimizer, self._trainable_layers())
+        broadcast_initial_state(self.ranks, self._trainable_layers(), settings, self.optimizer)
         if growth is not None:
             growth.broadcast_settings(self.ranks)
         self._begin()
@@ -189,7 +190,7 @@ class SparseTrainer:
         )
         self._captures: dict[str, capture.Pairs] = {}
         self._loaded_own_state = False
-        self._steps = OptimizerSteps(self._given, self)
+        self._steps = OptimizerSteps(self._loop_optimizer, self)
         _trainers.add(self)
         self._take_over()
         self._remember_patterns()
@@ -234,9 +235,9 @@ class SparseTrainer:
             RuntimeError, TypeError, ValueError: see `before_optimizer_step`, which raises before
                 the optimizer's step, and `after_optimizer_step`, which raises after it.
         """
-        return self._step_by(None)
+        return self._step_with(None)
 
-    def _step_by(self, take: Callable[[], Any] | None) -> dict[str, Rewiring] | None:
+    def _step_with(self, take: Callable[[], Any] | None) -> dict[str, Rewiring] | None:
         """`step`, with a function that steps the optimizer in place of its own `step`."""
         with defer_signals():
             self._take_over()
@@ -290,24 +291,28 @@ class SparseTrainer:
                 other.stop()
         self._steps.start()
 
-    def _before(self) -> None:
+    def _begin_step(self) -> None:
         """Called before each step of the optimizer."""
-        self._follow_loaded()
+        self._follow_replaced_layers()
         if self._is_update():
             check_before_update(
-                self.ranks, self.steps + 1, self._update_inputs(), self._trained(), self._check
+                self.ranks,
+                self.steps + 1,
+                self._update_inputs(),
+                self._trainable_layers(),
+                self._check,
             )
         self._before_step()
 
-    def _after(self) -> dict[str, Rewiring] | None:
+    def _finish_step(self) -> dict[str, Rewiring] | None:
         """Called after each step of the optimizer; returns what `step` does."""
         due = self._is_update()
         ranks = self.ranks if due else ALONE
-        undo = self._undo(planning=True) if due else None
+        undo = self._make_undo(planning=True) if due else None
         if self.warns_at_end:
             warn_at_end(self.schedule, self.steps + 1)
         self.steps += 1
-        has_gradient = [0] * len(self._trained() if due else ())
+        has_gradient = [0] * len(self._trainable_layers() if due else ())
         try:
             with collective_errors(ranks, has_gradient):
                 if due:
@@ -317,7 +322,7 @@ class SparseTrainer:
                 is_scaled = self.history.window != 1 or isinstance(self.initial_value, GradientStep)
                 for name, pairs in self._captures.items():
                     self.history.observe(name, unscale(pairs) if is_scaled else list(pairs))
-                has_gradient[:] = map(self._has_gradient, self._trained() if due else ())
+                has_gradient[:] = map(self._has_gradient, self._trainable_layers() if due else ())
             changes, planned = self._plan(has_gradient) if due else ({}, None)
             rewirings = {name: change.rewiring for name, change in changes.items()}
             comparison = PatternComparison(ranks, self.steps, rewirings) if due else None
@@ -336,14 +341,14 @@ class SparseTrainer:
         self._known |= {name: rewiring.after for name, rewiring in rewirings.items()}
         self._known_state, self._loaded_own_state = self.optimizer.state, False
         if due:
-            self._change_own(planned)
+            self._apply_own_state(planned)
         self._start_capture()
         if not changes:
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # In a world of one, too, where there may be a wrapper.
             resized = [name for name, rewiring in rewirings.items() if not rewiring.keeps_size]
-            follow_sizes([self.layers[name].values for name in resized])
+            rebuild_reducers([self.layers[name].values for name in resized])
         self.updates += 1
         _call_hooks(self.on_update, self.steps, rewirings)
         return rewirings
@@ -354,7 +359,7 @@ class SparseTrainer:
     def _is_due(self, step: int) -> bool:
         return self.schedule is not None and self.schedule.is_due(step)
 
-    def _count(self, rewirings: dict[str, Rewiring] | None) -> None:
+    def _trace_counters(self, rewirings: dict[str, Rewiring] | None) -> None:
         count_density(self.layers)
         count_churn((rewirings or {}).values())
 
@@ -363,7 +368,7 @@ class SparseTrainer:
         counts = self.schedule is not None and self._needs_gradients
         if counts and self.schedule is not None:
             counts = is_due_within(self.schedule, self.steps + 1, self.history.window)
-        layers = self._trained() if counts else {}
+        layers = self._trainable_layers() if counts else {}
         self._captures = {
             name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
         }
@@ -373,11 +378,11 @@ class SparseTrainer:
             pairs.clear()
         self._captures = {}  # they hold the old values; `_start_capture` makes new ones
 
-    def _trained(self) -> dict[str, SparseLinear]:
+    def _trainable_layers(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
 
     def _gradients(self) -> list[Tensor | None]:
-        return [layer.values.grad for layer in self._trained().values()]
+        return [layer.values.grad for layer in self._trainable_layers().values()]
 
     def _remember_patterns(self) -> None:
         """Note which patterns and optimizer state belong together."""
@@ -386,7 +391,7 @@ class SparseTrainer:
         for layer in self.layers.values():
             layer._was_replaced = False
 
-    def _follow_loaded(self) -> None:
+    def _follow_replaced_layers(self) -> None:
         """Where a layer's pattern or values were replaced, but not the optimizer's state:
         connections that are in both patterns keep their state, all other state starts anew.
 
@@ -419,7 +424,7 @@ class SparseTrainer:
         """The checked changes of all layers, and those of the algorithm's own state."""
         assert self.schedule is not None
         assert self.growth is not None
-        trained = self._trained()
+        trained = self._trainable_layers()
         for layer in trained.values():
             layer.forget_panels()
         layers = layers_with_gradients(self.steps, trained, has_gradient)
@@ -443,7 +448,7 @@ class SparseTrainer:
             **plan_on_device(request, {n: c for n, c in counts.items() if n in on_device}),
         }
         changes = {name: changes[name] for name in counts}
-        return changes, self._plan_own(changes)
+        return changes, self._plan_own_state(changes)
 
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         """The drop scores of a layer's blocks: [nnz]."""
@@ -468,12 +473,12 @@ class SparseTrainer:
 
     def _check(self) -> None:
         self._check_one_optimizer()
-        check_gradients(self._trained(), self._captures, self.ranks.alone)
+        check_gradients(self._trainable_layers(), self._captures, self.ranks.alone)
 
     def _check_one_optimizer(self) -> None:
         """Raise RuntimeError where another trainer steps another optimizer over one of the layers,
         whose state would not follow the pattern."""
-        names = {id(layer.values): name for name, layer in self._trained().items()}
+        names = {id(layer.values): name for name, layer in self._trainable_layers().items()}
         for other in list(_trainers):
             if other.optimizer is self.optimizer or other.steps <= self._others.get(other, 0):
                 continue
@@ -513,7 +518,7 @@ class SparseTrainer:
         """
         self.check_state(state, {name: layer.pattern for name, layer in self.layers.items()})
         with defer_signals():
-            undo = self._undo(planning=False)
+            undo = self._make_undo(planning=False)
             try:
                 self._load_own_state(state["own_state"])
                 if self.growth is not None:
@@ -539,7 +544,7 @@ class SparseTrainer:
             patterns: those that the layers will have then, by name; state of single blocks is
                 checked only with them.
         """
-        _check_description(state, self._description())
+        check_description(state, self._description())
         if self.growth is not None:
             self.growth.check_state(state["growth_state"])
         self.budget.check_state(state["budget_state"])
@@ -571,13 +576,13 @@ class SparseTrainer:
             "regrow_dropped": self.regrow_dropped,
         }
 
-    def _undo(self, *, planning: bool) -> Callable[[], None]:
+    def _make_undo(self, *, planning: bool) -> Callable[[], None]:
         """A function that restores everything that planning, or loading a state, may change."""
         counts = self.steps, self.updates
         growth = None if self.growth is None else copy.deepcopy(self.growth.state_dict())
         budget = copy.deepcopy(self.budget.state_dict())
         history = self.history.snapshot()
-        undo_own = self._undo_own(planning)
+        undo_own = self._make_own_undo(planning)
 
         def undo() -> None:
             self.steps, self.updates = counts
@@ -597,19 +602,20 @@ class SparseTrainer:
     def _after_step(self) -> None:
         """For algorithms that change weights after the optimizer's step."""
 
-    def _undo_own(self, planning: bool) -> Callable[[], None]:
+    def _make_own_undo(self, planning: bool) -> Callable[[], None]:
         """For algorithms with state: a function that restores the present state.
 
-        With `planning`, what `_after_step` and `_plan_own` may change, otherwise what loading does.
+        It restores what loading may change; with `planning`, what `_after_step` and
+        `_plan_own_state` may change.
         """
         return lambda: None
 
-    def _plan_own(self, changes: dict[str, Change]) -> Any:
+    def _plan_own_state(self, changes: dict[str, Change]) -> Any:
         """For algorithms with state per block, which follows the pattern as the weights do: what
-        `_change_own` needs. Nothing has changed yet but the growth's generator."""
+        `_apply_own_state` needs. Nothing has changed yet but the growth's generator."""
         return None
 
-    def _change_own(self, planned: Any) -> None:
+    def _apply_own_state(self, planned: Any) -> None:
         """Apply what was planned; must not fail."""
 
     def _follow_loaded_values(self, names: Collection[str]) -> None:
@@ -628,31 +634,6 @@ class SparseTrainer:
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-
-
-def _check_description(state: Any, description: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `state` is complete, and describes the same trainer."""
-    states = ("growth_state", "budget_state", "history_state", "own_state")
-    needed = {*description, "steps", "updates", *states}
-    if not isinstance(state, dict) or not needed <= state.keys():
-        raise ValueError(f"not the state of a trainer: expected the entries {sorted(needed)}")
-    for key, value in description.items():
-        try:
-            agrees = bool(state[key] == value)
-        except (RuntimeError, TypeError, ValueError):  # tensors in the place of plain types
-            agrees = False
-        if not agrees:
-            given = state[key]
-            if isinstance(given, dict) and isinstance(value, dict) and given.keys() == value.keys():
-                key = next(name for name in value if given[name] != value[name])
-                given, value = given[key], value[key]
-            raise ValueError(
-                f"the state does not fit this trainer: its {key} is {given!r}, here it is {value!r}"
-            )
-    for key in ("steps", "updates"):
-        count = state[key]
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(f"the {key} of the state must be a number from 0 on, got {count!r}")
 
 
 def _call_hooks(hooks: Iterable[UpdateHook], step: int, rewirings: dict[str, Rewiring]) -> None:
@@ -695,6 +676,6 @@ def scaled_step(trainer: SparseTrainer, scaler: torch.amp.GradScaler) -> dict[st
     """
     check_kind("trainer", trainer, SparseTrainer, "a trainer such as RigL")
     check_kind("scaler", scaler, torch.amp.GradScaler, "a torch.amp.GradScaler")
-    rewirings = trainer._step_by(lambda: scaler.step(trainer.optimizer))
+    rewirings = trainer._step_with(lambda: scaler.step(trainer.optimizer))
     scaler.update()
     return rewirings

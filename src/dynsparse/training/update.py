@@ -146,11 +146,11 @@ def count_blocks(request: UpdateRequest, *, on_device: bool) -> dict[str, Counts
         shards=find_shards(layers),
         on_device=on_device,
     )
-    counts = _counts_of_first(request.budget, survey)
+    counts = _broadcast_counts(request.budget, survey)
     return {name: count for name, count in counts.items() if count.drop > 0 or count.grow > 0}
 
 
-def _counts_of_first(budget: Budget, survey: Survey) -> dict[str, Counts]:
+def _broadcast_counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
     ranks = survey.ranks
     if ranks.alone:
         return budget.counts(survey)
@@ -210,28 +210,28 @@ def plan_on_host(request: UpdateRequest, counts: Mapping[str, Counts]) -> dict[s
 def _plan_group(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> dict[str, Change]:
     largest = max((plan.layer.values for plan in plans), key=lambda values: values.nbytes)
     names = ", ".join(plan.name for plan in plans)
-    release_memory(largest, within=True)
+    release_memory(largest, in_update=True)
     with span("drop", layer=names):
         _choose_drops(request, plans)
     with span("grow", layer=names):
         _choose_growth(request, plans)
     fills: list[object] | None = None
     if isinstance(request.initial_value, GradientStep):
-        fills = _gradient_steps(request, request.initial_value, plans)
+        fills = _gradient_step_values(request, request.initial_value, plans)
     elif not callable(request.initial_value):
         fills = [request.initial_value] * len(plans)
-    release_memory(largest, within=True)
+    release_memory(largest, in_update=True)
     changes: dict[str, Change] = {}
     with collective_errors(request.ranks):
         with span("rewire", layer=names):
-            rewirings = _rewirings(plans)
+            rewirings = _make_rewirings(plans)
         release_memory(largest)
         if fills is not None:
-            changes = _changes(request, plans, rewirings, fills)
+            changes = _make_changes(request, plans, rewirings, fills)
     if fills is None:
         fills = _call_initial_value(request, plans, rewirings)
         with collective_errors(request.ranks):
-            changes = _changes(request, plans, rewirings, fills)
+            changes = _make_changes(request, plans, rewirings, fills)
     return changes
 
 
@@ -291,7 +291,7 @@ def _choose_growth(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
                 plan.grow = grow[~plan.pattern.contains(grow)]
 
 
-def _gradient_steps(
+def _gradient_step_values(
     request: UpdateRequest, start: GradientStep, plans: Sequence[_LayerPlan]
 ) -> list[object]:
     """Initial values of grown weights that are a step against their gradient."""
@@ -315,7 +315,7 @@ def _gradient_steps(
     return fills
 
 
-def _rewirings(plans: Sequence[_LayerPlan]) -> list[Rewiring]:
+def _make_rewirings(plans: Sequence[_LayerPlan]) -> list[Rewiring]:
     rewirings = []
     for plan in plans:
         with layer_errors(plan.name):
@@ -324,7 +324,7 @@ def _rewirings(plans: Sequence[_LayerPlan]) -> list[Rewiring]:
     return rewirings
 
 
-def _changes(
+def _make_changes(
     request: UpdateRequest,
     plans: Sequence[_LayerPlan],
     rewirings: Sequence[Rewiring],
@@ -423,7 +423,7 @@ class Change:
         return PreparedChange(values, [apply])
 
     def _prepare_shards(self) -> PreparedChange:
-        """As `prepare`, where each rank holds some slots."""
+        """`prepare` for sharded values, of which each rank holds some slots."""
         values, rewiring = self.layer.values, self.rewiring
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
         if values.grad is not None:
@@ -454,7 +454,7 @@ class Change:
         return PreparedChange(values, [self.layer.prepare_pattern(rewiring.after)], move_then_apply)
 
     def _prepare_refill(self, following: Sequence[tuple[Tensor, float | Tensor]]) -> PreparedChange:
-        """As `_prepare_shards`, where survivors stay: each rank fills its own grown slots."""
+        """`_prepare_shards` where survivors keep their slots: each rank fills its grown slots."""
         values, rewiring = self.layer.values, self.rewiring
         first, last = local_range(values)
         grown = rewiring.grown

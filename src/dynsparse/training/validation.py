@@ -1,4 +1,4 @@
-"""Checks of a trainer's layers, components and settings."""
+"""Checks of a trainer's layers, components, settings and saved state."""
 
 from __future__ import annotations
 
@@ -85,6 +85,31 @@ def check_components(
         raise TypeError(f"drop_score must be a function of the values, got {drop_score!r}")
 
 
+def check_description(state: Any, description: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a trainer's `state` is complete and agrees with `description`."""
+    states = ("growth_state", "budget_state", "history_state", "own_state")
+    needed = {*description, "steps", "updates", *states}
+    if not isinstance(state, dict) or not needed <= state.keys():
+        raise ValueError(f"not the state of a trainer: expected the entries {sorted(needed)}")
+    for key, value in description.items():
+        try:
+            agrees = bool(state[key] == value)
+        except (RuntimeError, TypeError, ValueError):  # tensors in the place of plain types
+            agrees = False
+        if not agrees:
+            given = state[key]
+            if isinstance(given, dict) and isinstance(value, dict) and given.keys() == value.keys():
+                key = next(name for name in value if given[name] != value[name])
+                given, value = given[key], value[key]
+            raise ValueError(
+                f"the state does not fit this trainer: its {key} is {given!r}, here it is {value!r}"
+            )
+    for key in ("steps", "updates"):
+        count = state[key]
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"the {key} of the state must be a number from 0 on, got {count!r}")
+
+
 def warn_of_settings(
     schedule: Schedule | None,
     optimizer: torch.optim.Optimizer,
@@ -97,7 +122,7 @@ def warn_of_settings(
             f"the pattern never changes: {schedule!r} has no update: lower update_interval, raise "
             "total_steps or drop_fraction, or use Static",
         )
-    lost = _without_decay(optimizer, layers)
+    lost = _find_undecayed(optimizer, layers)
     if lost:
         more = f" and of {len(lost) - 1} layers more" if len(lost) > 1 else ""
         logs.warn(
@@ -117,7 +142,7 @@ def warn_at_end(schedule: Schedule | None, step: int) -> None:
         )
 
 
-def _without_decay(
+def _find_undecayed(
     optimizer: torch.optim.Optimizer, layers: Mapping[str, SparseLinear]
 ) -> list[str]:
     """Layers whose values are among vectors that do not decay, while everything that decays has

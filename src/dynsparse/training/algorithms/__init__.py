@@ -28,12 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm.
+    """A training algorithm, as applications choose it by name.
 
     Attributes:
         trainer: the trainer class, called as trainer(model, optimizer, **arguments).
-        least_first: for algorithms that prune: layers begin with at least this density and end with
-            the requested one. None: they begin with the requested density.
+        least_first: for algorithms that prune, whose layers end with the requested density: they
+            begin with at least this one. None if layers begin with the requested density.
         trains_embeddings: whether sparse embedding tables may be among the layers.
     """
 

@@ -50,7 +50,7 @@ class RigL(SparseTrainer):
         update_interval: steps between updates; defaults to 100, or a tenth of `total_steps` below
             1,000 steps.
         drop_fraction: share of a layer's blocks that the first update replaces; defaults to 0.3.
-        schedule: in place of the cosine schedule of these three.
+        schedule: replaces the cosine schedule of these three.
         pooling: how the gradient magnitudes of a block become its score: "sum", "avg", "max", or
             "none", which ranks as "sum".
         budget: "layer": every layer replaces its own share; "global": the lowest scores of all
@@ -82,7 +82,7 @@ class RigL(SparseTrainer):
             drop_score=drop_score,
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
-            budget=_layer_or_global(budget),
+            budget=_make_budget(budget),
             ranks=ranks,
         )
 
@@ -97,7 +97,7 @@ class SET(SparseTrainer):
     Args:
         model, optimizer, drop_score, regrow_dropped, initial_value, ranks: see `SparseTrainer`.
         total_steps, update_interval, drop_fraction, schedule, budget: see `RigL`.
-        seed: of the positions drawn; see `RandomGrowth`.
+        seed: the seed of the random positions; see `RandomGrowth`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SET(SparseTrainer):
             drop_score=drop_score,
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
-            budget=_layer_or_global(budget),
+            budget=_make_budget(budget),
             ranks=ranks,
         )
 
@@ -149,7 +149,7 @@ class MEST(SparseTrainer):
             nothing, as that of `ElasticSchedule`.
         gradient_weight: the lambda of the score; with 0 only the magnitude counts.
         soft_memory_bound: see above.
-        seed: of the positions drawn; see `RandomGrowth`.
+        seed: the seed of the random positions; see `RandomGrowth`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class SNFS(SparseTrainer):
         total_steps, update_interval, drop_fraction, schedule, pooling: see `RigL`.
         momentum: decay per step, in [0, 1).
         window: number of steps in the momentum; x and dY of that many steps are held at a time.
-            None: all steps, in a dense matrix per layer.
+            None counts all steps, with a dense matrix per layer.
         redistribute: False gives each layer back what it dropped.
     """
 
@@ -252,7 +252,7 @@ class GMP(SparseTrainer):
 
     Args:
         model, optimizer, drop_score, ranks: see `SparseTrainer`.
-        final_density: of all layers together at the end, in (0, 1]; may be left out when
+        final_density: the density of all layers together at the end, in (0, 1]; optional when
             `densities` names every layer.
         total_steps: optimizer steps of the whole training.
         update_interval: steps between updates; see `RigL`.
@@ -362,7 +362,7 @@ def cosine_schedule(
     kind: type[CosineSchedule] = CosineSchedule,
     **more: float,
 ) -> Schedule:
-    """`schedule`, or one of `kind` made of the numbers given.
+    """Return `schedule` or, if it is None, a schedule of class `kind` with the numbers given.
 
     Raises:
         ValueError: both are given, or neither.
@@ -383,8 +383,8 @@ def cosine_schedule(
     return kind(**numbers, **more)  # type: ignore[arg-type]
 
 
-def _layer_or_global(budget: str | Budget) -> Budget:
-    """The budget of that name, or the one given."""
+def _make_budget(budget: str | Budget) -> Budget:
+    """Return the budget of that name, or the budget that was given."""
     if isinstance(budget, Budget):
         return budget
     name = check_choice("budget", budget, ("layer", "global"))

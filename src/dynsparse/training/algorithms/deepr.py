@@ -29,7 +29,7 @@ class SignBudget(Budget):
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
         counts = {}
-        for name, below in zip(survey.patterns, survey.below_zero(), strict=True):
+        for name, below in zip(survey.patterns, survey.count_below_zero(), strict=True):
             count = min(below, survey.room(name, 0))
             counts[name] = Counts(count, count)
         return counts
@@ -54,8 +54,8 @@ class DeepR(SparseTrainer):
         total_steps: optimizer steps of the whole training; the pattern may change until its end.
         update_interval: steps between updates; 1 is the paper's.
         l1: strength of the pull to zero, at least 0.
-        temperature: of the noise, at least 0.
-        seed: of the positions, signs and noise drawn; see `RandomGrowth`.
+        temperature: the temperature of the noise, at least 0.
+        seed: the seed of random positions, signs and noise; see `RandomGrowth`.
     """
 
     growth: RandomGrowth
@@ -85,18 +85,18 @@ class DeepR(SparseTrainer):
         # Each rank draws for full layers, and takes the draws of its own slots.
         self._slots = LocalSlots()
         self._slots.update(self.layers)
-        self.signs = {name: self._first_signs(name) for name in self.layers}
+        self.signs = {name: self._initial_signs(name) for name in self.layers}
 
-    def _first_signs(self, name: str) -> Tensor:
+    def _initial_signs(self, name: str) -> Tensor:
         layer = self.layers[name]
         signs = gather_full(layer.values.detach()).sign().to(torch.int8)
-        drawn = self._draw_signs(name, *self._slots.of(name, layer), signs.shape[1:])
+        drawn = self._draw_signs(name, *self._slots.slots_of(name, layer), signs.shape[1:])
         return torch.where(signs == 0, drawn.to(signs.device), signs)
 
     def _draw_signs(
         self, name: str, slots: Tensor | slice, total: int, block: Sequence[int]
     ) -> Tensor:
-        """Signs of `slots` among `total` blocks."""
+        """Draw signs for all `total` blocks of a layer, and return those of `slots`."""
         generator = self.growth.generator_for(name, self.steps, "signs")
         coins = torch.randint(
             2, (total, *block), generator=generator, dtype=torch.int8, device="cpu"
@@ -108,8 +108,8 @@ class DeepR(SparseTrainer):
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        layers = self._trained()
-        # Before the first layer changes: this raises for a group without learning rate.
+        layers = self._trainable_layers()
+        # Read before the first layer changes, as groups without learning rate raise an error.
         rates = {n: learning_rate_of(self.optimizer, layer.values) for n, layer in layers.items()}
         for name, layer in layers.items():
             values, rate = local_part(layer.values.detach()), rates[name]
@@ -120,22 +120,22 @@ class DeepR(SparseTrainer):
                 values.sub_(signs.to(values), alpha=rate * self.l1)
             if self.temperature:
                 generator = self.growth.generator_for(name, self.steps, "noise")
-                slots, total = self._slots.of(name, layer)
+                slots, total = self._slots.slots_of(name, layer)
                 shape = total, *values.shape[1:]
                 noise = torch.randn(shape, generator=generator, dtype=values.dtype, device="cpu")[
                     slots
                 ]
-                # Drawn in row-major order, in whatever order the slots are.
+                # The noise is drawn in row-major order, which may not be that of the slots.
                 order = layer.pattern._slots_on(values.device)
                 noise = to_slot_order(to_device(noise, values.device), order)
                 noise = noise[local] if sharded else noise
                 values.add_(noise, alpha=math.sqrt(2 * rate * self.temperature))
 
     @torch.no_grad()
-    def _undo_own(self, planning: bool) -> Callable[[], None]:
+    def _make_own_undo(self, planning: bool) -> Callable[[], None]:
         signs = self.signs
         pulled = bool(planning and (self.l1 or self.temperature))
-        values = [layer.values for layer in self._trained().values()] if pulled else []
+        values = [layer.values for layer in self._trainable_layers().values()] if pulled else []
         before = [v.detach().clone() for v in values]
 
         @torch.no_grad()
@@ -154,10 +154,10 @@ class DeepR(SparseTrainer):
         aligned = values * signs
         return aligned if aligned.dim() == 1 else aligned.sum((1, 2))
 
-    def _plan_own(self, changes: dict[str, Change]) -> dict[str, Tensor]:
-        return {name: self._follow(name, change.rewiring) for name, change in changes.items()}
+    def _plan_own_state(self, changes: dict[str, Change]) -> dict[str, Tensor]:
+        return {name: self._rewire_signs(name, change.rewiring) for name, change in changes.items()}
 
-    def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
+    def _rewire_signs(self, name: str, rewiring: Rewiring) -> Tensor:
         signs, after = self.signs[name], rewiring.after
         slots: tuple[Tensor | slice, int] = slice(None), rewiring._grown_count
         shard = find_shards(self.layers).get(name)
@@ -171,9 +171,9 @@ class DeepR(SparseTrainer):
 
     def _follow_loaded_values(self, names: Collection[str]) -> None:
         self._slots.update(self.layers)
-        self.signs = {**self.signs, **{name: self._first_signs(name) for name in names}}
+        self.signs = {**self.signs, **{name: self._initial_signs(name) for name in names}}
 
-    def _change_own(self, planned: dict[str, Tensor]) -> None:
+    def _apply_own_state(self, planned: dict[str, Tensor]) -> None:
         self.signs = {**self.signs, **planned}
 
     def _own_options(self) -> dict[str, float]:

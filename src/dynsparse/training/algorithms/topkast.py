@@ -56,7 +56,7 @@ class SpareBudget(Budget):
     def counts(self, survey: Survey) -> dict[str, Counts]:
         counts = {}
         for name, pattern in survey.patterns.items():
-            count = survey.replaced(name, pattern.nnz - self.forward_count(pattern.nnz))
+            count = survey.replacement_count(name, pattern.nnz - self.forward_count(pattern.nnz))
             counts[name] = Counts(count, count)
         return counts
 
@@ -85,7 +85,7 @@ class TopKAST(SparseTrainer):
         total_steps, update_interval, drop_fraction: see `RigL`; the share is one of the weights
             outside A, and falls to zero at the end of the training.
         schedule: in place of these three.
-        seed: of the positions drawn; see `RandomGrowth`.
+        seed: the seed of the random positions; see `RandomGrowth`.
 
     Raises:
         TypeError: a layer that is an embedding table or on a tile machine: they use all of B.
@@ -122,7 +122,7 @@ class TopKAST(SparseTrainer):
             budget=SpareBudget(forward_fraction),
             ranks=ranks,
         )
-        for name, layer in self._trained().items():
+        for name, layer in self._trainable_layers().items():
             if isinstance(layer, SparseEmbedding) or layer.target is not None:
                 what = "an embedding table" if layer.target is None else "on a tile machine"
                 raise TypeError(
@@ -131,13 +131,16 @@ class TopKAST(SparseTrainer):
                 )
         # For tensor-parallel layers: this rank's active slots, and their number over all shards.
         self._counted: dict[str, tuple[ActiveSet, int]] = {}
-        self._change_own(self._plan_own({}))
+        self._apply_own_state(self._plan_own_state({}))
 
     @torch.no_grad()
-    def _plan_own(self, changes: dict[str, Change]) -> dict[str, list[ActiveSet]]:
-        """A of every layer, chosen again among the weights after the changes; followed by the set
-        before it where that can take it in its own memory."""
-        trained = self._trained()
+    def _plan_own_state(self, changes: dict[str, Change]) -> dict[str, list[ActiveSet]]:
+        """Choose A again for every layer, among its weights after the changes.
+
+        Returns [new A] for each layer, or [new A, present A] where the present set can take the new
+        one over in its own memory.
+        """
+        trained = self._trainable_layers()
         chosen = {
             name: self._choose_on_device(name, layer, changes.get(name))
             for name, layer in trained.items()
@@ -175,7 +178,7 @@ class TopKAST(SparseTrainer):
     def _choose_on_device(
         self, name: str, layer: SparseLinear, change: Change | None
     ) -> list[ActiveSet]:
-        """As `_plan_own`, by the device of a layer; the host does not wait."""
+        """`_plan_own_state` of one layer on its device; the host does not wait."""
         pattern, values = layer.pattern, layer.values.detach()
         if change is not None:
             pattern = change.rewiring.after
@@ -187,7 +190,7 @@ class TopKAST(SparseTrainer):
         chosen, before = ActiveSet._from_device(pattern, slots), layer.active
         return [chosen, before] if before is not None and before.can_copy_from(chosen) else [chosen]
 
-    def _change_own(self, planned: dict[str, list[ActiveSet]]) -> None:
+    def _apply_own_state(self, planned: dict[str, list[ActiveSet]]) -> None:
         for name, (active, *before) in planned.items():
             for layer in before:
                 layer.copy_from(active)
@@ -195,10 +198,10 @@ class TopKAST(SparseTrainer):
             self.layers[name].active = active
 
     def _follow_loaded_values(self, names: Collection[str]) -> None:
-        chosen = self._plan_own({})
-        self._change_own({name: chosen[name] for name in names if name in chosen})
+        chosen = self._plan_own_state({})
+        self._apply_own_state({name: chosen[name] for name in names if name in chosen})
 
-    def _undo_own(self, planning: bool) -> Callable[[], None]:
+    def _make_own_undo(self, planning: bool) -> Callable[[], None]:
         before = {name: layer.executor for name, layer in self.layers.items()}
 
         def undo() -> None:
@@ -212,7 +215,7 @@ class TopKAST(SparseTrainer):
         if not self.exploration:
             return
         densities = self._forward_densities()
-        for name, layer in self._trained().items():
+        for name, layer in self._trainable_layers().items():
             if layer.values.grad is None or layer.active is None:
                 continue
             strength = self.exploration / densities[name]
@@ -228,9 +231,9 @@ class TopKAST(SparseTrainer):
     def _forward_densities(self) -> dict[str, float]:
         """For layers with active slots, their share of all positions. All ranks of tensor-parallel
         layers call this."""
-        active = {n: layer.active for n, layer in self._trained().items()}
+        active = {n: layer.active for n, layer in self._trainable_layers().items()}
         densities = {n: a.pattern.density for n, a in active.items() if a is not None}
-        shards = {n: s for n, s in find_shards(self._trained()).items() if n in densities}
+        shards = {n: s for n, s in find_shards(self._trainable_layers()).items() if n in densities}
         changed = {
             name: a
             for name in shards
@@ -247,9 +250,9 @@ class TopKAST(SparseTrainer):
     def shrink(self) -> dict[str, Rewiring]:
         """Drop everything outside A after the training: layers become ordinary ones that hold A,
         with values and optimizer state of its size. Returns the rewirings by layer name."""
-        check_trained_by(self.optimizer, self._trained())
+        check_trained_by(self.optimizer, self._trainable_layers())
         changes = {}
-        for name, layer in self._trained().items():
+        for name, layer in self._trainable_layers().items():
             if layer.active is not None:
                 rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
                 with layer_errors(name):
@@ -281,16 +284,16 @@ class TopKAST(SparseTrainer):
                 f"the state must hold active positions of some of {sorted(self.layers)}"
             )
         for name, flat in state.items():
-            _slots(name, flat, patterns[name])
+            _active_slots(name, flat, patterns[name])
 
     def _load_own_state(self, state: dict[str, Tensor]) -> None:
         for name, flat in state.items():
             layer = self.layers[name]
-            slots = _slots(name, flat, layer.pattern)
+            slots = _active_slots(name, flat, layer.pattern)
             layer.active = ActiveSet(layer.pattern, slots, device_of(layer.values))
 
 
-def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
+def _active_slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
     """The slots of the positions `flat` in the layer's pattern."""
     if not isinstance(flat, Tensor) or flat.dim() != 1 or flat.dtype != torch.int64:
         raise ValueError(f"the active positions of layer {name!r} must be a tensor of int64")

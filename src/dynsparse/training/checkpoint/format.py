@@ -63,11 +63,17 @@ class CheckpointError(ValueError):
     """A file that is damaged, not a checkpoint or of another model; the message is one line."""
 
 
+def describe_error(error: Exception, most: int = 300) -> str:
+    """An error in one line of at most `most` characters, with its class unless a ValueError."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:most]
+
+
 def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
-    """`value`, of plain types and tensors, as JSON.
+    """Convert a value of plain types and tensors to JSON.
 
     Args:
-        keep: from the path in the tree and the tensor (or `Chunk`) to the name that stands for it.
+        keep: called with the path in the tree and the tensor (or `Chunk`); returns its name.
 
     Raises:
         TypeError: any other type.
@@ -98,10 +104,10 @@ def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
 
 
 def from_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
-    """What `to_tree` was given; `tensor` makes from a name what takes its place.
+    """Convert JSON of `to_tree` back; `tensor` returns what takes the place of a name.
 
     Raises:
-        ValueError: what `to_tree` does not make.
+        ValueError: JSON that `to_tree` does not make.
     """
     if isinstance(tree, list):
         return [from_tree(item, tensor) for item in tree]
@@ -139,14 +145,14 @@ class Layout:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = everyone = ranks.all_ranks
+        self._ranks = all_ranks = ranks.all_ranks
         self._leads = ranks.is_lead_group()
-        self.groups: list[list[int]] = [[0], list(range(everyone.size))]
+        self.groups: list[list[int]] = [[0], list(range(all_ranks.size))]
         self.entries: dict[str, dict[str, Any]] = {}
         self.tensors: dict[str, Tensor] = {}
 
     def keep(self, path: str, tensor: Tensor | Chunk) -> str:
-        """The name of a tensor that all ranks hold, or of which each holds a shard."""
+        """Add a tensor that all ranks hold, or of which each holds a shard; returns its name."""
         holds = True
         _check_savable(tensor.tensor if isinstance(tensor, Chunk) else local_part(tensor))
         if isinstance(tensor, Chunk):
@@ -161,7 +167,7 @@ class Layout:
             group, part = self.groups[0], tensor
         if group not in self.groups:
             self.groups.append(group)
-        name = self._free(path.lstrip("/"))
+        name = self._unique_name(path.lstrip("/"))
         self.entries[name] = {
             "dtype": _DTYPE_NAMES[part.dtype],
             "shape": list(tensor.shape),
@@ -171,14 +177,14 @@ class Layout:
             self.tensors[name] = part
         return name
 
-    def keep_own(self, path: str, tensor: Tensor) -> str:
-        """The name of a tensor that belongs to this rank alone."""
+    def keep_rank_tensor(self, path: str, tensor: Tensor) -> str:
+        """Add a tensor that belongs to this rank alone; returns its name."""
         _check_savable(tensor)
-        name = self._free(path)
+        name = self._unique_name(path)
         self.tensors[name] = tensor.detach()
         return name
 
-    def _free(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         while name in self.entries or name in self.tensors:
             name += "'"
         return name
@@ -221,7 +227,7 @@ def header_of(layout: Layout, state: Any, own: Any, token: str, ranks: Ranks) ->
             "token": token,
             "rank": ranks.rank,
             "ranks": ranks.size,
-            "own": to_tree(own, layout.keep_own, "own"),
+            "own": to_tree(own, layout.keep_rank_tensor, "own"),
         }
     except RecursionError:
         raise ValueError("expected containers, got one that holds itself") from None
@@ -237,7 +243,7 @@ def header_of(layout: Layout, state: Any, own: Any, token: str, ranks: Ranks) ->
 def write_shards(
     ranks: Ranks, path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> int:
-    """Write the files of a checkpoint, that of the first rank last; the bytes of this rank's.
+    """Write the files of a checkpoint, the first rank's last; returns the bytes of this rank's.
 
     Raises:
         OSError: a file cannot be written; the checkpoint before is still there. On several ranks a
@@ -265,7 +271,7 @@ def write_shards(
 
 
 def to_bytes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """One file of a checkpoint."""
+    """Serialise one file of a checkpoint."""
     plain: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -292,7 +298,7 @@ def _digest(
 
 
 def shard_path(path: Path, token: str, rank: int) -> Path:
-    """The file of a rank."""
+    """The path of a rank's file."""
     return path if rank == 0 else path.with_name(f"{path.name}.{token}-{rank}")
 
 
@@ -343,9 +349,7 @@ class CheckpointReader:
             if not isinstance(self._entries, dict) or not isinstance(self._state, dict):
                 raise ValueError("expected entries and a state")
         except Exception as error:  # of any kind: the JSON is untrusted
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            reason = " ".join(f"{kind}{error}".split())[:300]
-            raise CheckpointError(f"{path} is damaged: {reason}") from None
+            raise CheckpointError(f"{path} is damaged: {describe_error(error)}") from None
         self._read: set[tuple[int | None, str]] = set()
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
@@ -367,11 +371,11 @@ class CheckpointReader:
         _check_parts(parts)
         return parts
 
-    def own_parts(self, numbers: Set[int]) -> list[dict[str, Any]]:
-        """What belongs to each rank alone; read for these ranks, empty for the others.
+    def rank_parts(self, numbers: Set[int]) -> list[dict[str, Any]]:
+        """The state of each rank alone: read for the ranks `numbers`, empty for the others.
 
         Raises:
-            ValueError: it is not what a rank has.
+            ValueError: it is not the state of a rank.
         """
         parts: list[dict[str, Any]] = [{"random": {}, "generators": {}, "history": None}]
         parts *= self.size
@@ -383,11 +387,11 @@ class CheckpointReader:
                 return file.read(name)
 
             parts[number] = from_tree(file.header["own"], tensor)
-            _check_own_part(parts[number])
+            _check_rank_part(parts[number])
         return parts
 
     def extra(self) -> dict[str, Any]:
-        """The user's own values."""
+        """The `extra` of `save_checkpoint`, with its tensors read."""
         return _full_tensors(self.parts()["extra"])
 
     def _file(self, number: int) -> _File:
@@ -402,7 +406,7 @@ class CheckpointReader:
         return self._files[number]
 
     def _check_once(self, number: int | None, name: str) -> None:
-        """A small file must not stand for the same large tensor many times."""
+        """Raise ValueError for a tensor named twice: a small file must not expand without limit."""
         if (number, name) in self._read:
             raise ValueError(f"the tensor {shorten(name)} is named twice")
         self._read.add((number, name))
@@ -426,7 +430,7 @@ def _full_tensors(value: Any) -> Any:
 
 
 class _File:
-    """One file of a checkpoint, of which tensors are read as they are asked for."""
+    """One file of a checkpoint, whose tensors are read on demand."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -445,8 +449,9 @@ class _File:
                     f"expected the format {_FORMAT!r}, got {shorten(header['format'])}"
                 )
         except Exception as error:  # of any kind: the JSON is untrusted
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise CheckpointError(f"{path} is not a dynsparse checkpoint ({reason})") from None
+            raise CheckpointError(
+                f"{path} is not a dynsparse checkpoint ({describe_error(error)})"
+            ) from None
         self.header: dict[str, Any] = header
         if header.get("version") != _VERSION:
             raise CheckpointError(
@@ -507,7 +512,7 @@ class StoredTensor:
                 )
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows [first, last), from the files that have some of them."""
+        """Read rows [first, last) from the files that hold them."""
         chunks = []
         for i, file in enumerate(self._files):
             begin, end = chunk(self.shape[0], len(self._files), i)
@@ -519,11 +524,11 @@ class StoredTensor:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def full_tensor(self) -> Tensor:
-        """All of it."""
+        """Read the full tensor."""
         return self.rows(0, self.shape[0]) if self.shape else self._files[0].read(self.name)
 
 
-# What each part is; None beside a type: the part may be missing, as when it was not saved.
+# The types of each part; None is the type of a part that was not saved.
 _PARTS: dict[str, tuple[type, ...]] = {
     "model": (dict,),
     "patterns": (dict,),
@@ -535,7 +540,7 @@ _PARTS: dict[str, tuple[type, ...]] = {
 
 
 def _check_parts(parts: Any) -> None:
-    """Raise ValueError unless the parts are there, each of its type."""
+    """Raise ValueError unless all parts are present and of their types."""
     for part, kinds in _PARTS.items():
         if part not in parts or not isinstance(parts[part], kinds):
             kind = type(parts[part]).__name__ if part in parts else "nothing"
@@ -557,8 +562,8 @@ def _check_parts(parts: Any) -> None:
             raise ValueError(f"expected names of the model's tensors, got {shorten(name)}")
 
 
-def _check_own_part(part: Any) -> None:
-    """Raise ValueError unless this is what a rank holds of its own."""
+def _check_rank_part(part: Any) -> None:
+    """Raise ValueError unless `part` is the state of a rank."""
     types = {"random": dict, "generators": dict, "history": object}
     if not all(isinstance(part, dict) and isinstance(part.get(k), t) for k, t in types.items()):
         raise ValueError(f"expected {', '.join(types)} of each rank, got {shorten(part)}")

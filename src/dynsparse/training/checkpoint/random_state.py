@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynsparse.training.checkpoint.format import describe_error
+
 Generator = torch.Generator | np.random.Generator | random.Random
 
 
@@ -18,7 +20,7 @@ def state_of(generator: Generator) -> dict[str, Any]:
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "state": generator.get_state()}
     if isinstance(generator, np.random.Generator):
-        return {"kind": "numpy", "state": _plain(generator.bit_generator.state)}
+        return {"kind": "numpy", "state": _arrays_to_tensors(generator.bit_generator.state)}
     if isinstance(generator, random.Random):
         return {"kind": "python", "state": generator.getstate()}
     raise TypeError(
@@ -30,14 +32,14 @@ def state_of(generator: Generator) -> dict[str, Any]:
 def check(generator: Generator, state: dict[str, Any], name: str) -> None:
     """Raise if `state` is not of this kind of generator."""
     current = state_of(generator)
-    bits = [_bits(generator_state) for generator_state in (current, state)]
+    bits = [_bit_generator_name(generator_state) for generator_state in (current, state)]
     if current["kind"] != state["kind"] or bits[0] != bits[1]:
         raise ValueError(f"the generator {name!r} was of another kind when it was saved")
     if isinstance(generator, torch.Generator):
-        beside: Generator = torch.Generator(generator.device)
+        trial: Generator = torch.Generator(generator.device)
     else:
-        beside = copy.deepcopy(generator)
-    _try(lambda: restore(beside, state), f"the state of the generator {name!r}")
+        trial = copy.deepcopy(generator)
+    _try(lambda: restore(trial, state), f"the state of the generator {name!r}")
 
 
 def restore(generator: Generator, state: dict[str, Any]) -> None:
@@ -45,7 +47,7 @@ def restore(generator: Generator, state: dict[str, Any]) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state["state"])
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _arrays(state["state"])
+        generator.bit_generator.state = _tensors_to_arrays(state["state"])
     else:
         generator.setstate(state["state"])
 
@@ -55,7 +57,7 @@ def global_states() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": _plain(np.random.get_state(legacy=False)),
+        "numpy": _arrays_to_tensors(np.random.get_state(legacy=False)),
         "python": random.getstate(),
     }
 
@@ -63,14 +65,14 @@ def global_states() -> dict[str, Any]:
 def check_global_states(states: dict[str, Any]) -> None:
     """Raise ValueError unless `restore_global_states` takes `states`."""
 
-    def restore_beside() -> None:
+    def restore_copies() -> None:
         torch.Generator().set_state(states["torch"])
-        np.random.RandomState().set_state(_arrays(states["numpy"]))
+        np.random.RandomState().set_state(_tensors_to_arrays(states["numpy"]))
         random.Random().setstate(states["python"])
         if not all(isinstance(state, torch.Tensor) for state in states["cuda"]):
             raise TypeError("expected tensors of CUDA's generators")
 
-    _try(restore_beside, "the random state")
+    _try(restore_copies, "the random state")
 
 
 def restore_global_states(states: dict[str, Any]) -> None:
@@ -78,11 +80,11 @@ def restore_global_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
-    np.random.set_state(_arrays(states["numpy"]))
+    np.random.set_state(_tensors_to_arrays(states["numpy"]))
     random.setstate(states["python"])
 
 
-def _bits(state: dict[str, Any]) -> Any:
+def _bit_generator_name(state: dict[str, Any]) -> Any:
     if state["kind"] != "numpy" or not isinstance(state["state"], dict):
         return None
     return state["state"].get("bit_generator")
@@ -92,17 +94,16 @@ def _try(restore: Callable[[], None], what: str) -> None:
     try:
         restore()
     except Exception as error:  # of any kind: the values are untrusted
-        reason = f"{type(error).__name__}: {error}"[:200]
-        raise ValueError(f"{what} is damaged ({reason})") from None
+        raise ValueError(f"{what} is damaged ({describe_error(error)})") from None
 
 
-def _plain(state: Any) -> Any:
+def _arrays_to_tensors(state: Any) -> Any:
     if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
+        return {key: _arrays_to_tensors(value) for key, value in state.items()}
     return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
 
 
-def _arrays(state: Any) -> Any:
+def _tensors_to_arrays(state: Any) -> Any:
     if isinstance(state, dict):
-        return {key: _arrays(value) for key, value in state.items()}
+        return {key: _tensors_to_arrays(value) for key, value in state.items()}
     return state.numpy() if isinstance(state, torch.Tensor) else state

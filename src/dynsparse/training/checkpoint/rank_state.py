@@ -30,18 +30,18 @@ def gather_coordinates(ranks: Ranks) -> list[Coordinates]:
 
 
 class Sources:
-    """From which of the ranks that saved this rank takes its generators and its history.
+    """The ranks of a saved checkpoint whose generators and histories this rank continues with.
 
     Attributes:
-        random: the rank whose generators this one continues with; None: it keeps its own.
+        random: the rank whose generators this one continues with; None if it keeps its own.
         histories: the ranks that have histories, in the order of their samples.
         z, size: which of how many parts of the histories this rank takes.
 
     Args:
-        saved: coordinates of the ranks that saved; None: all are replicas.
-        count: how many saved.
-        now: coordinates of those that load.
-        rank: this one of them.
+        saved: coordinates of the ranks that saved; None if all are replicas.
+        count: number of ranks that saved.
+        now: coordinates of the ranks that load.
+        rank: number of this rank among them.
 
     Raises:
         ValueError: these are not coordinates.
@@ -88,24 +88,24 @@ def gather_history(trainer: SparseTrainer, ranks: Ranks) -> Any:
     return state if ranks.is_lead_group() else None
 
 
-def add_own_state(
+def add_rank_state(
     parts: dict[str, Any],
-    own_parts: Sequence[Mapping[str, Any]],
+    rank_parts: Sequence[Mapping[str, Any]],
     trainer: SparseTrainer | None,
     sources: Sources,
 ) -> None:
     """Add this rank's generators and history to the parts, in place.
 
     Args:
-        own_parts: what every rank's `collect_own` was; what is not among `sources.ranks_to_read`
-            may be anything.
+        rank_parts: the `collect_rank_state` of every rank that saved; only those of
+            `sources.ranks_to_read` are read.
     """
-    local = None if sources.random is None else own_parts[sources.random]
+    local = None if sources.random is None else rank_parts[sources.random]
     parts["random"] = None if local is None else local["random"]
     parts["generators"] = None if local is None else local["generators"]
     saved = parts["trainer"]
     if trainer is not None and isinstance(saved, dict) and "history_state" in saved:
-        histories = [own_parts[i]["history"] for i in sources.histories]
+        histories = [rank_parts[i]["history"] for i in sources.histories]
         state = trainer.history.share_of(histories, sources.z, sources.size)
         cut = _change_features(
             trainer, lambda shard, tensor, dim: shard.narrow(tensor, dim).clone()

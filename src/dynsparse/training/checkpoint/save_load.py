@@ -25,8 +25,12 @@ from dynsparse.training.checkpoint.format import (
     header_of,
     write_shards,
 )
-from dynsparse.training.checkpoint.rank_state import Sources, add_own_state, gather_coordinates
-from dynsparse.training.checkpoint.training_state import TrainingState, mismatch, shared_errors
+from dynsparse.training.checkpoint.rank_state import Sources, add_rank_state, gather_coordinates
+from dynsparse.training.checkpoint.training_state import (
+    TrainingState,
+    mismatch_error,
+    shared_errors,
+)
 from dynsparse.training.layer_shards import resolve_ranks
 from dynsparse.training.trainer import SparseTrainer
 
@@ -129,22 +133,22 @@ def save_checkpoint(
     check_flag("wait", wait)
     if _in_flight is not None:
         _in_flight._join()
-    line = resolve_ranks(ranks, model)
-    everyone = line.all_ranks
+    data_ranks = resolve_ranks(ranks, model)
+    all_ranks = data_ranks.all_ranks
     training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})
-    training.check(line)
-    parts = _sharded_by_rows(training.collect(extra, line))
-    local = training.collect_own(line)
-    token = _draw_token(everyone)
+    training.check(data_ranks)
+    parts = _gather_unless_by_rows(training.collect(extra, data_ranks))
+    local = training.collect_rank_state(data_ranks)
+    token = _draw_token(all_ranks)
     header: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    with collective_errors(everyone):
-        layout = Layout(line)
-        header = header_of(layout, parts, local, token, everyone)
+    with collective_errors(all_ranks):
+        layout = Layout(data_ranks)
+        header = header_of(layout, parts, local, token, all_ranks)
         tensors = layout.tensors
         if not wait:
             tensors = {name: t.clone() if t.is_cpu else t.cpu() for name, t in tensors.items()}
-    writers = everyone if wait else _over_cpu(everyone)
+    writers = all_ranks if wait else _cpu_ranks(all_ranks)
     target = Path(path)
 
     def write() -> None:
@@ -187,26 +191,26 @@ def load_checkpoint(
     """
     if _in_flight is not None:
         _in_flight._join()
-    line = resolve_ranks(ranks, model)
-    everyone = line.all_ranks
+    data_ranks = resolve_ranks(ranks, model)
+    all_ranks = data_ranks.all_ranks
     training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})
-    now = gather_coordinates(line)
-    with shared_errors(everyone):
+    now = gather_coordinates(data_ranks)
+    with shared_errors(all_ranks):
         reader = CheckpointReader(Path(path))
-        reader.verify(everyone.rank, everyone.size)
-    with shared_errors(everyone):
+        reader.verify(all_ranks.rank, all_ranks.size)
+    with shared_errors(all_ranks):
         try:
             parts = reader.parts()
-            sources = Sources(parts.pop("coordinates", None), reader.size, now, everyone.rank)
-            add_own_state(parts, reader.own_parts(sources.ranks_to_read), trainer, sources)
+            sources = Sources(parts.pop("coordinates", None), reader.size, now, all_ranks.rank)
+            add_rank_state(parts, reader.rank_parts(sources.ranks_to_read), trainer, sources)
             parts = training.read(parts)
         except (CheckpointError, OSError):
             raise
         except Exception as error:  # of any kind: the values are untrusted
-            raise mismatch(str(path), error) from None
+            raise mismatch_error(str(path), error) from None
     if not random_state:
         parts["random"] = None
-    training.restore(parts, str(path), everyone)
+    training.restore(parts, str(path), all_ranks)
     _log.info("loaded %s", path)
     extra: dict[str, Any] = parts["extra"]
     return extra
@@ -227,18 +231,18 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # of any kind: the values are untrusted
-        raise mismatch(str(path), error) from None
+        raise mismatch_error(str(path), error) from None
 
 
-def _sharded_by_rows(value: Any) -> Any:
-    """`value` with DTensors that are sharded along another dimension than the rows gathered."""
+def _gather_unless_by_rows(value: Any) -> Any:
+    """Gather the DTensors in `value` that are sharded along another dimension than rows."""
     if isinstance(value, dict):
-        return {key: _sharded_by_rows(item) for key, item in value.items()}
+        return {key: _gather_unless_by_rows(item) for key, item in value.items()}
     return gather_full(value) if is_sharded(value) and rows_dimension(value) is None else value
 
 
 def _draw_token(ranks: Ranks) -> str:
-    """What tells the files of this save from those of others, the same on all ranks."""
+    """Draw the token that identifies the files of this save, the same on all ranks."""
     if ranks.alone:
         return "0" * 8
     drawn = torch.tensor([int.from_bytes(secrets.token_bytes(4), "little")], device=ranks.device)
@@ -248,8 +252,8 @@ def _draw_token(ranks: Ranks) -> str:
 _cpu_groups: dict[int, tuple[Ranks, Ranks]] = {}
 
 
-def _over_cpu(ranks: Ranks) -> Ranks:
-    """The same ranks with a process group of their own, for a thread beside the training."""
+def _cpu_ranks(ranks: Ranks) -> Ranks:
+    """The same ranks with a CPU process group, for a thread beside the training."""
     if not isinstance(ranks, GroupRanks):
         return ranks
     known = _cpu_groups.get(id(ranks))

@@ -1,7 +1,7 @@
 """The state of a training: collected for a checkpoint, checked, and restored in full or not at all.
 
-Most of it is the same on all ranks. What belongs to one rank, in `collect_own`, are its random
-generators and the history of gradients of its samples.
+Most of it is the same on all ranks. `collect_rank_state` collects what belongs to one rank: its
+random generators, and the history of gradients of its samples.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dynsparse.nn.sharded import is_sharded, local_part, shard_like
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, ShardSpec, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
-from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
+from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor, describe_error
 from dynsparse.training.checkpoint.rank_state import gather_coordinates, gather_history
 from dynsparse.training.checkpoint.tensor_parallel import KeyPath, TensorParallelState
-from dynsparse.training.layer_shards import follow_sizes, resize_shards
+from dynsparse.training.layer_shards import rebuild_reducers, resize_shards
 from dynsparse.training.trainer import SparseTrainer
 
-_OTHERS = (
+_SAME_MODEL = (
     "ranks that save together must hold the same model, as replicas or in shards: "
     "save each stage of a pipeline with ranks=group"
 )
@@ -77,7 +77,7 @@ class TrainingState:
             state = self.lr_scheduler.state_dict()
             parts["lr_scheduler"] = {"kind": type(self.lr_scheduler).__name__, "state": state}
         if parts["trainer"] is not None:
-            parts["trainer"]["history_state"] = {}  # each has its own
+            parts["trainer"]["history_state"] = {}  # every rank saves its own
         parts["coordinates"] = gather_coordinates(ranks)
         return self._tensor_parallel(parts).to_chunks(parts, ranks)
 
@@ -95,7 +95,7 @@ class TrainingState:
             for name, module in self.model.named_modules()
             if isinstance(getattr(module, "pattern", None), SparsePattern)
         }
-        check_consistent(ranks.all_ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+        check_consistent(ranks.all_ranks, {"the layers": ", ".join(map(repr, layers))}, _SAME_MODEL)
         # A shard is the same along the samples, a full layer everywhere.
         sharded = {
             n for n, m in layers.items() if isinstance(getattr(m, "executor", None), ShardSpec)
@@ -106,9 +106,9 @@ class TrainingState:
                 f"the pattern of layer {name!r}": digest(str(pattern), pattern.rows, pattern.cols)
                 for name, pattern in patterns.items()
             }
-            check_consistent(among, saved_patterns, _OTHERS, shown=False)
+            check_consistent(among, saved_patterns, _SAME_MODEL, shown=False)
 
-    def collect_own(self, ranks: Ranks) -> dict[str, Any]:
+    def collect_rank_state(self, ranks: Ranks) -> dict[str, Any]:
         """The state that belongs to this rank. All ranks call this: of the ranks that see the same
         samples the first has the history, the others have none."""
         history = None
@@ -184,7 +184,7 @@ class TrainingState:
             try:
                 self._check(parts)
             except Exception as error:  # of any kind: untrusted values are compared
-                raise mismatch(where, error) from None
+                raise mismatch_error(where, error) from None
 
         # What only shows while it is loaded is undone.
         sizes = {p: p.shape for p in self.model.parameters()}
@@ -194,12 +194,12 @@ class TrainingState:
                 try:
                     self._load(parts)
                 except Exception as error:  # of any kind: the values are untrusted
-                    raise mismatch(where, error) from None
+                    raise mismatch_error(where, error) from None
         except BaseException:
             undo()
             raise
         if not ranks.alone:
-            follow_sizes([p for p, shape in sizes.items() if p.shape != shape])
+            rebuild_reducers([p for p, shape in sizes.items() if p.shape != shape])
         if parts["generators"] is not None:
             for name, generator in self.generators.items():
                 rng.restore(generator, parts["generators"][name])
@@ -216,15 +216,16 @@ class TrainingState:
                 _check_finite(self.optimizer.state, _parameter_names(self.model))
                 _check_step(self.optimizer)
             except Exception as error:  # of any kind: the values are untrusted
-                reason = f"{type(error).__name__}: {error}"
-                raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
+                raise ValueError(
+                    f"the state of the optimizer is damaged ({describe_error(error)})"
+                ) from None
         if self.trainer is not None:
             self.trainer.load_state_dict(parts["trainer"])
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(parts["lr_scheduler"]["state"])
 
     def _remember(self) -> Callable[[], None]:
-        """A function that undoes `_load`."""
+        """Return a function that undoes `_load`."""
         if self.optimizer is None and self.trainer is None:
             return lambda: None  # the model has been checked
         model = copy.deepcopy(self.model.state_dict())
@@ -269,11 +270,9 @@ class TrainingState:
                 rng.check(generator, parts["generators"][name], name)
 
 
-def mismatch(where: str, error: Exception) -> CheckpointError:
+def mismatch_error(where: str, error: Exception) -> CheckpointError:
     """The error of a checkpoint that does not fit, in one line."""
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    reason = " ".join(f"{kind}{error}".split())[:600]
-    return CheckpointError(f"{where} does not fit: {reason}")
+    return CheckpointError(f"{where} does not fit: {describe_error(error, 600)}")
 
 
 @contextmanager
@@ -400,8 +399,8 @@ def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
 
 
 def _remember_attributes(*objects: Any) -> Callable[[], None]:
-    """A function that gives optimizers and schedulers, and those that they hold, their attributes
-    back; lists and dictionaries stay the same objects.
+    """Return a function that restores the attributes of optimizers and schedulers, and of those
+    that they hold; lists and dictionaries stay the same objects.
 
     Tensors are not copied: `load_state_dict` puts others in their place.
     """
@@ -461,13 +460,13 @@ def _check_step(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
-            alone = torch.zeros_like(parameter).requires_grad_()
-            alone.grad = torch.ones_like(parameter)
-            fresh = kind([alone])
-            fresh.param_groups = [{**group, "params": [alone]}]
-            fresh.state[alone] = copy.deepcopy(optimizer.state.get(parameter, {}))
+            trial = torch.zeros_like(parameter).requires_grad_()
+            trial.grad = torch.ones_like(parameter)
+            fresh = kind([trial])
+            fresh.param_groups = [{**group, "params": [trial]}]
+            fresh.state[trial] = copy.deepcopy(optimizer.state.get(parameter, {}))
             fresh.step()
-            if not bool(local_part(alone.detach()).isfinite().all()):
+            if not bool(local_part(trial.detach()).isfinite().all()):
                 raise ValueError("its options give NaN or infinity")
 
 
@@ -489,5 +488,5 @@ def _check_alike(where: str, current: Any, saved: Any) -> None:
         fits = isinstance(saved, type(current))
     if not fits:
         raise ValueError(f"{where}: expected {shorten(current)}, got {shorten(saved)}")
-    for one, other in items:
-        _check_alike(where, one, other)
+    for current_item, saved_item in items:
+        _check_alike(where, current_item, saved_item)

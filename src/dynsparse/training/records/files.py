@@ -28,7 +28,6 @@ from dynsparse._core.files.limits import (
     parse_json,
     read_limit,
 )
-from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 
 FORMAT = "dynsparse-record"
@@ -60,18 +59,14 @@ class RecordedLayer:
         """How many blocks the matrix has, present or not."""
         return self.grid[0] * self.grid[1]
 
-    @classmethod
-    def of(cls, pattern: SparsePattern) -> RecordedLayer:
-        return cls(pattern.shape, pattern.block_size)
-
 
 Arrays = Mapping[str, np.ndarray]
 """The arrays of an open npz file, each read when it is asked for."""
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Arrays]:
-    """An npz file of a record; damage of any kind is a RecordError."""
+def open_arrays(file: Path) -> Iterator[Arrays]:
+    """Open an npz file of a record; damage of any kind is a RecordError."""
     try:
         check_regular(file)
         _check_sizes(file)
@@ -82,7 +77,7 @@ def opened(file: Path) -> Iterator[Arrays]:
     except LimitError as error:
         raise RecordError(f"{file}: {error}") from None
     except Exception as error:  # of any kind: zipfile, zlib and NumPy have many
-        reason = " ".join(_short(error).split()) or type(error).__name__
+        reason = " ".join(_shorten_error(error).split()) or type(error).__name__
         raise RecordError(f"{file} is damaged or not part of a record: {reason}") from None
 
 
@@ -112,15 +107,17 @@ def read_array(file: Path, archive: Arrays, name: str) -> np.ndarray:
     return array
 
 
-def update_name(index: int) -> str:
+def update_file_name(index: int) -> str:
     return f"update-{index:06d}.npz"
 
 
-def update_files(path: Path) -> list[Path]:
+def list_update_files(path: Path) -> list[Path]:
     files = sorted(path.glob("update-*.npz"))
     for index, file in enumerate(files):
-        if file.name != update_name(index):
-            raise RecordError(f"the record {path} is incomplete: {update_name(index)} is missing")
+        if file.name != update_file_name(index):
+            raise RecordError(
+                f"the record {path} is incomplete: {update_file_name(index)} is missing"
+            )
     return files
 
 
@@ -147,7 +144,7 @@ def read_head(path: Path) -> tuple[dict[str, RecordedLayer], dict[str, Any]]:
     except LimitError as error:
         raise RecordError(f"{file}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{file} is damaged: {_short(error)}") from None
+        raise RecordError(f"{file} is damaged: {_shorten_error(error)}") from None
     return layers, metadata
 
 
@@ -164,14 +161,14 @@ def _read_layer(layer: Any) -> RecordedLayer:
     return recorded
 
 
-def _short(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     """The error's text, shortened: it may show a value of any length."""
     text = str(error)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def read_step(file: Path) -> int:
-    with opened(file) as archive:
+    with open_arrays(file) as archive:
         step = read_array(file, archive, "step")
         if step.shape != () or not np.issubdtype(step.dtype, np.integer):
             actual = f"{step.dtype} {list(step.shape)}"
@@ -203,7 +200,7 @@ def read_telemetry(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, os.PathLike):
@@ -213,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 def to_json(value: Any, what: str) -> str:
     try:
-        return json.dumps(value, default=_plain)
+        return json.dumps(value, default=_to_plain)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must hold what JSON can: {error}") from None
 

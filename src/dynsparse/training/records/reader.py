@@ -17,12 +17,12 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training.records.files import (
     RecordedLayer,
     RecordError,
-    opened,
+    list_update_files,
+    open_arrays,
     read_array,
     read_head,
     read_step,
     read_telemetry,
-    update_files,
     write_pending_updates,
 )
 
@@ -66,7 +66,7 @@ class Records:
         records = cls()
         records.path = Path(path)
         records.layers, records.metadata = read_head(records.path)
-        records._files = update_files(records.path)[:updates]
+        records._files = list_update_files(records.path)[:updates]
         if not records._files:
             raise RecordError(f"the record {path} holds no patterns yet: run the training again")
         records.steps = [read_step(file) for file in records._files]
@@ -111,7 +111,7 @@ class Records:
         """
         info = self._layer(layer)
         flat = self.initial(layer)
-        yield self.steps[0], _pattern(flat, info)
+        yield self.steps[0], _make_pattern(flat, info)
         for index, (dropped, grown) in enumerate(self.changes(layer), start=1):
             kept = np.setdiff1d(flat, dropped, assume_unique=True)
             after = np.union1d(kept, grown)
@@ -120,7 +120,7 @@ class Records:
                     f"{self._files[index]}: the update of {layer!r} does not fit the pattern before"
                 )
             flat = after
-            yield self.steps[index], _pattern(flat, info)
+            yield self.steps[index], _make_pattern(flat, info)
 
     @check_types
     def pattern(self, layer: str, index: int) -> SparsePattern:
@@ -196,7 +196,7 @@ class Records:
 
     def _positions(self, index: int, key: str, info: RecordedLayer) -> np.ndarray:
         file = self._files[index]
-        with opened(file) as archive:
+        with open_arrays(file) as archive:
             if index and key not in archive:
                 return np.zeros(0, np.int64)
             flat = read_array(file, archive, key)
@@ -212,7 +212,7 @@ class Records:
         return flat
 
 
-def _pattern(flat: np.ndarray, info: RecordedLayer) -> SparsePattern:
+def _make_pattern(flat: np.ndarray, info: RecordedLayer) -> SparsePattern:
     return SparsePattern.from_flat(
         torch.from_numpy(flat), shape=info.shape, block_size=info.block_size
     )

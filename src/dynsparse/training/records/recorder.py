@@ -22,12 +22,12 @@ from dynsparse.training.records.files import (
     TELEMETRY,
     VERSION,
     RecordError,
+    list_update_files,
     pending_recorders,
     read_head,
     read_step,
     to_json,
-    update_files,
-    update_name,
+    update_file_name,
 )
 from dynsparse.training.records.reader import Records
 
@@ -63,7 +63,7 @@ class Recorder:
         self._patterns: dict[str, SparsePattern] = {}
         self._updates = 0
         self._step = -1
-        self._waiting: deque[tuple[int, dict[str, Rewiring]]] = deque()
+        self._pending: deque[tuple[int, dict[str, Rewiring]]] = deque()
         self.earlier: dict[str, Any] = {}
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"expected a folder for the record, got the file {self.path}")
@@ -78,14 +78,14 @@ class Recorder:
     @property
     def has_record(self) -> bool:
         """Whether the folder holds a record that `truncate` can continue."""
-        return (self.path / HEAD).exists() and (self.path / update_name(0)).exists()
+        return (self.path / HEAD).exists() and (self.path / update_file_name(0)).exists()
 
     @property
     def holds_updates(self) -> bool:
         """Whether the folder holds more of a training than its first patterns."""
         telemetry = self.path / TELEMETRY
-        more = any(file.name != update_name(0) for file in self.path.glob("update-*.npz"))
-        more = more or bool(self._waiting)
+        more = any(file.name != update_file_name(0) for file in self.path.glob("update-*.npz"))
+        more = more or bool(self._pending)
         return more or (telemetry.exists() and telemetry.stat().st_size > 0)
 
     @check_types
@@ -105,7 +105,7 @@ class Recorder:
             ValueError: no layer, or a negative step.
         """
         self.flush()
-        step = _step(step)
+        step = _check_step(step)
         check_flag("overwrite", overwrite)
         if not patterns:
             raise ValueError("expected at least one layer to record, got none")
@@ -117,7 +117,7 @@ class Recorder:
                 "start(..., overwrite=True)"
             )
         # Newest first, and the head stays: what a killed process leaves is still a record.
-        for file in reversed(update_files(self.path)):
+        for file in reversed(list_update_files(self.path)):
             file.unlink()
         (self.path / TELEMETRY).unlink(missing_ok=True)
         head = {
@@ -158,9 +158,9 @@ class Recorder:
                     "checkpoint's step"
                 )
             rewiring._start_host_copy()
-        self._write_waiting(wait=False)
-        if self._waiting or not _are_here(rewirings):
-            self._waiting.append((step, dict(rewirings)))
+        self._write_pending(wait=False)
+        if self._pending or not _are_on_host(rewirings):
+            self._pending.append((step, dict(rewirings)))
             pending_recorders.add(self)
         else:
             self._write_update(step, rewirings)
@@ -169,16 +169,16 @@ class Recorder:
 
     def flush(self) -> None:
         """Wait for updates that are being copied from devices, and write them."""
-        self._write_waiting(wait=True)
+        self._write_pending(wait=True)
 
-    def _write_waiting(self, wait: bool) -> None:
+    def _write_pending(self, wait: bool) -> None:
         """Write the updates that are on the CPU, or all."""
-        while self._waiting:
-            step, rewirings = self._waiting[0]
-            if not wait and not _are_here(rewirings):
+        while self._pending:
+            step, rewirings = self._pending[0]
+            if not wait and not _are_on_host(rewirings):
                 return
             self._write_update(step, rewirings)
-            self._waiting.popleft()
+            self._pending.popleft()
         pending_recorders.discard(self)
 
     def _write_update(self, step: int, rewirings: Mapping[str, Rewiring]) -> None:
@@ -200,8 +200,8 @@ class Recorder:
         """
         if not self._updates:
             raise RecordError("call start or truncate before log")
-        self._write_waiting(wait=False)
-        line = to_json({"step": _step(step), **_without_step(figures)}, "figures")
+        self._write_pending(wait=False)
+        line = to_json({"step": _check_step(step), **_check_figures(figures)}, "figures")
         with (self.path / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -221,10 +221,10 @@ class Recorder:
             RecordError: the folder holds no record, a damaged one, one that begins later or does
                 not lead to `patterns`. It is unchanged.
         """
-        step = _step(step)
+        step = _check_step(step)
         self.flush()
-        files = update_files(self.path)
-        kept, damage = _up_to(files, step)
+        files = list_update_files(self.path)
+        kept, damage = _count_files_up_to(files, step)
         if damage is not None and (patterns is None or not kept):
             raise damage
         if not kept:
@@ -251,7 +251,7 @@ class Recorder:
         return ", ".join(map(repr, self._patterns))
 
     def _next_step(self, step: int) -> int:
-        step = _step(step)
+        step = _check_step(step)
         if not self._updates:
             raise RecordError("call start or truncate before update")
         if step <= self._step:
@@ -263,14 +263,14 @@ class Recorder:
 
     def _write(self, step: int, arrays: dict[str, np.ndarray]) -> None:
         atomic_write(
-            self.path / update_name(self._updates),
+            self.path / update_file_name(self._updates),
             lambda file: np.savez_compressed(file, step=np.int64(step), **arrays),  # type: ignore[arg-type]
         )
         self._updates += 1
         self._step = max(step, self._step)  # further updates may be waiting
 
 
-def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
+def _count_files_up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
     """How many files are of steps up to `step`, and the error of a damaged one that follows."""
     for kept, file in enumerate(files):
         try:
@@ -281,7 +281,7 @@ def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
     return len(files), None
 
 
-def _are_here(rewirings: Mapping[str, Rewiring]) -> bool:
+def _are_on_host(rewirings: Mapping[str, Rewiring]) -> bool:
     return all(rewiring._is_on_host for rewiring in rewirings.values())
 
 
@@ -296,14 +296,14 @@ def _check_layers(layers: Mapping[Any, Any], kind: type, expected: str) -> None:
         check_kind(f"what is recorded of {name!r}", value, kind, expected)
 
 
-def _step(step: Any) -> int:
+def _check_step(step: Any) -> int:
     number = check_integer("step", step)
     if number < 0:
         raise ValueError(f"step must be at least 0, got {number}")
     return number
 
 
-def _without_step(figures: Mapping[str, Any]) -> dict[str, Any]:
+def _check_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     if "step" in figures:
         raise ValueError('figures must not hold the key "step": it is the first argument')
     return dict(figures)
