@@ -222,15 +222,15 @@ def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
         )
     if len(children) < n:
         raise ValueError(f"a model of {len(children)} modules cannot have {n} stages: use fewer")
-    borders = balance([_weights(child) for _, child in children], n)
+    borders = balance([_count_weights(child) for _, child in children], n)
     return [
         nn.Sequential(OrderedDict(children[first:last]))
         for first, last in itertools.pairwise(borders)
     ]
 
 
-def _weights(module: nn.Module | None) -> int:
-    """Of all linear layers in a module."""
+def _count_weights(module: nn.Module | None) -> int:
+    """Count the weights of all linear layers in a module."""
     total = 0
     for submodule in [] if module is None else module.modules():
         if isinstance(submodule, SparseLinear) and not isinstance(

@@ -35,8 +35,8 @@ def balance(loads: Sequence[int], parts: int) -> tuple[int, ...]:
     the nearest to an even share of what remains.
 
     Args:
-        loads: of each unit, integers of at least 0.
-        parts: how many; each has one unit at least.
+        loads: the load of each unit, an integer of at least 0.
+        parts: number of parts; each has at least one unit.
 
     Raises:
         ValueError: fewer units than parts, or a load below 0.
@@ -54,18 +54,18 @@ def balance(loads: Sequence[int], parts: int) -> tuple[int, ...]:
     low, high = max(int(weights.max()), -(-int(ends[-1]) // parts)), int(ends[-1])
     while low < high:
         middle = (low + high) // 2
-        if _latest(ends, parts, middle)[-1] == n:
+        if _latest_borders(ends, parts, middle)[-1] == n:
             high = middle
         else:
             low = middle + 1
     # The same from the other end: no border may come earlier, or what follows would not fit.
     back = (ends[-1] - ends).flip(0)
-    earliest = [n - border for border in reversed(_latest(back, parts, low))]
+    earliest = [n - border for border in reversed(_latest_borders(back, parts, low))]
     borders = [0]
     for part in range(1, parts):
         at = borders[-1]
         share = int(ends[at]) + (int(ends[-1]) - int(ends[at])) / (parts - part + 1)
-        most = min(_reach(ends, at, low), n - (parts - part))
+        most = min(_farthest_border(ends, at, low), n - (parts - part))
         after = min(max(int(torch.searchsorted(ends, share)), at + 1), most)
         before = max(after - 1, at + 1)
         nearer = before if share - int(ends[before]) < int(ends[after]) - share else after
@@ -73,17 +73,17 @@ def balance(loads: Sequence[int], parts: int) -> tuple[int, ...]:
     return (*borders, n)
 
 
-def _reach(ends: Tensor, at: int, bound: int) -> int:
-    """How far a part goes from a border without exceeding the bound."""
+def _farthest_border(ends: Tensor, at: int, bound: int) -> int:
+    """The last border of a part that begins at the border `at` and does not exceed the bound."""
     return int(torch.searchsorted(ends, int(ends[at]) + bound, right=True)) - 1
 
 
-def _latest(ends: Tensor, parts: int, bound: int) -> list[int]:
+def _latest_borders(ends: Tensor, parts: int, bound: int) -> list[int]:
     """The latest borders of parts that stay within the bound, each of one unit at least."""
     n = len(ends) - 1
     borders = [0]
     for part in range(1, parts + 1):
-        borders.append(min(_reach(ends, borders[-1], bound), n - (parts - part)))
+        borders.append(min(_farthest_border(ends, borders[-1], bound), n - (parts - part)))
     return borders
 
 
@@ -99,7 +99,7 @@ def balance_features(
         written: patterns [features, any], whose rows the features are.
         read: patterns [any, features], whose columns they are.
         parts: how many shards.
-        unit: borders are multiples of it: the size of a head, say.
+        unit: borders are multiples of it, such as the size of a head.
 
     Raises:
         ValueError: too few features for so many parts.
@@ -249,15 +249,15 @@ class Borders:
         self._borders: dict[tuple[int, int, str], tuple[int, ...]] = {}
 
     def of_rows(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Of what the layer `name` of the bundle at `position` writes, in features."""
-        return self._between(position + 1, name, parts)
+        """Borders of the features that the layer `name` of the bundle at `position` writes."""
+        return self._borders_at(position + 1, name, parts)
 
     def of_cols(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Of what it reads."""
-        return self._between(position, name, parts)
+        """Borders of the features that the layer `name` of the bundle at `position` reads."""
+        return self._borders_at(position, name, parts)
 
-    def _between(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Before the bundle at `position`, or after the last.
+    def _borders_at(self, position: int, name: str, parts: int) -> tuple[int, ...]:
+        """Borders of the features before the bundle at `position`, or after the last bundle.
 
         Raises:
             ValueError: too few features for so many parts.
@@ -266,13 +266,13 @@ class Borders:
         inside = 0 < position < len(chain)
         key = position, parts, "" if inside else name
         if key not in self._borders:
-            # At the ends of a chain each layer is for itself.
+            # At the ends of a chain each layer has borders of its own.
             alone = Bundle((name,), chain[-1].unit)
-            before = (chain[position - 1] if inside else alone) if position else None
-            behind = (chain[position] if inside else alone) if position < len(chain) else None
-            self._borders[key] = balance_features(
-                self._patterns(before), self._patterns(behind), parts, before.unit if before else 1
-            )
+            writers = (chain[position - 1] if inside else alone) if position else None
+            readers = (chain[position] if inside else alone) if position < len(chain) else None
+            patterns = self._patterns(writers), self._patterns(readers)
+            unit = writers.unit if writers else 1
+            self._borders[key] = balance_features(*patterns, parts, unit)
         return self._borders[key]
 
     def _patterns(self, bundle: Bundle | None) -> list:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynsparse.distributed.placement import slice_pattern
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.sharded import gather_full as gathered_shards
+from dynsparse.nn.sharded import gather_full
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import DimShard, Ranks, ShardSpec
@@ -72,7 +72,7 @@ class ShardBackend(ShardSpec):
 
 
 def spec_of(layer: SparseLinear) -> ShardBackend | None:
-    """What a layer's shard is; None for a full layer."""
+    """The shard that a layer holds; None for a full layer."""
     return layer.executor if isinstance(layer.executor, ShardBackend) else None
 
 
@@ -102,7 +102,7 @@ def gather_layer(layer: SparseLinear) -> dict[str, Tensor]:
     if spec is None:
         return layer.state_dict()
     b = layer.block_size
-    values = gathered_shards(layer.values.detach())
+    values = gather_full(layer.values.detach())
     flat = spec.to_full(layer.pattern.flat, b).to(values.device)
     for axis in (spec.placement.cols, spec.placement.rows):
         line = spec.grid.ranks_along(axis)
@@ -117,8 +117,8 @@ def gather_layer(layer: SparseLinear) -> dict[str, Tensor]:
     }
 
 
-def _sharded_projection(attention: SparseMultiheadAttention) -> ShardBackend | None:
-    """Of the queries' projection, if heads are split over ranks."""
+def _query_shard(attention: SparseMultiheadAttention) -> ShardBackend | None:
+    """The shard of the queries' projection; None unless heads are split over ranks."""
     projection = attention.q_proj
     spec = spec_of(projection) if isinstance(projection, SparseLinear) else None
     return None if spec is None or spec.placement.rows is None else spec
@@ -127,7 +127,7 @@ def _sharded_projection(attention: SparseMultiheadAttention) -> ShardBackend | N
 @torch.no_grad()
 def split_heads(attention: SparseMultiheadAttention) -> None:
     """Let an attention whose projections are split compute this rank's heads only."""
-    spec = _sharded_projection(attention)
+    spec = _query_shard(attention)
     if spec is None:
         return
     head_dim = spec.shape[0] // attention.num_heads
@@ -194,11 +194,11 @@ def gather_from(y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
     return y if ranks.alone else _GatherFrom.apply(y, ranks, borders)
 
 
-def _local(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+def _narrow(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
     return DimShard(ranks, borders).narrow(x, -1).contiguous()
 
 
-def _full(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+def _gather(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
     return DimShard(ranks, borders).all_gather(x, -1)
 
 
@@ -227,19 +227,19 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
         ctx.ranks, ctx.borders = ranks, borders
-        return _local(x, ranks, borders)
+        return _narrow(x, ranks, borders)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _full(grad, ctx.ranks, ctx.borders), None, None
+        return _gather(grad, ctx.ranks, ctx.borders), None, None
 
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
         ctx.ranks, ctx.borders = ranks, borders
-        return _full(y, ranks, borders)
+        return _gather(y, ranks, borders)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _local(grad, ctx.ranks, ctx.borders), None, None
+        return _narrow(grad, ctx.ranks, ctx.borders), None, None

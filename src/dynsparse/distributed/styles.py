@@ -21,7 +21,7 @@ class _Style(ParallelStyle):
     """Splits layers over the one axis of a mesh, called x in here."""
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
-        """The layers by their names in the module."""
+        """The chain of layers in `module`, and the placement of each by its name."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
@@ -29,7 +29,7 @@ class _Style(ParallelStyle):
         grid = RankGrid(x=line, all_ranks=line)
         with collective_errors(line):
             chain, placements = self._chain(module)
-            layers = {name: _layer(module, name) for name in placements}
+            layers = {name: _find_layer(module, name) for name in placements}
             shards = make_shards(layers, chain, placements, grid)
         check_same_layers(grid, layers)
         for name, shard in shards.items():
@@ -39,7 +39,7 @@ class _Style(ParallelStyle):
         return module
 
 
-def _layer(module: nn.Module, name: str) -> SparseLinear:
+def _find_layer(module: nn.Module, name: str) -> SparseLinear:
     layer: Any = module
     for part in filter(None, name.split(".")):
         layer = getattr(layer, part, None)
@@ -92,8 +92,8 @@ class SplitPair(_Style):
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
         chain = Bundle((self.first,)), Bundle((self.second,))
-        out = _layer(module, self.first).out_features
-        into = _layer(module, self.second).in_features
+        out = _find_layer(module, self.first).out_features
+        into = _find_layer(module, self.second).in_features
         if out != into:
             raise ValueError(
                 f"{self.first!r} writes {out} features and {self.second!r} reads {into}: they are "
