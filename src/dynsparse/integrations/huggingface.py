@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dynsparse.integrations import require_package
 from dynsparse.integrations.follower import Algorithm, Follower
 from dynsparse.training import SparseTrainer
 
-try:
+with require_package("transformers", f"{__name__} needs", "'transformers[torch]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise  # the package is installed and fails
-    raise ImportError(
-        "dynsparse.integrations.huggingface needs the package transformers: "
-        "pip install 'transformers[torch]'"
-    ) from None
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer

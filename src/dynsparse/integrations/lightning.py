@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynsparse.integrations import require_package
 from dynsparse.integrations.follower import Algorithm, Follower
 from dynsparse.training import SparseTrainer
 from dynsparse.training.checkpoint import random_state
 
-try:
+with require_package("lightning", f"{__name__} needs"):
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise  # the package is installed and fails
-    raise ImportError(
-        "dynsparse.integrations.lightning needs the package lightning: pip install lightning"
-    ) from None
 
 __all__ = ["SparseCallback"]
 

@@ -9,19 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from dynsparse.integrations import require_package
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 from dynsparse.ops import grad_weight
 
-try:
+with require_package("peft", f"{__name__} needs"):
     from peft import LoraConfig
     from peft.tuners import lora
     from peft.tuners.tuners_utils import check_adapters_to_merge
-except ModuleNotFoundError as error:
-    if error.name != "peft":
-        raise  # the package is installed and fails
-    raise ImportError(
-        "dynsparse.integrations.peft needs the package peft: pip install peft"
-    ) from None
 
 __all__ = ["SparseLora", "sparse_lora"]
 

@@ -9,24 +9,23 @@
 
 from typing import Any
 
+from dynsparse.integrations import require_package
+
 try:
-    import keras
+    with require_package("keras", f"{__name__} needs"):
+        import keras
 except ModuleNotFoundError as error:
-    if error.name in ("tensorflow", "jax", "openvino"):  # the configured backend
-        raise ImportError(
-            "dynsparse.integrations.keras needs Keras on torch, got a backend that cannot be "
-            f"imported ({error}): set KERAS_BACKEND=torch before keras is imported"
-        ) from None
-    if error.name != "keras":
-        raise  # the package is installed and fails
+    if error.name not in ("tensorflow", "jax", "openvino"):  # not the configured backend
+        raise
     raise ImportError(
-        "dynsparse.integrations.keras needs the package keras: pip install keras"
+        f"{__name__} needs Keras on torch, got a backend that cannot be imported ({error}): set "
+        "KERAS_BACKEND=torch before keras is imported"
     ) from None
 
 if keras.config.backend() != "torch":
     raise ImportError(
-        f"dynsparse.integrations.keras needs Keras on torch, got {keras.config.backend()}: set "
-        "KERAS_BACKEND=torch before keras is imported"
+        f"{__name__} needs Keras on torch, got {keras.config.backend()}: set KERAS_BACKEND=torch "
+        "before keras is imported"
     )
 
 from dynsparse.integrations.keras.callbacks import CALLBACKS, SparseCallback

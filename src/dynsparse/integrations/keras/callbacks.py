@@ -186,7 +186,7 @@ def _to_module(layers: dict[str, SparseLayer]) -> nn.Module:
     return root
 
 
-def _callback(algorithm: type[SparseTrainer]) -> type[SparseCallback]:
+def _make_callback(algorithm: type[SparseTrainer]) -> type[SparseCallback]:
     """The callback for one algorithm."""
 
     class Callback(SparseCallback):
@@ -203,5 +203,5 @@ def _callback(algorithm: type[SparseTrainer]) -> type[SparseCallback]:
     return Callback
 
 
-CALLBACKS = {a.trainer.__name__: _callback(a.trainer) for a in BY_NAME.values()}
+CALLBACKS = {a.trainer.__name__: _make_callback(a.trainer) for a in BY_NAME.values()}
 """Name of an algorithm -> its callback."""

@@ -103,10 +103,10 @@ def sparsify(model: Any, density: float | None = None, **options: Any) -> Any:
             "the model's optimizer holds the variables of dense layers: sparsify the model "
             "before you compile it"
         )
-    skeleton, keras_layers = _torch_skeleton(model)
+    skeleton, keras_layers = _make_skeleton(model)
     sparsify_module(skeleton, density, **options)
     sparse_layers = {
-        name: _sparse_layer(keras_layers[name], module)
+        name: _make_sparse_layer(keras_layers[name], module)
         for name, module in skeleton.named_modules()
         if isinstance(module, SparseLinear)
     }
@@ -119,7 +119,7 @@ def sparsify(model: Any, density: float | None = None, **options: Any) -> Any:
     return model
 
 
-def _torch_skeleton(model: Any) -> tuple[nn.Module, dict[str, Any]]:
+def _make_skeleton(model: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A torch module with the weights of a Keras model in torch layers, and name -> Keras layer."""
     root, keras_layers = nn.Module(), {}
     seen: set[int] = set()
@@ -134,7 +134,7 @@ def _torch_skeleton(model: Any) -> tuple[nn.Module, dict[str, Any]]:
                 raise ValueError(
                     f"two layers have the name {prefix + name!r}: give them different names"
                 )
-            module = _module(layer)
+            module = _make_module(layer)
             parent.add_module(name, module)
             keras_layers[prefix + name] = layer
             add(module, layer._layers, f"{prefix}{name}.")
@@ -143,7 +143,7 @@ def _torch_skeleton(model: Any) -> tuple[nn.Module, dict[str, Any]]:
     return root, keras_layers
 
 
-def _module(layer: Any) -> nn.Module:
+def _make_module(layer: Any) -> nn.Module:
     """A torch layer with the weights of a Keras layer, or a module with the name of its class."""
     if _is_convertible(layer):
         bias = layer.bias is not None
@@ -180,7 +180,7 @@ def _is_convertible(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def _sparse_layer(layer: Any, sparse: SparseLinear) -> SparseLayer:
+def _make_sparse_layer(layer: Any, sparse: SparseLinear) -> SparseLayer:
     """A sparse Keras layer with the options of `layer`, and pattern and values of `sparse`."""
     options = layer.get_config()
     config = {key: options[key] for key in _DENSE_OPTIONS if key in options}

@@ -50,10 +50,10 @@ class SavedState:
         """
         state = _decode(np.array(store[_STATE_KEY])) if _STATE_KEY in set(store.keys()) else None
 
-        def take() -> None:
+        def set_loaded() -> None:
             self.loaded = state
 
-        return take
+        return set_loaded
 
 
 def _decode(stored: np.ndarray) -> dict[str, Any]:
@@ -96,12 +96,10 @@ class PatternVariable(keras.Variable):
 
     def _direct_assign(self, value: Tensor) -> None:
         shape, block_size = self._sparse.pattern.shape, self._sparse.pattern.block_size
-        pattern = SparsePattern._from_slot_coordinates(
-            *value.cpu(), shape=shape, block_size=block_size
-        )
-        self.put(pattern, self._sparse.values.detach().clone())
+        pattern = SparsePattern._in_order(*value.cpu(), shape=shape, block_size=block_size)
+        self.set_pattern(pattern, self._sparse.values.detach().clone())
 
-    def put(self, pattern: SparsePattern, values: Tensor) -> None:
+    def set_pattern(self, pattern: SparsePattern, values: Tensor) -> None:
         """Set a pattern with its values; the state of the optimizer follows, if there is one."""
         rewiring = Rewiring.between(self._sparse.pattern, pattern)
         self._sparse.resizable |= not rewiring.keeps_size
@@ -309,14 +307,14 @@ class SparseLayer(keras.layers.Layer):
         pattern = SparsePattern._from_slot_coordinates(
             rows, cols, shape=self.pattern.shape, block_size=self.block_size
         )
-        values = _tensor(store["values"], self.values)
+        values = _to_tensor(store["values"], self.values)
         pattern._check_values(values)
         variable: Any = self.bias
-        bias = None if variable is None else _tensor(store["bias"], variable)
+        bias = None if variable is None else _to_tensor(store["bias"], variable)
         set_saved_state = self.saved_state.read(store)
         if variable is not None:
             variable.assign(bias)
-        self.__dict__["_pattern"].put(pattern, values)
+        self.__dict__["_pattern"].set_pattern(pattern, values)
         self.update_shapes()
         set_saved_state()
 
@@ -327,7 +325,7 @@ def _to_keras_device(sparse: SparseLinear) -> SparseLinear:
     return sparse if device.type == "meta" else sparse.to(device)
 
 
-def _tensor(entry: Any, like: Any) -> Tensor:
+def _to_tensor(entry: Any, like: Any) -> Tensor:
     return keras.ops.convert_to_tensor(np.array(entry), dtype=like.dtype)
 
 

@@ -172,12 +172,12 @@ def _export(
             )
         except Exception as error:  # of many classes, with messages of many lines
             raise ValueError(
-                f"torch.onnx.export cannot export the model: {_reason(error)}"
+                f"torch.onnx.export cannot export the model: {_describe_error(error)}"
             ) from error
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong, on one line: of the error that torch's exporter wrapped in its advice."""
+def _describe_error(error: BaseException) -> str:
+    """The cause of an error, which torch's exporter wraps in advice, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))

@@ -39,6 +39,7 @@ from dynsparse._core.files.limits import (
     parse_json,
     read_limit,
 )
+from dynsparse.integrations import require_package
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.pattern import SparsePattern
@@ -50,13 +51,8 @@ _MAX_BYTES = (1 << 31) - 1
 
 def import_library(name: str) -> Any:
     """Import a package, or raise an ImportError with the command that installs it if missing."""
-    try:
+    with require_package(name.partition(".")[0], "ONNX files need"):
         return import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        if error.name != package:
-            raise  # the package is installed and fails
-        raise ImportError(f"ONNX files need the package {package}: pip install {package}") from None
 
 
 @contextmanager
@@ -97,7 +93,7 @@ def write_model(model: Any, path: str | os.PathLike[str]) -> None:
     """
     onnx = import_library("onnx")
     path = Path(path)
-    if _size(model) <= _MAX_BYTES:
+    if _model_bytes(model) <= _MAX_BYTES:
         onnx.checker.check_model(model)
         atomic_write(path, lambda file: file.write(model.SerializeToString()))
         return
@@ -117,7 +113,7 @@ def write_model(model: Any, path: str | os.PathLike[str]) -> None:
                 (Path(folder) / name).replace(temporary)
 
 
-def _size(model: Any) -> int:
+def _model_bytes(model: Any) -> int:
     """Bytes of the model, which a protocol buffer cannot tell beyond its limit."""
     try:
         return model.ByteSize()
@@ -192,7 +188,7 @@ def _sparse_tensor(dense: Any, pattern: SparsePattern) -> Any:
     ):
         part.data_type = kind
         part.dims.append(len(flat))
-        part.raw_data = _bytes(tensor)
+        part.raw_data = _to_bytes(tensor)
     return sparse
 
 
@@ -236,9 +232,9 @@ def densify_initializers(model: Any) -> SparseWeights:
         dense = torch.zeros(int(np.prod(shape)), dtype=values.dtype, device="cpu")
         dense[flat] = values
         initializer = graph.initializer.add(name=name, data_type=entry.values.data_type, dims=shape)
-        initializer.raw_data = _bytes(dense)
+        initializer.raw_data = _to_bytes(dense)
         if len(shape) == 2:
-            patterns[name] = _pattern(name, flat, shape, sizes.get(name, 1))
+            patterns[name] = _make_pattern(name, flat, shape, sizes.get(name, 1))
     del graph.sparse_initializer[:]
     return patterns
 
@@ -249,7 +245,7 @@ def _check_dense_bytes(model: Any) -> None:
     if any(side < 0 for entry in entries for side in entry.dims):
         raise ValueError("expected sparse initializers with sides of at least 0")
     numbers = sum(math.prod(entry.dims) for entry in entries)
-    if 4 * numbers > (most := read_limit(_size(model))):
+    if 4 * numbers > (most := read_limit(_model_bytes(model))):
         raise LimitError(
             f"expected sparse initializers of at most {most:,} bytes when they are dense, got "
             f"{4 * numbers:,}: {HOW_TO_RAISE}"
@@ -271,7 +267,7 @@ def set_values(dense: Any, tensor: Tensor) -> None:
     """Set the values of a `TensorProto`; dtype and shape stay the same."""
     for field in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
         dense.ClearField(field)
-    dense.raw_data = _bytes(tensor)
+    dense.raw_data = _to_bytes(tensor)
 
 
 def transpose_pattern(pattern: SparsePattern) -> SparsePattern:
@@ -290,7 +286,7 @@ def _positions(pattern: SparsePattern) -> Tensor:
     return (first[:, None] + inside.flatten()).flatten().sort().values
 
 
-def _pattern(name: str, flat: Tensor, shape: tuple[int, ...], edge: int) -> SparsePattern:
+def _make_pattern(name: str, flat: Tensor, shape: tuple[int, ...], edge: int) -> SparsePattern:
     height, width = shape
     rows, cols = flat // width, flat % width
     if edge == 1:
@@ -315,7 +311,7 @@ def _block_sizes(model: Any) -> dict[str, int]:
     return sizes
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def _to_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
@@ -402,15 +398,15 @@ def _is_plain(node: Any, constants: Mapping[str, Any]) -> bool:
     """Whether a Gemm is x W^T + bias, with a vector as its bias."""
     bias = constants.get(node.input[2]) if len(node.input) > 2 else None
     return (
-        _attribute(node, "alpha", 1.0) == 1
-        and _attribute(node, "beta", 1.0) == 1
+        _get_attribute(node, "alpha", 1.0) == 1
+        and _get_attribute(node, "beta", 1.0) == 1
         and (len(node.input) < 3 or (bias is not None and len(bias.dims) == 1))
     )
 
 
 def _fuse_relu(graph: Any, node: Any) -> bool:
-    """Let the node write the result of the Relu that is the only use of its own; whether there is
-    one."""
+    """Fuse the Relu that is the only use of the node's output into the node; returns whether there
+    is one."""
     value = node.output[0]
     users = [other for other in graph.node if value in other.input]
     if len(users) != 1 or users[0].op_type != "Relu" or value in {v.name for v in graph.output}:
@@ -427,8 +423,10 @@ def _store_values(
     transposed: bool,
     quantized: QuantizedSparseLinear | None,
 ) -> tuple[SparsePattern, str]:
-    """Add the values, of int8 values the scale, and the packed pattern of a weight; the pattern as
-    [out, in], and its form."""
+    """Add the values of a weight, for int8 also their scale, and its packed pattern to the graph.
+
+    Returns the pattern as [out, in], and the form in which it is packed.
+    """
     onnx = import_library("onnx")
     if entry.data_type != onnx.TensorProto.FLOAT:
         raise ValueError(f"the operator needs float32 weights, got those of {entry.name!r}")
@@ -448,7 +446,7 @@ def _store_values(
         ]
     for name, tensor, kind in tensors:
         initializer = graph.initializer.add(name=name, data_type=kind, dims=tensor.shape)
-        initializer.raw_data = _bytes(tensor)
+        initializer.raw_data = _to_bytes(tensor)
     return pattern, form
 
 
@@ -478,7 +476,7 @@ def fuse_linears(model: Any, weights: Container[str] | None = None) -> dict[str,
         node = linear.node
         if node.op_type == "MatMul":
             node.op_type = "Gemm"
-            add = _add_after(graph, node.output[0], uses, constants)
+            add = _find_add(graph, node.output[0], uses, constants)
             if add is not None:
                 node.input.append(next(name for name in add.input if name != node.output[0]))
                 node.output[0] = add.output[0]
@@ -510,7 +508,7 @@ def _linear_nodes(graph: Any) -> list[LinearNode]:
         for node in graph.node
         if node.op_type == "Transpose"
         and node.input[0] in matrices
-        and list(_attribute(node, "perm", [1, 0])) == [1, 0]
+        and list(_get_attribute(node, "perm", [1, 0])) == [1, 0]
     }
     nodes = []
     for node in graph.node:
@@ -519,14 +517,14 @@ def _linear_nodes(graph: Any) -> list[LinearNode]:
         matrix = node.input[1]
         transpose = transposes.get(matrix)
         weight = matrix if transpose is None else transpose.input[0]
-        if weight not in matrices or _attribute(node, "transA", 0):
+        if weight not in matrices or _get_attribute(node, "transA", 0):
             continue
-        as_stored = node.op_type == "MatMul" or not _attribute(node, "transB", 0)
+        as_stored = node.op_type == "MatMul" or not _get_attribute(node, "transB", 0)
         nodes.append(LinearNode(node, weight, as_stored == (transpose is None)))
     return nodes
 
 
-def _add_after(graph: Any, value: str, uses: Counter[str], constants: dict[str, Any]) -> Any | None:
+def _find_add(graph: Any, value: str, uses: Counter[str], constants: dict[str, Any]) -> Any | None:
     """The Add of a constant vector that is the only use of `value`, or None."""
     if uses[value] != 1:
         return None
@@ -538,7 +536,7 @@ def _add_after(graph: Any, value: str, uses: Counter[str], constants: dict[str, 
     return None
 
 
-def _attribute(node: Any, name: str, default: Any) -> Any:
+def _get_attribute(node: Any, name: str, default: Any) -> Any:
     for attribute in node.attribute:
         if attribute.name == name:
             return import_library("onnx").helper.get_attribute_value(attribute)

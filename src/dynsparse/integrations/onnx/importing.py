@@ -121,7 +121,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
         try:
             linear = module.get_submodule(_converted_name(name))
         except AttributeError as error:
-            raise _no_name(file, name) from error
+            raise _name_error(file, name) from error
         if not isinstance(linear, nn.Linear):  # a bias that is not a vector
             continue
         users = layers.setdefault(node.weight, [])
@@ -129,7 +129,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
             (
                 existing
                 for transposed, first, existing in users
-                if transposed == node.transposed and _same_bias(first, linear)
+                if transposed == node.transposed and _has_same_bias(first, linear)
             ),
             None,
         )
@@ -142,7 +142,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
         try:
             _replace_module(module, _converted_name(name), name, layer)
         except (AttributeError, KeyError) as error:
-            raise _no_name(file, name) from error
+            raise _name_error(file, name) from error
     copied = [weight for weight, users in layers.items() if len(users) > 1]
     if copied:
         logs.warn(
@@ -154,7 +154,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
     return module
 
 
-def _no_name(file: str | os.PathLike[str], name: str) -> ValueError:
+def _name_error(file: str | os.PathLike[str], name: str) -> ValueError:
     return ValueError(f"{file}: {name!r} cannot be the name of a module")
 
 
@@ -184,7 +184,7 @@ def _copy_layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
     return make_layer(weight, pattern, bias)
 
 
-def _same_bias(first: nn.Linear, second: nn.Linear) -> bool:
+def _has_same_bias(first: nn.Linear, second: nn.Linear) -> bool:
     if first.bias is None or second.bias is None:
         return first.bias is second.bias
     return torch.equal(first.bias, second.bias)
