@@ -60,7 +60,7 @@ def test_unmerged_bytes_round_trip(small):
     ids = small.encode(text)
     assert small.decode(ids) == text
     assert small.decode(ids[:-1]).endswith("\ufffd")
-    assert small.token(small.size - 1) == END_OF_TEXT.encode()
+    assert small._tokens[small.size - 1] == END_OF_TEXT.encode()
     assert small.decode(np.array([small.size - 1])) == END_OF_TEXT
     assert small.size - 1 not in small.encode(END_OF_TEXT)
 
@@ -172,7 +172,7 @@ def test_lone_surrogate_raises(small):
 
 def test_two_merges_may_give_the_same_token():
     made = GPT2Tokenizer([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")])
-    assert [made.token(i) for i in made.encode("abc")] == [b"abc"]
+    assert [made._tokens[i] for i in made.encode("abc")] == [b"abc"]
     assert made.size == 256 + 4 + 1
 
 

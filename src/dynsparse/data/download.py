@@ -93,7 +93,7 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
                 )
                 return Path(path)
             except requests.exceptions.RequestException as error:
-                reason = f"{url}{file}: {_reason(error)}"
+                reason = f"{url}{file}: {_describe_failure(error)}"
             except ValueError:
                 raise ValueError(
                     f"{url}{file}: expected the checksum {checksum}, got another: the download is "
@@ -105,8 +105,8 @@ def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
     )
 
 
-def _reason(error: Exception) -> str:
-    """One short phrase: requests' own text for a refused connection runs over five lines."""
+def _describe_failure(error: Exception) -> str:
+    """A short phrase, since requests' own text for a refused connection has five lines."""
     response = getattr(error, "response", None)
     if response is not None:
         return f"the server answered {response.status_code}"

@@ -201,13 +201,13 @@ def load_mnist(name: str, data_dir: str | Path | None = None) -> DataSet:
             for file, checksum in source.checksums.items()
         }
     else:
-        paths = {file: _find(file, Path(data_dir), name) for file in SOURCES[name].checksums}
-    train = _images(paths[_TRAIN_IMAGES], paths[_TRAIN_LABELS])
-    test = _images(paths[_TEST_IMAGES], paths[_TEST_LABELS])
+        paths = {file: _find_file(file, Path(data_dir), name) for file in SOURCES[name].checksums}
+    train = _read_images(paths[_TRAIN_IMAGES], paths[_TRAIN_LABELS])
+    test = _read_images(paths[_TEST_IMAGES], paths[_TEST_LABELS])
     return DataSet(name, train, test)
 
 
-def _find(file: str, data_dir: Path, name: str) -> Path:
+def _find_file(file: str, data_dir: Path, name: str) -> Path:
     if not data_dir.is_dir():
         raise FileNotFoundError(f"expected a folder with the {name} files, got {data_dir}")
     # A folder with the data set's name comes first: file names are the same for two data sets.
@@ -221,7 +221,7 @@ def _find(file: str, data_dir: Path, name: str) -> Path:
     )
 
 
-def _images(images_path: Path, labels_path: Path) -> LabelledImages:
+def _read_images(images_path: Path, labels_path: Path) -> LabelledImages:
     images = read_idx(images_path, 3)
     labels = read_idx(labels_path, 1)
     if images.shape[1:] != (SIDE, SIDE):
@@ -301,11 +301,11 @@ def _from_folder(folder: Path) -> DataSet:
         check_regular(folder / name)
         with open(folder / name, "rb") as file:
             files[name] = file.read(_LIMIT)
-    return _data_set(files, folder)
+    return _make_data_set(files, folder)
 
 
 def _from_archive(path: Path) -> DataSet:
-    """The files are read where they are: nothing is unpacked onto the disk."""
+    """Read the files inside the archive; nothing is unpacked onto the disk."""
     files: dict[str, bytes] = {}
     with open(path, "rb") as raw:
         try:
@@ -320,11 +320,11 @@ def _from_archive(path: Path) -> DataSet:
     missing = [name for name in (*_TRAIN, *_TEST) if name not in files]
     if missing:
         raise ValueError(f"{path}: expected {missing[0]} in it, got none: get the file again")
-    return _data_set(files, path)
+    return _make_data_set(files, path)
 
 
-def _records(content: bytes, path: Path) -> np.ndarray:
-    """uint8 [n, 3073]: labels and pixels."""
+def _read_records(content: bytes, path: Path) -> np.ndarray:
+    """The checked records of a file: uint8 [n, 3073], a label and the pixels each."""
     if not content or len(content) % _RECORD:
         size = f"{len(content):,} bytes" if len(content) < _LIMIT else "more"
         raise ValueError(
@@ -340,9 +340,9 @@ def _records(content: bytes, path: Path) -> np.ndarray:
     return records
 
 
-def _data_set(files: dict[str, bytes], place: Path) -> DataSet:
+def _make_data_set(files: dict[str, bytes], place: Path) -> DataSet:
     def images(names: tuple[str, ...]) -> LabelledImages:
-        records = np.concatenate([_records(files[name], place / name) for name in names])
+        records = np.concatenate([_read_records(files[name], place / name) for name in names])
         labels = torch.from_numpy(records[:, 0].astype(np.int64))
         return LabelledImages(torch.from_numpy(records[:, 1:].copy()), labels)
 

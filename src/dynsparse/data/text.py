@@ -112,7 +112,7 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """The same for equal vocabularies, different for others."""
+        """A string that is equal for equal vocabularies, and only for these."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -139,7 +139,7 @@ def check_vocabulary(state: Any) -> None:
     It comes from token files and checkpoints, which may hold anything.
 
     Raises:
-        ValueError: what it should be, and what it is.
+        ValueError: it is not; the message has what was expected, and what it is.
     """
     if not isinstance(state, dict):
         raise ValueError(f"expected a vocabulary, got {shorten(state)}")
@@ -249,10 +249,6 @@ class GPT2Tokenizer:
     @property
     def identity(self) -> str:
         return self._identity
-
-    def token(self, index: int) -> bytes:
-        """The bytes of one id."""
-        return self._tokens[index]
 
     def encode(self, text: str) -> np.ndarray:
         """See `Tokenizer.encode`.
@@ -420,7 +416,7 @@ def make_tokenizer(
 
 
 def tokenizer_from_state(state: dict[str, Any], bpe_dir: Path | None = None) -> Tokenizer:
-    """What `state` was taken from.
+    """Make the tokenizer that `state` was taken from.
 
     Raises:
         ValueError: `state` is not a vocabulary, or the BPE files are not those it was taken from.
@@ -468,8 +464,8 @@ class TokenFile:
         current = self.vocabulary["identity"]
         if current != identity:
             raise ValueError(
-                f"{self.path}: expected tokens of the vocabulary {_short(identity)}, got tokens of "
-                f"{_short(current)}: encode the text again with that vocabulary"
+                f"{self.path}: expected tokens of the vocabulary {_abbreviate(identity)}, got "
+                f"tokens of {_abbreviate(current)}: encode the text again with that vocabulary"
             )
 
 
@@ -572,6 +568,6 @@ def _read_head(text: bytes) -> tuple[np.dtype[Any], int, dict[str, Any], str]:
     return dtype, count, vocabulary, source
 
 
-def _short(identity: str) -> str:
+def _abbreviate(identity: str) -> str:
     kind, _, digest = identity.partition(":")
     return f"{kind} {digest[:12]}" if digest else kind
