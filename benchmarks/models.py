@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dynsparse._core.processor import available_memory
 from dynsparse.bench.cells import DTYPES, Cell, refusal
 from dynsparse.bench.contenders import MaskedLinear, dense_layer
-from dynsparse.bench.timing import Effort, in_rounds, least_disturbed, timing_of
+from dynsparse.bench.timing import Effort, run_least_disturbed, run_rounds, timing_of
 from dynsparse.nn import SparseLinear, sparsify
 
 DEPTH = 2
@@ -379,10 +379,10 @@ def measure_model(cell: ModelCell, names: Iterable[str], effort: Effort) -> dict
 
     def attempt() -> dict[str, list[dict[str, float]]]:
         samples_of: dict[str, list[dict[str, float]]] = {who: [] for who in contenders}
-        in_rounds(contenders, lambda who: samples_of[who].append(steps[who]()), effort)
+        run_rounds(contenders, lambda who: samples_of[who].append(steps[who]()), effort)
         return samples_of
 
-    rounds, foreign = least_disturbed(attempt, effort)
+    rounds, foreign = run_least_disturbed(attempt, effort)
     count = MODELS[cell.model].blocks
     for samples in rounds.values():
         for sample in samples:

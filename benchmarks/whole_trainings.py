@@ -9,6 +9,7 @@ CIFAR-10's shape.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from masked_rigl import MaskedRigL
 from torch import Tensor, nn
 
 from dynsparse.bench.cells import Cell
-from dynsparse.bench.contenders import masked_twin, mlp
+from dynsparse.bench.contenders import mask_layers, mlp
 from dynsparse.bench.host import CpuTimes, foreign_share, read_cpu_times
 from dynsparse.nn import sparsify
 from dynsparse.training import CosineSchedule, RigL
@@ -141,7 +142,7 @@ def _runners(cell: Cell, options: Settings, seed: int) -> dict[str, Runner]:
     sparse = mlp(cell.features, nn.Linear)
     fits = [f"{i}" for i, m in enumerate(sparse) if isinstance(m, nn.Linear) and not _fits(m, cell)]
     sparsify(sparse, cell.density, cell.block, exclude=fits, verbose=False)
-    masked = masked_twin(sparse)
+    masked = mask_layers(copy.deepcopy(sparse))
     schedule = CosineSchedule(options.steps, options.interval)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """All contenders of a benchmark cell compute the same, so their times are comparable."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from dynsparse.bench.cells import Cell, refusal
 from dynsparse.bench.contenders import (
     MaskedLinear,
     MklLinear,
+    build_forwards,
     build_layer,
-    forwards,
-    masked_twin,
-    network_steps,
-    steps,
-    update_parts,
+    build_network_steps,
+    build_steps,
+    build_update_parts,
+    mask_layers,
 )
 from dynsparse.bench.host import medium_precision, medium_product_dtype, product_dtype
 from dynsparse.training import CosineSchedule
@@ -34,7 +35,7 @@ BLOCKS = Cell((24, 16), 5, 0.5, block=4)
 
 @pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
 def test_masked_and_dense_steps_equal_the_sparse_layer(cell):
-    layer, work = steps(cell, ["masked", "dense"])
+    layer, work = build_steps(cell, ["masked", "dense"])
     dx, dw, db = work["dynsparse"]()
     for name in ("masked", "dense"):
         other_dx, other_dw, other_db = work[name]()
@@ -47,7 +48,7 @@ def test_masked_and_dense_steps_equal_the_sparse_layer(cell):
 
 @NEEDS_MKL
 def test_mkl_step_equals_the_sparse_layer():
-    layer, work = steps(CELL, ["mkl"])
+    layer, work = build_steps(CELL, ["mkl"])
     _, x, _ = build_layer(CELL)
     assert_close(MklLinear(layer)(x), layer(x))
     for gradient, own in zip(work["mkl"](), work["dynsparse"](), strict=True):
@@ -57,7 +58,7 @@ def test_mkl_step_equals_the_sparse_layer():
 @NEEDS_MKL
 @pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
 def test_all_forwards_agree(cell):
-    _, work = forwards(cell, ["masked", "dense", "mkl", "bsr", "scipy"])
+    _, work = build_forwards(cell, ["masked", "dense", "mkl", "bsr", "scipy"])
     y = work["dynsparse"]()
     assert {"masked", "dense", "scipy"} < work.keys()
     for name in work:
@@ -67,11 +68,11 @@ def test_all_forwards_agree(cell):
 def test_contenders_skip_unsupported_cells():
     names = ["masked", "dense", "mkl", "bsr", "scipy", "one_thread"]
     low = Cell((16, 16), 2, 0.5, dtype="bfloat16")
-    assert list(forwards(low, names)[1]) == ["dynsparse", "masked", "dense"]
-    assert "mkl" not in forwards(BLOCKS, names)[1]
-    assert "bsr" not in forwards(CELL, names)[1]
+    assert list(build_forwards(low, names)[1]) == ["dynsparse", "masked", "dense"]
+    assert "mkl" not in build_forwards(BLOCKS, names)[1]
+    assert "bsr" not in build_forwards(CELL, names)[1]
     two = Cell((16, 16), 2, 0.5, threads=2)
-    assert "one_thread" in forwards(two, names)[1]
+    assert "one_thread" in build_forwards(two, names)[1]
 
 
 NEEDS_ONEDNN = pytest.mark.skipif(
@@ -87,7 +88,7 @@ def precision():
 @NEEDS_ONEDNN
 def test_medium_precision_differs_by_bfloat16_rounding():
     before = precision()
-    layer, work = steps(Cell((64, 48), 32, 0.3), ["masked_medium", "dense_medium"])
+    layer, work = build_steps(Cell((64, 48), 32, 0.3), ["masked_medium", "dense_medium"])
     assert list(work) == ["dynsparse", "masked_medium", "dense_medium"]
     dx, dw, db = work["dynsparse"]()
     for name in ("masked_medium", "dense_medium"):
@@ -97,7 +98,7 @@ def test_medium_precision_differs_by_bfloat16_rounding():
         assert_close(other_db, db)
     assert precision() == before
     low = Cell((64, 48), 32, 0.3, dtype="bfloat16")
-    assert list(steps(low, ["dense_medium"])[1]) == ["dynsparse"]
+    assert list(build_steps(low, ["dense_medium"])[1]) == ["dynsparse"]
 
 
 @NEEDS_ONEDNN
@@ -129,7 +130,7 @@ def test_multiplied_dtype_is_detected_from_the_error():
 
 
 def test_one_thread_restores_the_number():
-    _, work = steps(Cell((16, 16), 2, 0.5, threads=2), ["one_thread"])
+    _, work = build_steps(Cell((16, 16), 2, 0.5, threads=2), ["one_thread"])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -140,7 +141,7 @@ def test_one_thread_restores_the_number():
 
 
 def test_network_uses_blocks_and_every_contender_steps():
-    model, work = network_steps(Cell((32, 16, 10), 6, 0.5, block=4), ["masked", "dense"])
+    model, work = build_network_steps(Cell((32, 16, 10), 6, 0.5, block=4), ["masked", "dense"])
     assert [m.block_size for m in model if isinstance(m, ds.nn.SparseLinear)] == [4, 1]
     before = [p.clone() for p in model.parameters()]
     for step in work.values():
@@ -150,7 +151,7 @@ def test_network_uses_blocks_and_every_contender_steps():
 
 def test_dense_twin_equals_the_network():
     model = nn.Sequential(ds.nn.SparseLinear(12, 8, 0.3), nn.ReLU(), nn.Linear(8, 3))
-    twin = masked_twin(model)
+    twin = mask_layers(copy.deepcopy(model))
     x = torch.randn(4, 12)
     assert_close(twin(x), model(x))
     assert twin[2] is not model[2]
@@ -163,7 +164,7 @@ def test_masked_rigl_equals_rigl(momentum):
         nn.Tanh(),
         ds.nn.SparseLinear(16, 8, 0.4, dtype=torch.float64),
     )
-    twin = masked_twin(model)
+    twin = mask_layers(copy.deepcopy(model))
     schedule = CosineSchedule(20, update_interval=3)
     trainers = []
     for network in (model, twin):
@@ -185,7 +186,7 @@ def test_masked_rigl_equals_rigl(momentum):
 
 
 def test_masked_rigl_without_gradient_raises():
-    twin = masked_twin(nn.Sequential(ds.nn.SparseLinear(8, 8, 0.3)))
+    twin = mask_layers(nn.Sequential(ds.nn.SparseLinear(8, 8, 0.3)))
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     trainer = MaskedRigL(twin, optimizer, CosineSchedule(10, update_interval=1))
     twin(torch.randn(2, 8))
@@ -195,7 +196,7 @@ def test_masked_rigl_without_gradient_raises():
 
 @pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
 def test_parts_of_an_update_equal_the_update(cell):
-    layer, parts = update_parts(cell)
+    layer, parts = build_update_parts(cell)
     pattern = layer.pattern
     count = int(0.3 * pattern.nnz)
     assert len(parts["drop"]()) == count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -55,26 +56,11 @@ class MaskedLinear(nn.Linear):
 def mask_layers(model: nn.Module) -> nn.Module:
     """Put a `MaskedLinear` in the place of every `SparseLinear` inside, and return the model."""
     for name, layer in list(model.named_modules()):
+        if isinstance(layer, (SparseConv1d, SparseConv2d)):
+            raise TypeError(f"only linear layers can be masked, got {type(layer).__name__}")
         if isinstance(layer, SparseLinear):
             model.set_submodule(name, MaskedLinear(layer))
     return model
-
-
-def masked_twin(model: nn.Sequential) -> nn.Sequential:
-    """The same network with `MaskedLinear` for `SparseLinear`; other layers are copied."""
-    twins: list[nn.Module] = []
-    for layer in model:
-        if isinstance(layer, (SparseConv1d, SparseConv2d)):
-            raise TypeError(f"masked_twin takes linear layers, got {type(layer).__name__}")
-        if isinstance(layer, SparseLinear):
-            twins.append(MaskedLinear(layer))
-        elif isinstance(layer, nn.Linear):
-            twin = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-            twin.load_state_dict(layer.state_dict())
-            twins.append(twin)
-        else:
-            twins.append(layer)
-    return nn.Sequential(*twins)
 
 
 Work = Callable[[], object]
@@ -126,8 +112,8 @@ def dense_layer(layer: SparseLinear) -> nn.Linear:
     return dense
 
 
-def _on_one_thread(work: Work) -> Work:
-    def alone() -> object:
+def _use_one_thread(work: Work) -> Work:
+    def work_alone() -> object:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -135,18 +121,18 @@ def _on_one_thread(work: Work) -> Work:
         finally:
             torch.set_num_threads(threads)
 
-    return alone
+    return work_alone
 
 
-def _at_medium(work: Work) -> Work:
-    def lowered() -> object:
+def _use_medium_precision(work: Work) -> Work:
+    def work_rounded() -> object:
         with medium_precision():
             return work()
 
-    return lowered
+    return work_rounded
 
 
-def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
+def build_steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
     """Forward with bias, and the gradients of input, weights and bias by autograd.
 
     Natural layout throughout.
@@ -155,17 +141,17 @@ def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Wor
     makers: dict[str, Callable[[], Work]] = {
         "masked": lambda: step_of(MaskedLinear(layer), x, dy),
         "dense": lambda: step_of(dense_layer(layer), x, dy),
-        "masked_medium": lambda: _at_medium(step_of(MaskedLinear(layer), x, dy)),
-        "dense_medium": lambda: _at_medium(step_of(dense_layer(layer), x, dy)),
+        "masked_medium": lambda: _use_medium_precision(step_of(MaskedLinear(layer), x, dy)),
+        "dense_medium": lambda: _use_medium_precision(step_of(dense_layer(layer), x, dy)),
         "mkl": lambda: step_of(MklLinear(layer), x, dy),
-        "one_thread": lambda: _on_one_thread(step_of(layer, x, dy)),
+        "one_thread": lambda: _use_one_thread(step_of(layer, x, dy)),
     }
     contenders = {"dynsparse": step_of(layer, x, dy)}
-    contenders.update((name, makers[name]()) for name in names if _serves(name, cell))
+    contenders.update((name, makers[name]()) for name in names if _can_compute(name, cell))
     return layer, contenders
 
 
-def forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
+def build_forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
     """Forward with bias, without gradients; natural layout."""
     layer, with_gradient, _ = build_layer(cell)
     x = with_gradient.detach()
@@ -183,15 +169,15 @@ def forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, 
         "mkl": lambda: _torch_sparse_forward(layer, x),
         "bsr": lambda: _torch_sparse_forward(layer, x),
         "scipy": lambda: _scipy_forward(layer, x),
-        "one_thread": lambda: _on_one_thread(of(layer)),
+        "one_thread": lambda: _use_one_thread(of(layer)),
     }
     contenders = {"dynsparse": of(layer)}
-    contenders.update((name, makers[name]()) for name in names if _serves(name, cell))
+    contenders.update((name, makers[name]()) for name in names if _can_compute(name, cell))
     return layer, contenders
 
 
-def _serves(name: str, cell: Cell) -> bool:
-    """Whether a contender has something for a cell: formats and types others do not know."""
+def _can_compute(name: str, cell: Cell) -> bool:
+    """Whether a contender can compute a cell: others lack some formats and types."""
     if name in ("mkl", "scipy") and cell.dtype == "bfloat16":
         return False
     if name == "mkl":
@@ -203,7 +189,7 @@ def _serves(name: str, cell: Cell) -> bool:
     return name != "one_thread" or cell.threads > 1
 
 
-def _csr(pattern: SparsePattern, values: Tensor) -> tuple[Tensor, Tensor]:
+def _make_csr(pattern: SparsePattern, values: Tensor) -> tuple[Tensor, Tensor]:
     """torch's CSR (or BSR) matrix of W, and a CSR matrix of W^T with values of its own."""
     index = pattern.index
     out, in_features = pattern.shape
@@ -245,7 +231,7 @@ class MklLinear(nn.Module):
     def __init__(self, layer: SparseLinear) -> None:
         super().__init__()
         self.values, self.bias = layer.values, layer.bias
-        self.matrix, self.transposed = _csr(layer.pattern, layer.values.detach())
+        self.matrix, self.transposed = _make_csr(layer.pattern, layer.values.detach())
         self.order = layer.pattern.index.csc_perm.long()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -253,7 +239,7 @@ class MklLinear(nn.Module):
 
 
 def _torch_sparse_forward(layer: SparseLinear, x: Tensor) -> Work:
-    matrix, _ = _csr(layer.pattern, layer.values.detach())
+    matrix, _ = _make_csr(layer.pattern, layer.values.detach())
     bias = layer.bias.detach()
     return lambda: torch.mm(matrix, x.t()).t().contiguous().add_(bias)
 
@@ -272,7 +258,7 @@ def mlp(features: tuple[int, ...], make: Callable[[int, int], nn.Module]) -> nn.
     return nn.Sequential(*layers[:-1])
 
 
-def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str, Work]]:
+def build_network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str, Work]]:
     """A training step of a whole network: zero_grad, forward, cross entropy, backward, SGD.
 
     Every layer is sparse; blocks are taken where they divide both feature counts.
@@ -304,7 +290,7 @@ def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str
         return step
 
     makers: dict[str, Callable[[], nn.Module]] = {
-        "masked": lambda: masked_twin(model),
+        "masked": lambda: mask_layers(copy.deepcopy(model)),
         "dense": lambda: mlp(cell.features, nn.Linear),
     }
     contenders = {"dynsparse": training_step_of(model)}
@@ -315,7 +301,7 @@ def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str
 DROP_FRACTION = 0.3
 
 
-def update_parts(cell: Cell) -> tuple[SparseLinear, dict[str, Work]]:
+def build_update_parts(cell: Cell) -> tuple[SparseLinear, dict[str, Work]]:
     """A step with Adam (the reference), one that ends in an update, and the pieces of the update.
 
     - drop: ranking the magnitudes; growth: the best positions from x and dY;

@@ -63,7 +63,7 @@ def foreign_share(before: CpuTimes | None, after: CpuTimes | None) -> float | No
 
 
 # Between the relative errors of products of float32, below 1e-6, and of bfloat16, above 1e-3.
-_BETWEEN = 3e-5
+_ERROR_LIMIT = 3e-5
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def medium_precision() -> Iterator[None]:
 
 
 def medium_product_dtype() -> str:
-    """In what type this processor multiplies then: "bfloat16" or "float32"."""
+    """The type in which this processor multiplies at medium precision: "bfloat16" or "float32"."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 256, 256, generator=generator)
     with medium_precision():
@@ -99,13 +99,13 @@ def medium_product_dtype() -> str:
 
 
 def product_dtype(product: Tensor, x: Tensor, w: Tensor) -> str:
-    """In what type x @ w, both float32, was computed, by its error: "bfloat16" or "float32"."""
+    """The type in which x @ w of float32 was computed, by its error: "bfloat16" or "float32"."""
     exact = x.double() @ w.double()
-    return "bfloat16" if (product - exact).norm() > _BETWEEN * exact.norm() else "float32"
+    return "bfloat16" if (product - exact).norm() > _ERROR_LIMIT * exact.norm() else "float32"
 
 
 def describe_host() -> dict[str, object]:
-    """Plain types, ready for JSON."""
+    """The machine's processor, versions and load, in plain types for JSON."""
     kernels = native.describe()
     return {
         "processor": processor().name,

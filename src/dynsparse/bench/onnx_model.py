@@ -87,7 +87,7 @@ def time_model(
     with tempfile.TemporaryDirectory() as folder:
         files, layers = _write_variants(file, Path(folder), density, block_size)
         sizes = {name: written.stat().st_size for name, written in files.items()}
-        sessions = {name: _session(written, threads) for name, written in files.items()}
+        sessions = {name: _make_session(written, threads) for name, written in files.items()}
     results: dict[str, Any] = {
         "machine": describe_host(),
         "threads": threads,
@@ -99,7 +99,7 @@ def time_model(
     kept = ", ".join(sorted({f"{share:.3g}" for share in layers.values()}))
     tell(f"{len(layers)} sparse layers of density {kept}; files over dense: {shares}")
     for batch in dict.fromkeys(batches):
-        feed = _inputs(sessions["dense"], batch, sequence)
+        feed = _make_inputs(sessions["dense"], batch, sequence)
         timing, difference = _measure(sessions, feed, effort or Effort())
         results["batches"][batch] = {**asdict(timing), "difference": difference}
         ratios = ", ".join(
@@ -158,7 +158,7 @@ def _quantize_densely(source: Path, target: Path) -> None:
         logging.disable(before)
 
 
-def _session(file: Path, threads: int) -> Any:
+def _make_session(file: Path, threads: int) -> Any:
     onnxruntime = import_library("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -167,7 +167,7 @@ def _session(file: Path, threads: int) -> Any:
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
-def _inputs(session: Any, batch: int, sequence: int) -> dict[str, np.ndarray[Any, Any]]:
+def _make_inputs(session: Any, batch: int, sequence: int) -> dict[str, np.ndarray[Any, Any]]:
     """Normal numbers for floats; ones, which are tokens and masks, for integers and booleans."""
     generator = np.random.default_rng(0)
     feed: dict[str, np.ndarray[Any, Any]] = {}

@@ -33,10 +33,11 @@ Results = dict[str, Any]
 _FORMAT, _VERSION = "dynsparse-bench", 1
 
 _NEEDED = ("machine", "spec", "benchmarks")
+_SIZES = ("layer", "batch", "density", "block", "threads", "dtype")
 
 
 def empty_results(spec: str) -> Results:
-    """Of this machine, nothing measured yet."""
+    """Results of this machine, without any benchmark yet."""
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -80,30 +81,19 @@ def load_results(file: Path) -> Results:
 def merge_cells(
     before: dict[str, Any], measured: dict[str, Any], order: list[Cell]
 ) -> dict[str, Any]:
-    """A benchmark's entry of `measured`, with the cells of `before` that it has not measured.
+    """The entry `measured` of a benchmark, with those cells of `before` that it has not.
 
     Args:
         order: the cells of the benchmark as the file has them; others are left out.
     """
     if "cells" not in measured:
         return measured
-    cells = {_key(cell): cell for cell in [*before.get("cells", ()), *measured["cells"]]}
-    keys = [
-        (
-            c.layer,
-            c.batch,
-            c.density,
-            c.block,
-            c.threads,
-            c.dtype,
-        )
-        for c in order
-    ]
+    cells = {
+        tuple(cell[size] for size in _SIZES): cell
+        for cell in [*before.get("cells", ()), *measured["cells"]]
+    }
+    keys = [tuple(getattr(cell, size) for size in _SIZES) for cell in order]
     return {**measured, "cells": [cells[key] for key in keys if key in cells]}
-
-
-def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in ("layer", "batch", "density", "block", "threads", "dtype"))
 
 
 def _round_floats(value: Any) -> Any:

@@ -19,7 +19,12 @@ from torch import nn
 from dynsparse._core.files.limits import parse_json
 from dynsparse._core.processor import available_memory
 from dynsparse.bench.cells import Cell, refusal
-from dynsparse.bench.contenders import forwards, network_steps, steps, update_parts
+from dynsparse.bench.contenders import (
+    build_forwards,
+    build_network_steps,
+    build_steps,
+    build_update_parts,
+)
 from dynsparse.bench.spec import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.nn import SparseLinear
@@ -70,8 +75,8 @@ def run_benchmark(
             gc.collect()
             left = (time.monotonic() - begin) / number * (len(chosen) - number)
             tell(
-                f"  [{number}/{len(chosen)}] {cell}, {_threads(cell.threads)}: "
-                f"{_line(benchmark, figures)}"
+                f"  [{number}/{len(chosen)}] {cell}, {_format_threads(cell.threads)}: "
+                f"{_format_line(benchmark, figures)}"
                 + (f"; {left:.0f} s left" if number < len(chosen) else "")
             )
             cells.append({"layer": cell.layer, **_sizes(cell), **figures})
@@ -93,22 +98,25 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 
 
 def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
-    model, work = _contenders(benchmark, cell)
+    model, work = _build_contenders(benchmark, cell)
     timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
-    return {"kernel": _kernels(model, cell, benchmark.measure != "forward"), **asdict(timing)}
+    return {
+        "kernel": _describe_kernels(model, cell, benchmark.measure != "forward"),
+        **asdict(timing),
+    }
 
 
-def _contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, Work]]:
+def _build_contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, Work]]:
     if benchmark.measure == "step":
-        return steps(cell, benchmark.contenders)
+        return build_steps(cell, benchmark.contenders)
     if benchmark.measure == "forward":
-        return forwards(cell, benchmark.contenders)
+        return build_forwards(cell, benchmark.contenders)
     if benchmark.measure == "network":
-        return network_steps(cell, benchmark.contenders)
-    return update_parts(cell)
+        return build_network_steps(cell, benchmark.contenders)
+    return build_update_parts(cell)
 
 
-def _kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
+def _describe_kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
     """What computed dynsparse's passes: forward, and backward where it differs; by layer."""
     kernels = []
     for layer in model.modules():
@@ -153,25 +161,25 @@ def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, An
         return {"command": list(benchmark.command), "figures": figures}
 
 
-def _threads(count: int) -> str:
+def _format_threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
+def _format_line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
     foreign = figures["foreign"]
     notes = []
     if figures["disturbed"]:
         notes.append(f"DISTURBED: others took {100 * foreign:.0f} % of the machine")
     reference = MEASURES[benchmark.measure or ""].reference
     median = figures["times"][reference]["median"]
-    parts = [f"{reference} {_duration(median)}"]
+    parts = [f"{reference} {_format_duration(median)}"]
     for name, ratio in figures["ratios"].items():
         spread = f"[{ratio['low']:.2f}-{ratio['high']:.2f}]"
         parts.append(f"{name} {ratio['median']:.2f}x {spread}")
     return "; ".join([", ".join(parts), *notes])
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -28,20 +28,20 @@ class Measure:
     baselines: tuple[str, ...] = ()
 
     @property
-    def usual(self) -> tuple[str, ...]:
+    def default_baselines(self) -> tuple[str, ...]:
         """The baselines of a benchmark that names none."""
-        return tuple(name for name in self.baselines if name not in _WHERE_ASKED_FOR)
+        return tuple(name for name in self.baselines if name not in _ON_REQUEST)
 
 
-_WHERE_ASKED_FOR = ("masked_medium", "dense_medium", "one_thread")
+_ON_REQUEST = ("masked_medium", "dense_medium", "one_thread")
 
 MEASURES: dict[str, Measure] = {
-    "step": Measure("dynsparse", ("masked", "dense", "mkl", *_WHERE_ASKED_FOR)),
+    "step": Measure("dynsparse", ("masked", "dense", "mkl", *_ON_REQUEST)),
     "forward": Measure("dynsparse", ("masked", "dense", "mkl", "bsr", "scipy", "one_thread")),
     "network": Measure("dynsparse", ("masked", "dense")),
     "update": Measure("step"),
 }
-"""What each is stands at the head of benchmarks.yml."""
+"""The head of benchmarks.yml describes each of them."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def read_spec(file: Path) -> Spec:
     top.allow("defaults", "benchmarks")
     defaults = _Entries(file.name, content.get("defaults") or {}, "defaults")
     defaults.allow(*options_of(Effort))
-    effort = _effort(defaults, Effort())
+    effort = _read_effort(defaults, Effort())
     listed = content.get("benchmarks")
     if not isinstance(listed, dict) or not listed:
         top.fail("benchmarks", "a mapping from names to benchmarks", listed)
@@ -190,7 +190,7 @@ def read_spec(file: Path) -> Spec:
     for name, entries in listed.items():
         if not isinstance(name, str):
             top.fail("benchmarks", "names that are text", name)
-        benchmarks[name] = _benchmark(
+        benchmarks[name] = _read_benchmark(
             _Entries(file.name, entries, f"benchmark {shorten(name)}"), name, effort
         )
     for benchmark in benchmarks.values():
@@ -237,7 +237,7 @@ class _Entries:
         return listed if kind is None else [self.check(key, kind, item) for item in listed]
 
 
-def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
+def _read_benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     kinds = [key for key in ("measure", "command", "runs") if key in entries.content]
     if len(kinds) != 1:
         entries.fail("measure", "one of measure, command and runs", kinds or None)
@@ -254,23 +254,23 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     entries.allow(*allowed, *(["contenders"] if baselines else []))
     contenders: list[str] = []
     if baselines:
-        among = list_of(choice(*baselines), f"among {', '.join(baselines)}")
-        contenders = entries.values("contenders", among, MEASURES[measure].usual)
+        among = many(choice(*baselines), f"among {', '.join(baselines)}")
+        contenders = entries.values("contenders", among, MEASURES[measure].default_baselines)
     grids = entries.content.get("grid")
     cells: list[Cell] = []
     for grid in grids if isinstance(grids, list) and grids else [grids]:
-        cells.extend(_cells(_Entries(entries.file, grid, f"{entries.where}, grid"), measure))
+        cells.extend(_read_cells(_Entries(entries.file, grid, f"{entries.where}, grid"), measure))
     return Benchmark(
         name,
         about,
         measure=measure,
         contenders=tuple(contenders),
         cells=tuple(dict.fromkeys(cells)),
-        effort=_effort(entries, effort),
+        effort=_read_effort(entries, effort),
     )
 
 
-def _effort(entries: _Entries, default: Effort) -> Effort:
+def _read_effort(entries: _Entries, default: Effort) -> Effort:
     """`default` with the values of the entries."""
     known = options_of(Effort)
     changes = {
@@ -281,9 +281,9 @@ def _effort(entries: _Entries, default: Effort) -> Effort:
     return replace(default, **changes)
 
 
-def _cells(grid: _Entries, measure: str) -> list[Cell]:
+def _read_cells(grid: _Entries, measure: str) -> list[Cell]:
     grid.allow("layer", *_GRID)
-    layers = [_features(grid, value, measure) for value in grid.values("layer", None)]
+    layers = [_read_features(grid, value, measure) for value in grid.values("layer", None)]
     sizes = {key: grid.values(key, kind, default) for key, (kind, default) in _GRID.items()}
     count = len(layers) * math.prod(map(len, sizes.values()))
     if count > _MOST_CELLS:
@@ -298,7 +298,7 @@ def _cells(grid: _Entries, measure: str) -> list[Cell]:
     ]
 
 
-def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
+def _read_features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
     """1024, 784x300 (in x out), of networks 784-320-10."""
     network = measure == "network"
     if isinstance(value, int) and not isinstance(value, bool) and not network:

@@ -57,7 +57,7 @@ class Timing:
 
 
 def spread(samples: list[float]) -> Spread:
-    """Of at least one sample."""
+    """The median and quartiles of at least one sample."""
     if len(samples) == 1:
         return Spread(samples[0], samples[0], samples[0])
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -87,22 +87,22 @@ def measure(
                 contenders[name]()
             samples[name].append((time.perf_counter() - before) / inner[name])
 
-        in_rounds(contenders, sample, effort)
+        run_rounds(contenders, sample, effort)
         return samples
 
-    samples, foreign = least_disturbed(attempt, effort, read=read)
+    samples, foreign = run_least_disturbed(attempt, effort, read=read)
     return timing_of(samples, reference, foreign, effort)
 
 
-def least_disturbed(
+def run_least_disturbed(
     attempt: Callable[[], Sample],
     effort: Effort,
     *,
     read: Callable[[], CpuTimes | None] = read_cpu_times,
 ) -> tuple[Sample, float | None]:
-    """What the attempt gave in which others took the least of the machine, and how much they took.
+    """Run attempts; return the result of the least disturbed one, and the share that others took.
 
-    There are more than one only where others took more than `effort.foreign`.
+    There is more than one attempt only where others took more than `effort.foreign`.
     """
     best: tuple[Sample, float | None] | None = None
     for _ in range(1 + effort.repeats):
@@ -120,7 +120,7 @@ def least_disturbed(
 def timing_of(
     samples: Mapping[str, list[float]], reference: str, foreign: float | None, effort: Effort
 ) -> Timing:
-    """Of the seconds that every contender took in the same rounds."""
+    """The `Timing` of the seconds that every contender took in the same rounds."""
     reference_times = samples[reference]
     return Timing(
         times={name: spread(taken) for name, taken in samples.items()},
@@ -136,7 +136,7 @@ def timing_of(
 
 
 def _calls_per_sample(work: Work) -> int:
-    """Also warms up: allocations, kernels chosen at the first call, threads."""
+    """How many calls a sample takes; warms up allocations, choices of kernels and threads, too."""
     work()
     start = time.perf_counter()
     work()
@@ -146,7 +146,7 @@ def _calls_per_sample(work: Work) -> int:
     return math.ceil(_SHORTEST_SAMPLE / max(taken, 1e-7))
 
 
-def in_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Effort) -> None:
+def run_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Effort) -> None:
     """Call `sample` once a round with every name, for the time and rounds of the effort."""
     names = list(names)
     order = random.Random(0)
