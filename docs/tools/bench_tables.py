@@ -23,10 +23,10 @@ from dynsparse.bench.results import load_results
 from dynsparse.report import bench as tables
 from dynsparse.report.bench import (
     NAMES,
-    between,
     collect_cells,
     describe_measurement,
     footnotes,
+    format_range,
     format_spread,
     machine_name,
     size_columns,
@@ -65,7 +65,7 @@ def present(summaries: Iterable[Summary]) -> list[str]:
 
 def in_columns(summary: Summary, who: list[str]) -> list[str]:
     """A table cell per contender."""
-    return [between(*summary[name]) if name in summary else "" for name in who]
+    return [format_range(*summary[name]) if name in summary else "" for name in who]
 
 
 def _summary(results: Figures, names: list[str]) -> str:
@@ -108,7 +108,7 @@ def _medium(results: Figures, names: list[str]) -> str:
         cell["ratios"]["dense_medium"]["median"] / cell["ratios"]["dense"]["median"]
         for cell in cells
     ]
-    part = between(statistics.median(shares), min(shares), max(shares))
+    part = format_range(statistics.median(shares), min(shares), max(shares))
     return (
         f'At "medium" this machine multiplies in {results["machine"]["medium"]}, and a dense layer '
         f"takes {part} of the time that it takes otherwise. Of {len(cells)} cells it wins "

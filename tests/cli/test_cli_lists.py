@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynsparse.cli.app import spread
+from dynsparse.cli.app import repeat_options
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from dynsparse.cli.app import spread
     ],
 )
 def test_list_values_are_expanded(given, expected):
-    assert spread(given.split(), {"--a"}) == expected.split()
+    assert repeat_options(given.split(), {"--a"}) == expected.split()

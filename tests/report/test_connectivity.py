@@ -10,7 +10,7 @@ from PIL import Image
 
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.report.training import connectivity
-from dynsparse.report.training.connectivity import inputs, visualise
+from dynsparse.report.training.connectivity import count_inputs, visualise
 from dynsparse.training.records import Recorder, RecordError, Records
 
 
@@ -38,7 +38,7 @@ def record(path, shape=(6, 16), block=1, updates=3, metadata=None):
 @pytest.mark.parametrize("block", [1, 2])
 def test_connections_per_input_are_the_column_sums_of_the_masks(tmp_path, block):
     masks = record(tmp_path, block=block)
-    found = list(inputs(Records.load(tmp_path), "fc1"))
+    found = list(count_inputs(Records.load(tmp_path), "fc1"))
     assert [step for step, _ in found] == [0, 1000, 2000, 3000]
     for (_, counts), mask in zip(found, masks, strict=True):
         np.testing.assert_array_equal(counts, mask.sum(0))

@@ -40,10 +40,10 @@ class ListCommand(TyperCommand):
             if getattr(parameter, "multiple", False)
             for name in parameter.opts
         }
-        return super().parse_args(ctx, spread(translate(ctx.info_name, args), names))
+        return super().parse_args(ctx, repeat_options(translate(ctx.info_name, args), names))
 
 
-def spread(arguments: list[str], names: set[str]) -> list[str]:
+def repeat_options(arguments: list[str], names: set[str]) -> list[str]:
     """`["--a", "1", "2"]` as `["--a", "1", "--a", "2"]` for every option in `names`."""
     result: list[str] = []
     option: str | None = None
@@ -139,7 +139,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except Exception as error:
-        line = _one_line(error)
+        line = _describe_error(error)
         if line is None or os.environ.get("DYNSPARSE_TRACEBACK"):
             raise
         print(f"dynsparse: {line}", file=sys.stderr)
@@ -149,8 +149,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _one_line(error: Exception) -> str | None:
-    """What to tell the user, or None for an error that is ours."""
+def _describe_error(error: Exception) -> str | None:
+    """The line that tells the user what to fix; None for an error of this package."""
     if hasattr(error, "format_message"):  # typer's and click's own
         text = error.format_message().rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", "dynsparse")

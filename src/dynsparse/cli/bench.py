@@ -150,8 +150,8 @@ def bench(values: dict[str, Any]) -> None:
             chosen = select_cells(chosen, list(request.cell))
         folder = file.resolve().parent
         results = _measure(spec, chosen, folder, request.threads, request.json, request.merge)
-    with _figures_of(*([request.from_] if request.from_ else [])):
-        _write(results, request.plot, request.markdown)
+    with _explain_bad_figures(*([request.from_] if request.from_ else [])):
+        _write_reports(results, request.plot, request.markdown)
 
 
 def _time_model(request: _Request, model: Path) -> None:
@@ -159,8 +159,8 @@ def _time_model(request: _Request, model: Path) -> None:
     from dynsparse.bench.results import empty_results, save_results
     from dynsparse.report.bench import describe_machine
 
-    _tell(describe_machine(empty_results("")))
-    _tell("Ratios: the other's time over the sparse model's; median over rounds [quartiles].")
+    _print_now(describe_machine(empty_results("")))
+    _print_now("Ratios: the other's time over the sparse model's; median over rounds [quartiles].")
     figures = time_model(
         model,
         density=request.density,
@@ -168,14 +168,14 @@ def _time_model(request: _Request, model: Path) -> None:
         batches=request.batch or (1, 8),
         sequence=request.sequence or 128,
         threads=request.threads or 1,
-        tell=_tell,
+        tell=_print_now,
     )
     if request.json is not None:
         save_results(figures, request.json)
 
 
 @contextmanager
-def _figures_of(*files: Path) -> Iterator[None]:
+def _explain_bad_figures(*files: Path) -> Iterator[None]:
     """Turn errors about missing entries of figures read from `files` into one line."""
     try:
         yield
@@ -216,38 +216,38 @@ def _measure(
                 "measure all of it again"
             )
         results["benchmarks"] = before["benchmarks"]
-    _tell(describe_machine(results))
+    _print_now(describe_machine(results))
     counts = [len(set_threads(selected.cells, threads)) for selected in chosen]
     least = sum(n * selected.effort.seconds for n, selected in zip(counts, chosen, strict=True))
-    _tell(f"{sum(counts)} cells, at least {least:.0f} s; each line shows the time left.")
+    _print_now(f"{sum(counts)} cells, at least {least:.0f} s; each line shows the time left.")
     if not results["machine"]["load_known"]:
         print("This system has no /proc/stat: the load by other processes is not known.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")
     for benchmark in chosen:
         before = results["benchmarks"].get(benchmark.name, {})
-        whole = set_threads(spec.benchmarks[benchmark.name].cells, threads)
+        all_cells = set_threads(spec.benchmarks[benchmark.name].cells, threads)
 
         def keep(
             measured: dict[str, Any],
             name: str = benchmark.name,
             before: dict[str, Any] = before,
-            whole: list[Cell] = whole,
+            all_cells: list[Cell] = all_cells,
         ) -> None:
             # Written after each cell: an interrupted run keeps what it has measured.
-            with _figures_of(*source):
-                results["benchmarks"][name] = merge_cells(before, measured, whole)
+            with _explain_bad_figures(*source):
+                results["benchmarks"][name] = merge_cells(before, measured, all_cells)
             if json is not None:
                 save_results(results, json)
 
-        keep(run_benchmark(benchmark, folder, threads=threads, tell=_tell, keep=keep))
+        keep(run_benchmark(benchmark, folder, threads=threads, tell=_print_now, keep=keep))
     return results
 
 
-def _tell(line: str) -> None:
+def _print_now(line: str) -> None:
     print(line, flush=True)
 
 
-def _write(results: Results, plot: Path | None, markdown: Path | None) -> None:
+def _write_reports(results: Results, plot: Path | None, markdown: Path | None) -> None:
     if markdown is not None:
         from dynsparse.report.bench import full_report
 

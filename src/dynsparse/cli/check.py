@@ -78,8 +78,7 @@ def _row(name: str, cells: list[Text]) -> Text:
     return Text(name.ljust(14)).append_text(Text().join(cells))
 
 
-def _cell(one: Check) -> Text:
-    words = "error" if one.message else f"{one.error:.0e}"
-    return Text(
-        f"{words} {'✓' if one.matches else '✗'}".rjust(_WIDTH), "green" if one.matches else "red"
-    )
+def _cell(check: Check) -> Text:
+    words = "error" if check.message else f"{check.error:.0e}"
+    mark, colour = ("✓", "green") if check.matches else ("✗", "red")
+    return Text(f"{words} {mark}".rjust(_WIDTH), colour)

@@ -61,18 +61,18 @@ def describe_machine(results: Figures) -> str:
     return f"{machine_name(results)}, {machine['system']}; {kernels}; {', '.join([*parts, mkl])}."
 
 
-def _ratio(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
-def between(middle: float, low: float, high: float) -> str:
-    return f"{_ratio(middle)} ({_ratio(low)} to {_ratio(high)})"
+def format_range(middle: float, low: float, high: float) -> str:
+    return f"{_format_ratio(middle)} ({_format_ratio(low)} to {_format_ratio(high)})"
 
 
 def format_spread(figure: dict[str, float] | None, mark: str = "") -> str:
     if figure is None:
         return ""
-    return between(figure["median"], figure["low"], figure["high"]) + mark
+    return format_range(figure["median"], figure["low"], figure["high"]) + mark
 
 
 def size_columns(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOST_FRAMES = 120
 _FRAME_MS = 120
-_HELD_MS = 1500
+_END_FRAMES_MS = 1500
 _SPELLING = {
     "rigl": "RigL",
     "set": "SET",
@@ -63,7 +63,9 @@ def visualise(
     colours = colour_map(cmap)
     records = Records.load(records_path)
     layer = next(iter(records.layers))
-    frames = [(step, _undo_permutation(counts, records)) for step, counts in inputs(records, layer)]
+    frames = [
+        (step, _undo_permutation(counts, records)) for step, counts in count_inputs(records, layer)
+    ]
     folder = Path(output_dir) if output_dir is not None else records.path / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     files = [
@@ -75,7 +77,7 @@ def visualise(
     return files
 
 
-def inputs(records: Records, layer: str) -> Iterator[Frame]:
+def count_inputs(records: Records, layer: str) -> Iterator[Frame]:
     """(step, connections of each input) at every index of the record: int64 [in_features]."""
     info = records.layers[layer]
     width, b = info.grid[1], info.block_size
@@ -223,15 +225,15 @@ def _write_gif(images: list[np.ndarray], colours: Colormap, path: Path) -> None:
     palette = np.concatenate([scale, greys])
     frames = []
     for image in images:
-        frames.append(Image.fromarray(_nearest(image, palette)))
+        frames.append(Image.fromarray(_nearest_colours(image, palette)))
         frames[-1].putpalette(palette.tobytes())
     milliseconds = [_FRAME_MS] * len(frames)
-    milliseconds[0] = milliseconds[-1] = _HELD_MS
+    milliseconds[0] = milliseconds[-1] = _END_FRAMES_MS
     more: dict[str, Any] = {"append_images": frames[1:], "duration": milliseconds, "loop": 0}
     atomic_write(path, lambda file: frames[0].save(file, "GIF", save_all=True, **more))
 
 
-def _nearest(image: np.ndarray, palette: np.ndarray) -> np.ndarray:
+def _nearest_colours(image: np.ndarray, palette: np.ndarray) -> np.ndarray:
     """For each pixel (uint8 [h, w, 3]) the index of the closest of up to 256 colours: uint8 [h, w].
 
     Pillow's own search is coarser: it turns white into a light grey.

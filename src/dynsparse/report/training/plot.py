@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,22 +65,22 @@ def plot(source: Any, what: str = "density", *, layer: str | None = None) -> Any
                 f"{type(source).__name__}"
             )
         need_matplotlib()
-        return _with_png(_churn(source))
+        return _add_png(_churn(source))
     patterns = _patterns(source)
     need_matplotlib()
     if what != "connectivity":
-        return _with_png(_FIGURES[what](patterns))
+        return _add_png(_FIGURES[what](patterns))
     name = next(iter(patterns)) if layer is None else layer
     if name not in patterns:
         raise ValueError(
             f"layer must be one of {', '.join(map(repr, [*patterns][:8]))}"
             f"{', ...' if len(patterns) > 8 else ''}, got {name!r}"
         )
-    return _with_png(_connectivity(name, patterns[name]))
+    return _add_png(_connectivity(name, patterns[name]))
 
 
-def _with_png(page: Figure) -> Figure:
-    """The figure, which notebooks then display even without pyplot."""
+def _add_png(page: Figure) -> Figure:
+    """Let notebooks display the figure even without pyplot; returns it."""
 
     def png() -> bytes:
         buffer = io.BytesIO()
@@ -119,7 +120,7 @@ def _density(patterns: Mapping[str, SparsePattern]) -> Figure:
 
 
 def _dead_units(patterns: Mapping[str, SparsePattern]) -> Figure:
-    dead = np.array([_dead(pattern) for pattern in patterns.values()]).reshape(-1, 2)
+    dead = np.array([_dead_shares(pattern) for pattern in patterns.values()]).reshape(-1, 2)
     with _bars([*patterns]) as (page, axes, bar, places):
         bar(places - 0.2, dead[:, 0], 0.4, color=_BLUE, label="inputs")
         bar(places + 0.2, dead[:, 1], 0.4, color=_ORANGE, label="outputs")
@@ -133,43 +134,36 @@ def _dead_units(patterns: Mapping[str, SparsePattern]) -> Figure:
     return page
 
 
-def _dead(pattern: SparsePattern) -> tuple[float, float]:
+def _dead_shares(pattern: SparsePattern) -> tuple[float, float]:
     height, width = pattern.grid
     inputs, outputs = len(pattern.cols.unique()), len(pattern.rows.unique())
     return 1 - inputs / width, 1 - outputs / height
 
 
-class _bars:
+@contextmanager
+def _bars(names: Sequence[str]) -> Iterator[tuple[Figure, Axes, Any, np.ndarray]]:
     """Axes with a bar for every layer: names at the side, or for many layers some names below."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = [name or "(the model)" for name in names]
-
-    def __enter__(self) -> tuple[Figure, Axes, Any, np.ndarray]:
-        count = len(self.names)
-        horizontal = count <= _NAMED
-        self.context = figure(8, 1.3 + 0.24 * max(3, count)) if horizontal else figure(11, 4.8)
-        page = self.context.__enter__()
+    names = [name or "(the model)" for name in names]
+    count = len(names)
+    horizontal = count <= _NAMED
+    with figure(8, 1.3 + 0.24 * max(3, count)) if horizontal else figure(11, 4.8) as page:
         axes = page.subplots()
         places = np.arange(count)
         if horizontal:
-            axes.set_yticks(places, [_short(name, 44) for name in self.names])
+            axes.set_yticks(places, [_shorten(name, 44) for name in names])
             axes.set_ylim(count - 0.4, -0.6)
             axes.grid(axis="y", visible=False)
             axes.tick_params(axis="y", labelsize=9, length=0)
         else:
             some = places[:: -(-count // 24)]
-            axes.set_xticks(some, [_short(self.names[i], 30) for i in some], rotation=90)
+            axes.set_xticks(some, [_shorten(names[i], 30) for i in some], rotation=90)
             axes.set_xlim(-1, count)
             axes.grid(axis="x", visible=False)
             axes.tick_params(axis="x", labelsize=8)
-        return page, axes, axes.barh if horizontal else axes.bar, places
-
-    def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
+        yield page, axes, axes.barh if horizontal else axes.bar, places
 
 
-def _short(name: str, most: int) -> str:
+def _shorten(name: str, most: int) -> str:
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
@@ -228,14 +222,14 @@ def _churn(records: Records) -> Figure:
         with figure(9, 4.5) as page:
             axes = page.subplots()
             for name, churn in shares.items():
-                axes.plot(steps, churn, label=_short(name, 40), marker="." * (len(steps) < 40))
+                axes.plot(steps, churn, label=_shorten(name, 40), marker="." * (len(steps) < 40))
             axes.set_ylim(bottom=0)
             axes.set_xlabel("step")
             axes.set_title("Share of the connections that each update replaced")
             axes.legend()
         return page
     table = np.array([*shares.values()]).reshape(len(shares), -1)
-    names = [_short(name, 40) for name in shares]
+    names = [_shorten(name, 40) for name in shares]
     with figure(10, 1.8 + min(9.0, max(2.0, 0.22 * len(names)))) as page:
         axes = page.subplots()
         image = axes.imshow(table, cmap="magma", aspect="auto", interpolation="nearest", vmin=0)
