@@ -129,7 +129,7 @@ def test_digits_have_the_same_format():
     assert images.dtype == torch.uint8
     inner = images[:, 1, 2:30, 2:30].flatten(1).float() / 255
     torch.testing.assert_close(inner, digits.test.images, rtol=0, atol=0.5 / 255 + 1e-6)
-    shown = training.vary(images[:5], torch.arange(5))
+    shown = training.augment_images(images[:5], torch.arange(5))
     assert torch.equal(shown, images[:5])
 
 

@@ -11,7 +11,7 @@ from saved_states import state
 from dynsparse.apps.common.options import METHODS
 from dynsparse.apps.lm import Options, run
 from dynsparse.apps.lm.corpus import load_corpus
-from dynsparse.apps.lm.model import parameters, state_bytes
+from dynsparse.apps.lm.model import count_parameters, state_bytes
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 from dynsparse.training.records import Records
@@ -84,7 +84,7 @@ def test_higher_initial_density_is_scaled_and_counted(method, text):
         if isinstance(layer, SparseLinear):
             scale = 1.0 if layer is halved.embedding.table else 0.5
             assert torch.equal(layer.values, scale * whole.get_submodule(name).values), name
-    count, blocks = parameters(options, corpus.size, first=True)
+    count, blocks = count_parameters(options, corpus.size, first=True)
     assert count == sum(p.numel() for p in halved.parameters())
     layers = [m for m in halved.modules() if isinstance(m, SparseLinear)]
     assert blocks == sum(layer.pattern.nnz for layer in layers)

@@ -11,8 +11,8 @@ from dynsparse.apps.lm.model import (
     LanguageModel,
     build_model,
     check_memory,
+    count_parameters,
     match_parameters_of,
-    parameters,
     repetition_weights,
     state_bytes,
 )
@@ -118,7 +118,7 @@ def test_dropout_in_training_only():
 def test_parameter_count_equals_the_model(changes):
     options = Options(**{**SIZES, **changes})
     model = build(**changes)
-    count, blocks = parameters(options, V)
+    count, blocks = count_parameters(options, V)
     assert count == sum(p.numel() for p in model.parameters())
     sparse = [m for m in model.modules() if isinstance(m, SparseLinear)]
     assert blocks == sum(layer.pattern.nnz for layer in sparse)
@@ -133,8 +133,8 @@ def test_dense_model_of_equal_parameter_count(changes):
     options = Options(**changes, method="dense", match_parameters=True)
     options.check()
     narrow = match_parameters_of(options, 65)
-    wanted, _ = parameters(dataclasses.replace(options, method="static"), 65)
-    got, _ = parameters(narrow, 65)
+    wanted, _ = count_parameters(dataclasses.replace(options, method="static"), 65)
+    got, _ = count_parameters(narrow, 65)
     # off by at most half of what one more feature of the feed-forward parts would add
     assert abs(got - wanted) <= options.layers * (2 * narrow.hidden_size + 1)
     assert narrow.hidden_size < options.hidden_size
@@ -154,7 +154,7 @@ def test_missing_dense_equivalent_raises():
 
 def test_too_little_memory_raises():
     small = state_bytes(preset("tiny"), 65)
-    count, blocks = parameters(preset("tiny"), 65)
+    count, blocks = count_parameters(preset("tiny"), 65)
     assert small == 16 * count + 36 * blocks
     assert state_bytes(preset("large"), 50257) > 1 << 30
     check_memory(small, small)
@@ -165,7 +165,7 @@ def test_too_little_memory_raises():
 
 
 def test_presets_match_their_sources():
-    small, _ = parameters(dataclasses.replace(preset("small"), method="dense"), 50257)
+    small, _ = count_parameters(dataclasses.replace(preset("small"), method="dense"), 50257)
     assert small == 124_439_808  # GPT-2 small, positions and biases included
     large = preset("large")
     assert (large.layers, large.hidden_size, large.ff_size, large.inner_size) == (

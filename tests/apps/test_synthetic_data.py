@@ -62,7 +62,7 @@ def test_images_are_not_read_or_sampled(tmp_path, monkeypatch):
 
 def test_colour_images_are_not_augmented(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", None)
-    monkeypatch.setattr(CifarTraining, "vary", None)
+    monkeypatch.setattr(CifarTraining, "augment_images", None)
     figures, _ = run(
         cifar,
         tmp_path,

@@ -112,16 +112,19 @@ def _is_device(value: Any) -> bool:
     return True
 
 
-def interleave_heads(panel: Callable[..., Any]) -> Any:
-    """An option of networks with attention, in the panel given."""
+def interleave_heads_option(panel: Callable[..., Any]) -> Any:
+    """The option `interleave_heads` of networks with attention, in a panel."""
     return panel(
         False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
         SWITCH, methods=tuple(BY_NAME),
     )  # fmt: skip
 
 
-def match_blocks(panel: Callable[..., Any]) -> Any:
-    """An option of networks with attention; methods that prune draw their first patterns anew."""
+def match_blocks_option(panel: Callable[..., Any]) -> Any:
+    """The option `match_blocks` of networks with attention.
+
+    Methods that prune do not have it, as they draw their first patterns anew.
+    """
     return panel(
         False, "Begin with blocks that read what the layer before writes.", SWITCH,
         methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
@@ -321,7 +324,9 @@ class TrainingOptions:
         """Which options must agree with those of a checkpoint to restore."""
         return ("network", "training")
 
-    def defining(self, kinds: Collection[Defines] = ("network", "training")) -> dict[str, Any]:
+    def defining_options(
+        self, kinds: Collection[Defines] = ("network", "training")
+    ) -> dict[str, Any]:
         """The options that define the network, or the training, as plain types."""
         values = {
             name: getattr(self, name)

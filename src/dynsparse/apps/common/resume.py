@@ -40,10 +40,10 @@ def save(training: Training, folder: Path) -> Path:
         generators={training.generator_name: training.generator},
         extra={
             "app": training.app,
-            "options": training.options.defining(),
+            "options": training.options.defining_options(),
             "seed": training.seed,
             "scaler": training.scaler.state_dict(),
-            **training.drawn_state(),
+            **training.extra_state(),
             **{name: getattr(training, name) for name in training.counters},
             **({"partial": training.partial} if training.partial else {}),
         },
@@ -111,7 +111,9 @@ class Checkpoint:
         return self.extra[name]
 
 
-def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()) -> _Options:
+def complete_options(
+    options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
+) -> _Options:
     """`options` completed by those that define the training of a checkpoint.
 
     What is at its default is taken over; what is not, or is named in `given`, must agree if it is
@@ -121,13 +123,13 @@ def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
         ValueError: a checkpoint of another training.
     """
     known: tuple[Defines, ...] = ("network", "training", "apart")
-    defaults, apart = type(options)().defining(known), options.defining(["apart"])
+    defaults, apart = type(options)().defining_options(known), options.defining_options(["apart"])
     saved = defaults | checkpoint["options"] | {name: checkpoint[name] for name in apart}
-    binding = options.defining(options.binding)
+    binding = options.defining_options(options.binding)
     if "training" in options.binding:
         binding["seed"] = options.seed
     changes = {}
-    for name, value in options.defining(known).items():
+    for name, value in options.defining_options(known).items():
         if value == defaults[name] and name not in given:
             changes[name] = saved[name]
         elif name in binding and value != saved[name]:
@@ -139,13 +141,13 @@ def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
 
 
 def restore(training: Training, checkpoint: Checkpoint) -> None:
-    """Put `training` (made with the options of `adopt`) where the checkpoint was saved.
+    """Put `training` (made with the options of `complete_options`) where the checkpoint was saved.
 
     Raises:
         ValueError: a file that is truncated, foreign, or does not fit; other training data.
     """
-    training.check_drawn_state(
-        checkpoint.path, {name: checkpoint[name] for name in training.drawn_state()}
+    training.check_extra_state(
+        checkpoint.path, {name: checkpoint[name] for name in training.extra_state()}
     )
     counters = {name: checkpoint[name] for name in training.counters}
     scaler, known = checkpoint["scaler"], training.scaler.state_dict()
@@ -169,7 +171,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     vars(training).update(counters, partial=partial)
 
 
-def find_others(training: Training, folder: Path) -> list[Path]:
+def find_other_checkpoints(training: Training, folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest last, unless `training` goes on from one of them.
 
     Raises:

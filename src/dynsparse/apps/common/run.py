@@ -23,7 +23,13 @@ from rich.table import Table
 from dynsparse._core.files.atomic_write import atomic_write_text, remove_temporary_files
 from dynsparse._core.files.folders import lock_folder
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint, find_others, save
+from dynsparse.apps.common.resume import (
+    Checkpoint,
+    complete_options,
+    find_checkpoint,
+    find_other_checkpoints,
+    save,
+)
 from dynsparse.apps.common.training import Stopped, Training
 from dynsparse.options import check_applies, default_of, flag, options_of
 from dynsparse.ranks import Ranks, collective_errors, ranks_of
@@ -79,16 +85,16 @@ class Display(Progress):
         self._bar = self.add_task("", total=total, completed=completed)
 
     def __enter__(self) -> Display:
-        self.console.print(self.row(*self._widths), style="bold", highlight=False)
+        self.console.print(self.format_row(*self._widths), style="bold", highlight=False)
         super().__enter__()
         return self
 
-    def row(self, *cells: str) -> str:
-        """The cells, each as wide as its column."""
+    def format_row(self, *cells: str) -> str:
+        """One line of cells, each as wide as its column."""
         return "".join(c.rjust(w) for c, w in zip(cells, self._widths.values(), strict=True))
 
     def show(self, completed: int, beside_bar: str, line: str | None) -> None:
-        """The bar as far as `completed`, with a text beside it, and a line above it to stay."""
+        """Move the bar to `completed`, with a text beside it, and print a line above it."""
         self.update(self._bar, description=beside_bar, completed=completed)
         if line is not None:
             self.console.print(line, highlight=False)
@@ -96,11 +102,11 @@ class Display(Progress):
 
 class Logger(Protocol):
     def log(self, step: int, figures: dict[str, Any]) -> None:
-        """Figures of the steps up to `step`: loss, accuracy, learning_rate, replaced, ..."""
+        """Log figures of the steps up to `step`: loss, accuracy, learning_rate, replaced, ..."""
         ...
 
     def close(self, figures: dict[str, Any]) -> None:
-        """The final figures of the training, and no more."""
+        """Log the final figures of the training; nothing is logged afterwards."""
         ...
 
 
@@ -186,7 +192,7 @@ class _Wandb:
 
 
 class Outputs:
-    """All of them, opened before the training: a wrong path costs no step.
+    """All outputs of a training, opened before it, so that a wrong path costs no step.
 
     A context that holds a lock on the folders. Nothing of another training is
     overwritten or deleted without --overwrite, and with it only when all else has been checked.
@@ -227,12 +233,12 @@ class Outputs:
                 remove_temporary_files(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:
-            others = find_others(training, options.checkpoint_path)
+            others = find_other_checkpoints(training, options.checkpoint_path)
         if options.records_path is not None:
-            self._recorder = _recorder(training, options.records_path)
+            self._recorder = _make_recorder(training, options.records_path)
         self._loggers = loggers()
         if self._recorder is not None:
-            _go_on(self._recorder, training)
+            _start_record(self._recorder, training)
         # The newest first: what a kill leaves is what there was up to some moment.
         for file in reversed(others):
             remove_checkpoint(file)
@@ -249,19 +255,19 @@ class Outputs:
         self._locks.close()
 
     def log(self, step: int, figures: dict[str, Any]) -> None:
-        """Figures of the steps up to `step`."""
+        """Log figures of the steps up to `step`."""
         for logger in self._loggers:
             logger.log(step, figures)
         if self._recorder is not None:
             self._recorder.log(step, figures)
 
     def close(self, figures: dict[str, Any]) -> None:
-        """The final figures."""
+        """Log the final figures."""
         for logger in self._loggers:
             logger.close(figures)
 
 
-def _recorder(training: Training, path: Path) -> Recorder:
+def _make_recorder(training: Training, path: Path) -> Recorder:
     metadata = {
         "app": training.app,
         "method": training.options.method,
@@ -283,7 +289,7 @@ def _recorder(training: Training, path: Path) -> Recorder:
     return recorder
 
 
-def _go_on(recorder: Recorder, training: Training) -> None:
+def _start_record(recorder: Recorder, training: Training) -> None:
     trainer = training.trainer
     assert trainer is not None
     patterns = {name: layer.pattern for name, layer in trainer.layers.items()}
@@ -295,8 +301,8 @@ def _go_on(recorder: Recorder, training: Training) -> None:
     trainer.on_update.append(lambda _, rewirings: recorder.update(training.step, rewirings))
 
 
-def bytes_text(count: int) -> str:
-    """KiB, MiB or GiB, whichever reads best."""
+def format_bytes(count: int) -> str:
+    """A number of bytes in KiB, MiB or GiB, whichever reads best."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -314,7 +320,7 @@ def machine_tables(figures: dict[str, Any], count: int = 12) -> list[Table]:
         programs.add_column(heading, justify="right")
     for name, taken in taken_on_target["programs"].items():
         sizes = (taken[size] for size in ("max_tile_bytes", "to_host_bytes", "from_host_bytes"))
-        programs.add_row(*_machine_cells(name, taken), *map(bytes_text, sizes))
+        programs.add_row(*_machine_cells(name, taken), *map(format_bytes, sizes))
     operations = _machine_table("Costliest operations of a step")
     for name, taken in list(taken_on_target["operations"].items())[:count]:
         operations.add_row(*_machine_cells(name, taken))
@@ -354,25 +360,25 @@ def stop_on_interrupt(training: Training, console: Console) -> Iterator[None]:
         yield
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def handle_interrupt(number: int, frame: FrameType | None) -> None:
         if training.stop_asked:
             raise KeyboardInterrupt
         training.stop_asked = True
         os.write(2, b"\ndynsparse: stopping after this step; Ctrl-C again stops at once\n")
 
-    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGINT, handle_interrupt)
     try:
         with suppress(Stopped):
             yield
         if training.stop_asked:
-            _write(training, console)
+            _save_stopped(training, console)
             raise KeyboardInterrupt
     finally:
         training.stop_asked = False
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _write(training: Training, console: Console) -> None:
+def _save_stopped(training: Training, console: Console) -> None:
     folder = training.options.checkpoint_path
     if folder is None:
         folder = Path(f"{training.app}-{secrets.token_hex(4)}")
@@ -434,7 +440,7 @@ def run_with(
             options.check()
             if options.restore is not None:
                 checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
-                options = adopt(options, checkpoint, given)
+                options = complete_options(options, checkpoint, given)
                 options.check()
             check_applies(options, given)
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed

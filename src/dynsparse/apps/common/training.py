@@ -39,7 +39,7 @@ def make_optimizer(
     rate: float,
     adam: Callable[..., torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """The optimizer of the options.
+    """Make the optimizer that the options name.
 
     Args:
         defaults: the arguments the optimizer has here, with their defaults.
@@ -81,7 +81,7 @@ def make_optimizer(
 
 
 def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear]) -> None:
-    """What `--method dense` is: the same network with dense(layer) for every sparse layer."""
+    """Replace every sparse layer of a network by dense(layer), as `--method dense` does."""
     for module in list(network.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, SparseLinear):
@@ -143,7 +143,7 @@ def build_trainer(
         "scope": "layer",
     }
     if "schedule" in algorithm.arguments:
-        known["schedule"] = _schedule(options, total_steps, update_interval)
+        known["schedule"] = _make_schedule(options, total_steps, update_interval)
     else:
         known |= {
             "total_steps": total_steps,
@@ -158,7 +158,9 @@ def build_trainer(
     return trainer
 
 
-def _schedule(options: TrainingOptions, total_steps: int, update_interval: int) -> CosineSchedule:
+def _make_schedule(
+    options: TrainingOptions, total_steps: int, update_interval: int
+) -> CosineSchedule:
     settings = dict(options.cosine_prune_schedule)
     # The flag counts pattern updates, the schedule counts optimizer steps.
     settings["zero_steps"] = settings.get("zero_steps", 0) * update_interval
@@ -174,15 +176,15 @@ NOTICE = "synthetic data, made once on {device}: time is that of compute, and sc
 
 def random_ids(count: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Ids in [0, count), int64; the same in every run."""
-    return torch.randint(count, shape, generator=_generator(device), device=device)
+    return torch.randint(count, shape, generator=_fixed_generator(device), device=device)
 
 
 def random_shares(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Numbers in [0, 1), float32; the same in every run."""
-    return torch.rand(shape, generator=_generator(device), device=device)
+    return torch.rand(shape, generator=_fixed_generator(device), device=device)
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _fixed_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
@@ -222,7 +224,7 @@ class Sums:
         self.seconds = 0.0
 
     def add(self, loss: Tensor, right: Tensor, count: int) -> None:
-        """The summed loss of `count` answers, and how many of them are right."""
+        """Add the summed loss of `count` answers, and how many of them are right."""
         # Not in place: the first sum moves to where the losses are.
         self.loss = self.loss + loss
         self.right = self.right + right
@@ -239,13 +241,13 @@ class Sums:
             setattr(self, name, getattr(self, name) + value)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; what is still to be counted is counted."""
+        """The sums for a checkpoint, with all rewirings counted."""
         self.count_replaced()
         return {name: value for name, value in vars(self).items() if name != "rewirings"}
 
     @classmethod
     def from_state(cls, state: Any) -> Sums:
-        """The sums that `state` was made from; ValueError for something else."""
+        """Make the sums that `state` was taken from; ValueError for any other state."""
         sums = cls()
         if not isinstance(state, dict) or state.keys() != sums.state().keys():
             raise ValueError(f"expected sums, the entries {', '.join(sums.state())}")
@@ -379,7 +381,7 @@ class Training(ABC):
         self._rewirings += rewirings.values()
 
     def step_on_machine(self, sums: Sums, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """A step on the target, and the pattern update if one is due: (loss, output)."""
+        """Take a step on the target, and the pattern update if one is due: (loss, output)."""
         assert self.machine is not None
         self.step += 1
         sums.steps += 1
@@ -390,12 +392,12 @@ class Training(ABC):
         sums.count_replaced()
         return loss, output
 
-    def drawn_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """What a checkpoint holds besides options, seed and counters."""
         return {}
 
-    def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
-        """Raise ValueError if what a checkpoint holds as `drawn` is of another training."""
+    def check_extra_state(self, path: Path, saved: dict[str, Any]) -> None:
+        """Raise ValueError if the `extra_state` of a checkpoint is of another training."""
         return
 
     def metadata(self) -> dict[str, Any]:
@@ -406,7 +408,7 @@ class Training(ABC):
     def updates(self) -> int:
         return 0 if self.trainer is None else self.trainer.updates
 
-    def share(self, batch: Tensor) -> tuple[Tensor, float]:
+    def rank_share(self, batch: Tensor) -> tuple[Tensor, float]:
         """This rank's share of a batch [n, ...], and what its mean loss weighs in the gradient.
 
         Where there are fewer samples than ranks, some weigh nothing.
@@ -415,8 +417,8 @@ class Training(ABC):
         part = batch[self.ranks.rank :: size]
         return (part, len(part) * size / len(batch)) if len(part) else (batch[:1], 0.0)
 
-    def collect(self, sums: Sums) -> None:
-        """Add up what the ranks counted each for itself."""
+    def sum_over_ranks(self, sums: Sums) -> None:
+        """Replace the sums of this rank by those over all ranks."""
         if self.ranks.alone:
             return
         counts = [sums.loss.double().cpu(), sums.right.double().cpu(), torch.tensor(sums.count)]
@@ -425,7 +427,7 @@ class Training(ABC):
         sums.loss, sums.right, sums.count = total[0], total[1].long(), int(total[2])
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the coming step."""
+        """Set the learning rate of the coming step."""
         self.rate = rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -434,7 +436,7 @@ class Training(ABC):
         self._steps_taken += 1
 
     def optimise(self, sums: Sums) -> None:
-        """The optimizer's step, which the scaler may skip, and the pattern update if one is due."""
+        """Take the optimizer's step, which the scaler may skip, and the pattern update if due."""
         self.step += 1
         sums.steps += 1
         begin = time.perf_counter()
@@ -465,7 +467,7 @@ class Training(ABC):
             ValueError: the training diverged.
         """
         begin = time.perf_counter()
-        self.collect(sums)
+        self.sum_over_ranks(sums)
         if not math.isfinite(sums.loss):
             raise ValueError(
                 f"the training diverged: the loss is {float(sums.loss)} after step {self.step}: "

@@ -207,7 +207,7 @@ def build_network(
     too, and so do the first and last layer where there are blocks, which do not divide them.
     """
     network = Network(options.depth, options.width, mean, deviation)
-    _draw(network, generator)
+    _initialise(network, generator)
     if options.has_sparse_layers:
         sparsify(
             network,
@@ -222,10 +222,10 @@ def build_network(
 
 
 @torch.no_grad()
-def _draw(network: nn.Module, generator: torch.Generator) -> None:
-    """What torch's layers draw from the global generator, from ours.
+def _initialise(network: nn.Module, generator: torch.Generator) -> None:
+    """Draw the weights that torch's layers draw from the global generator from `generator`.
 
-    Convolutions as in He et al. 2015, "Delving Deep into Rectifiers".
+    Convolutions are drawn as in He et al. 2015, "Delving Deep into Rectifiers".
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -266,13 +266,13 @@ class CifarTraining(image_classification.Training):
         return f"wide residual network {self.options.depth}-{self.options.width}"
 
     def arrange(self, images: Tensor) -> Tensor:
-        """Bytes [n, 3, 32, 32]: those of CIFAR-10, or grey digits with a border."""
+        """Images as bytes [n, 3, 32, 32]: those of CIFAR-10, or grey digits with a border."""
         if images.dtype == torch.uint8:
             return images.view(-1, 3, _SIDE, _SIDE)
         grey = pad(images.view(-1, 1, SIDE, SIDE), [(_SIDE - SIDE) // 2] * 4)
         return (255 * grey).round().to(torch.uint8).expand(-1, 3, -1, -1)
 
-    def vary(self, images: Tensor, batch: Tensor) -> Tensor:
+    def augment_images(self, images: Tensor, batch: Tensor) -> Tensor:
         kind = self.options.augmentation
         if kind == "none":
             return images
@@ -280,7 +280,7 @@ class CifarTraining(image_classification.Training):
         mirror = torch.zeros(len(batch), 1, dtype=by.dtype)
         if kind == "move-mirror":
             mirror = torch.randint(0, 2, (len(batch), 1), generator=self.generator)
-        local, _ = self.share(torch.cat([by, mirror], 1))
+        local, _ = self.rank_share(torch.cat([by, mirror], 1))
         local = local.to(images.device)
         return shift(images, local[:, :2], local[:, 2] > 0)
 

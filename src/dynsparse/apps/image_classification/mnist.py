@@ -158,11 +158,11 @@ class Network(nn.Module):
 
 def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
-    layers = [(shape.name, _layer(shape, generator)) for shape in layer_shapes(options)]
+    layers = [(shape.name, _make_layer(shape, generator)) for shape in layer_shapes(options)]
     return Network(layers, options.droprate)
 
 
-def _layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
+def _make_layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
     if shape.sparse:
         return SparseLinear(
             shape.in_features,
@@ -228,7 +228,7 @@ class MnistTraining(image_classification.Training):
         sizes = [self.permutation.numel(), *self.options.hidden_sizes, CLASSES]
         return f"network {' - '.join(map(str, sizes))}"
 
-    def drawn_state(self) -> dict[str, Tensor]:
+    def extra_state(self) -> dict[str, Tensor]:
         return {"permutation": self.permutation}
 
     def metadata(self) -> dict[str, Any]:

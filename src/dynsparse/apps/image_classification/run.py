@@ -23,7 +23,7 @@ from dynsparse.apps.common.run import (
     Logger,
     Names,
     Outputs,
-    bytes_text,
+    format_bytes,
     machine_tables,
     open_loggers,
     run_with,
@@ -52,7 +52,9 @@ class TextLog:
         lines = [f"Iteration {label}"]
         if step and path.exists():
             # The last piece has no line end: nothing, or a line whose writing was cut short.
-            lines = [line for line in path.read_text().split("\n")[:-1] if _step(line) <= step]
+            lines = [
+                line for line in path.read_text().split("\n")[:-1] if _parse_step(line) <= step
+            ]
         atomic_write_text(path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, figures: dict[str, Any]) -> None:
@@ -65,7 +67,7 @@ class TextLog:
         """Every line was written when it was logged."""
 
 
-def _step(line: str) -> int:
+def _parse_step(line: str) -> int:
     number = line.partition(" ")[0]
     return int(number) if number.isdecimal() else 0
 
@@ -174,31 +176,31 @@ def summary_table(figures: dict[str, Any]) -> Table:
     for heading in ("this network", "dense", "share"):
         table.add_column(heading, justify="right")
 
-    def row(name: str, sparse: str, dense: str = "", share: float | None = None) -> None:
+    def add_row(name: str, sparse: str, dense: str = "", share: float | None = None) -> None:
         table.add_row(name, sparse, dense, "" if share is None else f"{100 * share:.1f} %")
 
     if figures["accuracy"] is not None:
-        row("test accuracy", f"{100 * figures['accuracy']:.2f} %")
-        row("test loss", f"{figures['loss']:.4f}")
+        add_row("test accuracy", f"{100 * figures['accuracy']:.2f} %")
+        add_row("test loss", f"{figures['loss']:.4f}")
     sparse, dense = figures["parameters"]["sparse"], figures["parameters"]["dense"]
-    row("parameters", f"{sparse:,}", f"{dense:,}", sparse / dense)
+    add_row("parameters", f"{sparse:,}", f"{dense:,}", sparse / dense)
     sparse_memory, dense_memory = figures["memory"]["sparse"], figures["memory"]["dense"]
     for part in sparse_memory:
         share = sparse_memory[part] / dense_memory[part] if dense_memory[part] else None
-        row(
+        add_row(
             f"memory: {part}",
-            bytes_text(sparse_memory[part]),
-            bytes_text(dense_memory[part]),
+            format_bytes(sparse_memory[part]),
+            format_bytes(dense_memory[part]),
             share,
         )
     total, dense_total = sum(sparse_memory.values()), sum(dense_memory.values())
-    row("memory: total", bytes_text(total), bytes_text(dense_total), total / dense_total)
+    add_row("memory: total", format_bytes(total), format_bytes(dense_total), total / dense_total)
     if figures["steps"]:
-        row("training", f"{figures['seconds']:.1f} s")
-        row("one step, with updates", f"{1000 * figures['seconds_per_step']:.3f} ms")
-        row("pattern updates", f"{figures['updates']:,}")
-        row("connections replaced", f"{figures['replaced']:,}")
-        row("time in pattern updates", f"{100 * figures['update_share']:.1f} %")
+        add_row("training", f"{figures['seconds']:.1f} s")
+        add_row("one step, with updates", f"{1000 * figures['seconds_per_step']:.3f} ms")
+        add_row("pattern updates", f"{figures['updates']:,}")
+        add_row("connections replaced", f"{figures['replaced']:,}")
+        add_row("time in pattern updates", f"{100 * figures['update_share']:.1f} %")
     return table
 
 
@@ -229,7 +231,7 @@ def _run(
     console: Console,
 ) -> dict[str, Any]:
     with span("data"):
-        data_set = _data_set(options)
+        data_set = _load_data_set(options)
         if options.hold_out:
             data_set = data_set.hold_out(options.hold_out)
     with span("build"):
@@ -237,7 +239,7 @@ def _run(
     if checkpoint is not None:
         restore(training, checkpoint)
     trains = options.trains
-    writes = Outputs(training, partial(_loggers, training)) if trains else nullcontext()
+    writes = Outputs(training, partial(_open_loggers, training)) if trains else nullcontext()
     with writes as outputs:
         for line in _headlines(training, data_set):
             console.print(line, highlight=False)
@@ -257,7 +259,7 @@ def _run(
     return figures
 
 
-def _data_set(options: ImageOptions) -> data.DataSet:
+def _load_data_set(options: ImageOptions) -> data.DataSet:
     if not options.synthetic_data:
         return data.load(options.dataset, options.data_dir)
     device = torch.device(options.device)
@@ -273,7 +275,7 @@ def _data_set(options: ImageOptions) -> data.DataSet:
     return data.DataSet(options.dataset, *parts)
 
 
-def _loggers(training: Training) -> list[Logger]:
+def _open_loggers(training: Training) -> list[Logger]:
     options = training.options
     loggers: list[Logger] = []
     if options.log is not None:
@@ -302,8 +304,8 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
         while training.epoch < last_epoch:
             for window, sums in training.run_epoch():
                 with span("report"):
-                    line = None if sums is None else display.row(*_cells(training, sums))
-                    display.show(training.step, display.row(*_cells(training, window)), line)
+                    line = None if sums is None else display.format_row(*_cells(training, sums))
+                    display.show(training.step, display.format_row(*_cells(training, window)), line)
                     outputs.log(training.step, _report_figures(training, window))
             ended = training.epoch == last_epoch
             if options.checkpoint_path is not None and (

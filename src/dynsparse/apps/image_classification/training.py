@@ -239,10 +239,10 @@ class Training(common.Training):
         """The network in a few words."""
 
     def arrange(self, images: Tensor) -> Tensor:
-        """Images as the data set has them, as the network reads them."""
+        """Bring images of the data set into the form that the network reads."""
         return images
 
-    def vary(self, images: Tensor, batch: Tensor) -> Tensor:
+    def augment_images(self, images: Tensor, batch: Tensor) -> Tensor:
         """This rank's share of the images of `batch` [n] as they are trained on this time.
 
         What is drawn is drawn for the whole batch: all ranks draw alike.
@@ -259,8 +259,8 @@ class Training(common.Training):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.options, self.model)
 
-    def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
-        for name, value in self.drawn_state().items():
+    def check_extra_state(self, path: Path, saved: dict[str, Any]) -> None:
+        for name, value in self.extra_state().items():
             if not isinstance(saved[name], Tensor) or not value.equal(saved[name]):
                 raise ValueError(f"{path}: its {name} is not the one of its seed")
 
@@ -280,7 +280,7 @@ class Training(common.Training):
         return self._arranged[part]
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean loss, number of right answers)."""
+        """The mean loss, and the number of right answers."""
         network = self.replica if self.model.training else self.model
         with precision(self.options.data_type, self.device):
             logits = network(images)
@@ -302,7 +302,7 @@ class Training(common.Training):
         with span("data"):
             data = self._images("train")
             self.model.train()
-            order, completed, window, epoch_sums = self._begun()
+            order, completed, window, epoch_sums = self._start_epoch()
             batches = order.to(self.device).split(self.options.batch_size)
         for batch, indices in enumerate(batches[completed:], start=completed + 1):
             if self.stop_asked and batch > completed + 1:
@@ -312,12 +312,12 @@ class Training(common.Training):
             begin = time.perf_counter()
             with span("data"):
                 self.set_rate(learning_rate(self.options, self.step, self.total_steps))
-                local, weight = self.share(indices)
+                local, weight = self.rank_share(indices)
                 if self.options.synthetic_data:  # always the same
                     images, labels = data.images[: len(local)], data.labels[: len(local)]
                 else:
                     images, labels = data.images.index_select(0, local), data.labels[local]
-                    images = self.vary(images, indices)
+                    images = self.augment_images(images, indices)
             if self.machine is not None:
                 loss, logits = self.step_on_machine(window, images, labels)
                 window.add(loss * len(local), (logits.argmax(1) == labels).sum(), len(local))
@@ -339,8 +339,9 @@ class Training(common.Training):
                 yield window, epoch_sums if ends else None
                 window = Sums()
 
-    def _begun(self) -> tuple[Tensor, int, Sums, Sums]:
-        """The order of an epoch's images, its batches done, and the sums of its last and all."""
+    def _start_epoch(self) -> tuple[Tensor, int, Sums, Sums]:
+        """Begin or resume an epoch: the order of its images, its completed batches, and the sums of
+        the present window and of the epoch."""
         if self.stop_asked:
             raise Stopped
         partial, self.partial = self.partial, {}
@@ -363,5 +364,5 @@ class Training(common.Training):
         for images, labels in list(batches)[self.ranks.rank :: self.ranks.size]:
             loss, correct = self._forward(images, labels)
             sums.add(loss.double() * len(labels), correct, len(labels))
-        self.collect(sums)
+        self.sum_over_ranks(sums)
         return sums.scores()

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dynsparse.apps import image_classification
-from dynsparse.apps.common.options import MachineOptions, interleave_heads, match_blocks, panel
+from dynsparse.apps.common.options import (
+    MachineOptions,
+    interleave_heads_option,
+    match_blocks_option,
+    panel,
+)
 from dynsparse.apps.common.training import replace_sparse
 from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data.images import CLASSES, SIDE
@@ -46,8 +51,8 @@ class Options(MachineOptions, ImageOptions):
     ff_length: int = _network(48, "Width of the feed-forward part.", _SIZE)
     attention_heads: int = _network(16, "Heads of the attention.", _SIZE)
     qkv_length: int = _network(32, "Features of one head's queries, keys and values.", _SIZE)
-    interleave_heads: bool = interleave_heads(_network)
-    match_blocks: bool = match_blocks(_network)
+    interleave_heads: bool = interleave_heads_option(_network)
+    match_blocks: bool = match_blocks_option(_network)
     dropout_keep_prob: float = _network(
         1.0, "Share that dropout keeps, in training; 1 for no dropout.",
         number(0, 1, above="a number above 0 and up to 1"),
@@ -145,11 +150,11 @@ def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
     network = Network(options, generator)
     if not options.has_sparse_layers:
-        replace_sparse(network, _dense)
+        replace_sparse(network, _make_dense_layer)
     return network
 
 
-def _dense(layer: SparseLinear) -> nn.Linear:
+def _make_dense_layer(layer: SparseLinear) -> nn.Linear:
     dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     dense.weight = nn.Parameter(layer.to_dense().detach())
     dense.register_parameter("bias", layer.bias)

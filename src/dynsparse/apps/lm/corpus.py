@@ -120,7 +120,7 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
                 f"--{part}-data: expected a text, as --data is one, got the token file {file}"
             )
         ids[part] = _encode(tokenizer, read_text(file), file)
-    return _corpus(options, source, describe_vocabulary(tokenizer), ids)
+    return _make_corpus(options, source, describe_vocabulary(tokenizer), ids)
 
 
 def _from_token_files(options: Options, source: Path, expected: dict[str, Any] | None) -> Corpus:
@@ -147,7 +147,7 @@ def _from_token_files(options: Options, source: Path, expected: dict[str, Any] |
         other = open_tokens(file)
         other.check_vocabulary(first.vocabulary["identity"])
         ids[part] = other.ids
-    return _corpus(options, source, first.vocabulary, ids)
+    return _make_corpus(options, source, first.vocabulary, ids)
 
 
 def _encode(tokenizer: Tokenizer, text: str, source: str | Path) -> np.ndarray:
@@ -157,7 +157,7 @@ def _encode(tokenizer: Tokenizer, text: str, source: str | Path) -> np.ndarray:
         raise ValueError(f"{source}: {error}") from None
 
 
-def _corpus(
+def _make_corpus(
     options: Options, source: str | Path, vocabulary: dict[str, Any], ids: dict[str, np.ndarray]
 ) -> Corpus:
     if options.bpe_dir is not None and vocabulary["kind"] != "bpe":

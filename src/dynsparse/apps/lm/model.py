@@ -95,7 +95,7 @@ def build_model(options: Options, vocabulary: int, generator: torch.Generator) -
     """
     model = LanguageModel(options, vocabulary, generator)
     if options.method == "dense":
-        replace_sparse(model, partial(_drawn, generator=generator))
+        replace_sparse(model, partial(_make_dense_layer, generator=generator))
     scale_matrices(model, options.initial_scale)
     return model
 
@@ -112,8 +112,8 @@ def scale_matrices(model: LanguageModel, factor: float) -> None:
             module.weight.mul_(factor)
 
 
-def _drawn(layer: SparseLinear, generator: torch.Generator) -> nn.Linear:
-    """Started as those of `nn` start."""
+def _make_dense_layer(layer: SparseLinear, generator: torch.Generator) -> nn.Linear:
+    """A dense layer in place of a sparse one, initialised as `nn.Linear` is."""
     linear = nn.Linear(
         layer.in_features,
         layer.out_features,
@@ -149,7 +149,7 @@ def _matrices(options: Options) -> list[tuple[int, int, int]]:
     return matrices
 
 
-def parameters(options: Options, vocabulary: int, *, first: bool = False) -> tuple[int, int]:
+def count_parameters(options: Options, vocabulary: int, *, first: bool = False) -> tuple[int, int]:
     """(parameters, blocks in sparse layers) of the model that the options give, zeros left out.
 
     At the end of the training, or with `first` at its begin, which may be denser.
@@ -189,7 +189,7 @@ def match_parameters_of(options: Options, vocabulary: int) -> Options:
     if not options.match_parameters:
         return options
     # "static" stands for the sparse model: all methods hold the same number.
-    target, _ = parameters(dataclasses.replace(options, method="static"), vocabulary)
+    target, _ = count_parameters(dataclasses.replace(options, method="static"), vocabulary)
     proportion = options.ff_size / options.hidden_size
     best: tuple[float, Options] | None = None
     step = options.heads if options.qkv_size is None else 1
@@ -198,7 +198,7 @@ def match_parameters_of(options: Options, vocabulary: int) -> Options:
         if qkv is not None:
             qkv = max(1, round(qkv * hidden / options.hidden_size))
         sizes: dict[str, Any] = {"hidden_size": hidden, "qkv_size": qkv}
-        count, _ = parameters(dataclasses.replace(options, **sizes, ff_size=1), vocabulary)
+        count, _ = count_parameters(dataclasses.replace(options, **sizes, ff_size=1), vocabulary)
         ff = 1 + round((target - count) / (options.layers * (2 * hidden + 1)))
         if ff < 1:
             break
@@ -219,7 +219,7 @@ def state_bytes(options: Options, vocabulary: int) -> int:
     Activations are not counted.
     """
     bytes_each = 8 if options.data_type == "float64" else 4
-    count, blocks = parameters(options, vocabulary, first=True)
+    count, blocks = count_parameters(options, vocabulary, first=True)
     slots = {"Adam": 2, "Momentum": 1, "GradientDescent": 0}[options.optimizer]
     return count * bytes_each * (2 + slots) + blocks * _INDEX_BYTES
 

@@ -15,8 +15,8 @@ from dynsparse.apps.common.options import (
     SPARSE,
     TRAINS,
     MachineOptions,
-    interleave_heads,
-    match_blocks,
+    interleave_heads_option,
+    match_blocks_option,
     methods_with,
     panel,
 )
@@ -63,7 +63,7 @@ _DENSE_TABLE = Need(
 )
 
 
-def _shares(part: str) -> Need:
+def _needs_share(part: str) -> Need:
     return Need(
         f"a {part} part that is a share of --data",
         lambda o: getattr(o, f"{part}_data") is None,
@@ -108,11 +108,11 @@ class Options(MachineOptions):
     )
     valid_share: float = _data(
         0.05, "Share of --data to validate on, before the test's.", _SHARE, defines="training",
-        needs=(_READS, _shares("valid")),
+        needs=(_READS, _needs_share("valid")),
     )  # fmt: skip
     test_share: float = _data(
         0.05, "Share of --data, at its end, to test on.", _SHARE, defines="training",
-        needs=(_READS, _shares("test")),
+        needs=(_READS, _needs_share("test")),
     )  # fmt: skip
     tokens: str | None = _data(
         None, "What a token is.", choice(*KINDS), defines="network",
@@ -133,8 +133,8 @@ class Options(MachineOptions):
     qkv_size: int | None = _network(
         None, "Features of one head.", integer(1), by_default="--hidden-size / --heads"
     )
-    interleave_heads: bool = interleave_heads(_network)
-    match_blocks: bool = match_blocks(_network)
+    interleave_heads: bool = interleave_heads_option(_network)
+    match_blocks: bool = match_blocks_option(_network)
     embedding_size: int | None = _network(
         None, "Width of the token table, with sparse projections up to the hidden size.",
         integer(1), by_default="--hidden-size",

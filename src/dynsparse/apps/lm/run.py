@@ -17,7 +17,7 @@ from dynsparse.apps.common.run import (
     Display,
     Names,
     Outputs,
-    bytes_text,
+    format_bytes,
     machine_tables,
     open_loggers,
     run_with,
@@ -27,8 +27,8 @@ from dynsparse.apps.common.training import NOTICE, Scores
 from dynsparse.apps.lm.corpus import Corpus, empty_corpus, load_corpus
 from dynsparse.apps.lm.model import (
     check_memory,
+    count_parameters,
     match_parameters_of,
-    parameters,
     sample,
     state_bytes,
 )
@@ -136,7 +136,7 @@ def _run(
     if not writes_alone:
         _introduce(options, corpus, seed, console)
     tokenizer = tokenizer_from_state(corpus.vocabulary, options.bpe_dir) if options.sample else None
-    prompt = None if tokenizer is None else _prompt(tokenizer, options.prompt)
+    prompt = None if tokenizer is None else _encode_prompt(tokenizer, options.prompt)
 
     with span("build"):
         training = Training(options, corpus, seed)
@@ -160,7 +160,7 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
     if options.trains:
         needed = state_bytes(built, corpus.size)
         console.print(
-            f"memory: about {bytes_text(needed)} of weights, gradients, optimizer state and "
+            f"memory: about {format_bytes(needed)} of weights, gradients, optimizer state and "
             "patterns, without activations",
             highlight=False,
         )
@@ -202,7 +202,7 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
             step = entry["step"]
             valid = Scores(entry["valid_loss"], entry["valid_accuracy"])
             with span("report"):
-                display.show(step, f"{step:,}/{last:,}", display.row(*_cells(entry)))
+                display.show(step, f"{step:,}/{last:,}", display.format_row(*_cells(entry)))
                 outputs.log(step, {name: value for name, value in entry.items() if name != "step"})
             due = step - saved >= options.checkpoint_freq or step == last
             if options.checkpoint_path is not None and due:
@@ -223,7 +223,7 @@ def _cells(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-def _prompt(tokenizer: Tokenizer, text: str) -> torch.Tensor:
+def _encode_prompt(tokenizer: Tokenizer, text: str) -> torch.Tensor:
     try:
         return torch.from_numpy(tokenizer.encode(text).astype("i8"))
     except ValueError as error:
@@ -250,7 +250,7 @@ def _sample(
 
 
 def _headlines(options: Options, corpus: Corpus, seed: int) -> list[str]:
-    count, _ = parameters(options, corpus.size)
+    count, _ = count_parameters(options, corpus.size)
     kind = corpus.vocabulary["kind"]
     sparse = (
         "dense"

@@ -53,13 +53,13 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     return make_optimizer(
         options,
         _ARGUMENTS[options.optimizer],
-        partial(_groups, model),
+        partial(_make_groups, model),
         options.peak_learning_rate,
         torch.optim.AdamW,
     )
 
 
-def _groups(model: nn.Module, weight_decay: float) -> Groups:
+def _make_groups(model: nn.Module, weight_decay: float) -> Groups:
     """Matrices, which decay, and the rest: biases, norms and positions."""
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -135,7 +135,7 @@ class Training(common.Training):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.options, self.model)
 
-    def drawn_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return {
             "data": str(self.options.data),
             "vocabulary": self.corpus.vocabulary,
@@ -143,7 +143,7 @@ class Training(common.Training):
             "train_digest": self.corpus.digest(),
         }
 
-    def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
+    def check_extra_state(self, path: Path, saved: dict[str, Any]) -> None:
         if self.options.trains and saved["train_digest"] != self.corpus.digest():
             raise ValueError(
                 f"--data: {path} was trained on {saved['train_tokens']:,} tokens, got "
@@ -176,11 +176,11 @@ class Training(common.Training):
             sums.seconds += time.perf_counter() - begin
             if self.step % self.options.valid_interval == 0 or self.step == last_step:
                 self.finish_window(sums)
-                self.history.append(self._entry(sums))
+                self.history.append(self._make_entry(sums))
                 yield self.history[-1]
                 sums = Sums()
 
-    def _entry(self, sums: Sums) -> dict[str, Any]:
+    def _make_entry(self, sums: Sums) -> dict[str, Any]:
         train, valid = sums.scores(), self.evaluate("valid")
         tokens = sums.steps * self.tokens_per_step
         return {
@@ -201,27 +201,27 @@ class Training(common.Training):
         if self.machine is not None:
             self.set_rate(learning_rate(options, self.step))
             self.model.train()
-            batch = self._batch(options.batch_size)
+            batch = self._next_batch(options.batch_size)
             targets = batch[:, 1 + options.autoregression_offset :].contiguous()
             _, logits = self.step_on_machine(sums, batch[:, :-1].contiguous(), targets)
             logits = logits[:, options.autoregression_offset :]
-            _add(sums, token_losses(logits, targets), logits.argmax(-1) == targets)
+            _add_scores(sums, token_losses(logits, targets), logits.argmax(-1) == targets)
             return
         with span("data"):
             self.set_rate(learning_rate(options, self.step))
             self.model.train()
             # Drawn at once: the same batch however it is cut into micro-batches.
-            batch = self._batch(options.batch_size * count)
+            batch = self._next_batch(options.batch_size * count)
             parts = batch.chunk(count)
             self.optimizer.zero_grad()
         for number, part in enumerate(parts, start=1):
-            local, weight = self.share(part)
-            with self._gradients_stay(number < len(parts)):
+            local, weight = self.rank_share(part)
+            with self._skip_sync(number < len(parts)):
                 with span("forward"):
                     loss, losses, right = self.losses(local)
                     loss = loss / count
                     if weight:
-                        _add(sums, losses.detach(), right)
+                        _add_scores(sums, losses.detach(), right)
                 with span("backward"):
                     self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         if self.clip_grad_norm is not None:
@@ -230,7 +230,7 @@ class Training(common.Training):
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.optimise(sums)
 
-    def _batch(self, count: int) -> Tensor:
+    def _next_batch(self, count: int) -> Tensor:
         length = self.options.sequence_length
         if not self.options.synthetic_data:
             return self.corpus.batch(count, length, self.generator)
@@ -238,9 +238,9 @@ class Training(common.Training):
             self._synthetic = random_ids(self.corpus.size, (count, length + 1), self.device)
         return self._synthetic
 
-    def _gradients_stay(self, here: bool) -> AbstractContextManager[None]:
-        """Whether gradients stay on their rank until the last micro-batch."""
-        if here and isinstance(self.replica, DistributedDataParallel):
+    def _skip_sync(self, skip: bool) -> AbstractContextManager[None]:
+        """With `skip`, a context in which gradients stay on their rank."""
+        if skip and isinstance(self.replica, DistributedDataParallel):
             return self.replica.no_sync()
         return nullcontext()
 
@@ -252,7 +252,7 @@ class Training(common.Training):
         return self.options.grad_norm_clip
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of sequences and the tokens that follow, [n, T + 1].
+        """The losses of sequences with the tokens that follow them, [n, T + 1].
 
         Returns:
             (what is trained on, a scalar; cross-entropies [n, T - offset]; right answers, bool of
@@ -288,10 +288,10 @@ class Training(common.Training):
         batches = stretches.split(self.options.batch_size)
         for batch in batches[self.ranks.rank :: self.ranks.size]:
             _, losses, right = self.losses(batch)
-            _add(sums, losses, right)
-        self.collect(sums)
+            _add_scores(sums, losses, right)
+        self.sum_over_ranks(sums)
         return sums.scores()
 
 
-def _add(sums: Sums, losses: Tensor, right: Tensor) -> None:
+def _add_scores(sums: Sums, losses: Tensor, right: Tensor) -> None:
     sums.add(losses.double().sum(), right.sum(), losses.numel())
