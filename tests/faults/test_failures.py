@@ -125,7 +125,7 @@ def test_clock_set_back(server, folder, references):
 HOLD = """
 import sys
 from pathlib import Path
-from dynsparse.apps.common.run import run_with
+from dynsparse.apps.common.run import run_application
 from dynsparse.apps.image_classification import Training, mnist
 from rich.console import Console
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dynsparse.apps.common.resume import checkpoints_in
+from dynsparse.apps.common.resume import list_checkpoints
 from dynsparse.apps.image_classification import Training
 from dynsparse.apps.lm.training import Training as LmTraining
 from dynsparse.training.records import Records
@@ -94,7 +94,7 @@ def written(app: str, folder: Path) -> dict[str, str]:
 
 def checkpoints(app: str, folder: Path) -> list[Path]:
     place = folder / "checkpoints"
-    return checkpoints_in(KINDS[app], place) if place.exists() else []
+    return list_checkpoints(KINDS[app], place) if place.exists() else []
 
 
 def outcome(app: str, folder: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ _ERROR_LIMIT = 3e-5
 
 @contextmanager
 def medium_precision() -> Iterator[None]:
-    """What `torch.set_float32_matmul_precision("medium")` sets for CPUs, and back again.
+    """A context with what `torch.set_float32_matmul_precision("medium")` sets for CPUs.
 
     oneDNN computes the products then, and may round what it multiplies to bfloat16. From torch 2.9
     on the setting has a place of its own, and is as it was afterwards; by the function it would not

@@ -74,8 +74,9 @@ def run_benchmark(
             figures = _measure_cell(benchmark, cell)
             gc.collect()
             left = (time.monotonic() - begin) / number * (len(chosen) - number)
+            threads_text = f"{cell.threads} thread{'s' * (cell.threads > 1)}"
             tell(
-                f"  [{number}/{len(chosen)}] {cell}, {_format_threads(cell.threads)}: "
+                f"  [{number}/{len(chosen)}] {cell}, {threads_text}: "
                 f"{_format_line(benchmark, figures)}"
                 + (f"; {left:.0f} s left" if number < len(chosen) else "")
             )
@@ -117,7 +118,7 @@ def _build_contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict
 
 
 def _describe_kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
-    """What computed dynsparse's passes: forward, and backward where it differs; by layer."""
+    """The kernels of dynsparse's passes by layer: forward, and backward where it differs."""
     kernels = []
     for layer in model.modules():
         if isinstance(layer, SparseLinear):
@@ -159,10 +160,6 @@ def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, An
                 f"benchmark {benchmark.name!r}, command: expected JSON in its file: {error}"
             ) from None
         return {"command": list(benchmark.command), "figures": figures}
-
-
-def _format_threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _format_line(benchmark: Benchmark, figures: dict[str, Any]) -> str:

@@ -123,7 +123,7 @@ def read_yaml(file: Path) -> Any:
         ) from None
 
     class Loader(yaml.SafeLoader):
-        """Without dates."""
+        """A loader that reads no dates."""
 
     Loader.yaml_implicit_resolvers = {
         letter: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]

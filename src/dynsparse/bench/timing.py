@@ -16,7 +16,7 @@ from dynsparse.options import integer, number, option
 Work = Callable[[], object]
 Sample = TypeVar("Sample")
 
-# What takes less is called several times per sample: the clock costs a tenth of a microsecond.
+# Shorter work is called several times per sample, as the clock costs a tenth of a microsecond.
 _SHORTEST_SAMPLE = 200e-6
 
 
@@ -123,10 +123,10 @@ def timing_of(
     """The `Timing` of the seconds that every contender took in the same rounds."""
     reference_times = samples[reference]
     return Timing(
-        times={name: spread(taken) for name, taken in samples.items()},
+        times={name: spread(times) for name, times in samples.items()},
         ratios={
-            name: spread([other / mine for other, mine in zip(taken, reference_times, strict=True)])
-            for name, taken in samples.items()
+            name: spread([a / b for a, b in zip(times, reference_times, strict=True)])
+            for name, times in samples.items()
             if name != reference
         },
         rounds=len(reference_times),
@@ -140,10 +140,10 @@ def _calls_per_sample(work: Work) -> int:
     work()
     start = time.perf_counter()
     work()
-    taken = time.perf_counter() - start
-    if taken >= _SHORTEST_SAMPLE:
+    seconds = time.perf_counter() - start
+    if seconds >= _SHORTEST_SAMPLE:
         return 1
-    return math.ceil(_SHORTEST_SAMPLE / max(taken, 1e-7))
+    return math.ceil(_SHORTEST_SAMPLE / max(seconds, 1e-7))
 
 
 def run_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Effort) -> None:
@@ -153,7 +153,7 @@ def run_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Ef
     start = time.perf_counter()
     rounds_done = 0
     while rounds_done < effort.rounds or time.perf_counter() - start < effort.seconds:
-        # Nobody always follows the same one, whose data then fill the caches.
+        # In random order: what ran before has filled the caches.
         for name in order.sample(names, len(names)):
             sample(name)
         rounds_done += 1

@@ -151,7 +151,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _describe_error(error: Exception) -> str | None:
     """The line that tells the user what to fix; None for an error of this package."""
-    if hasattr(error, "format_message"):  # typer's and click's own
+    if hasattr(error, "format_message"):  # an error of typer or click
         text = error.format_message().rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", "dynsparse")
         text = f"{text} (see {command} --help)"

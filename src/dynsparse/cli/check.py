@@ -37,7 +37,7 @@ def check(
     Takes a few seconds, and prints a line for each instruction set as it is checked; then "Results
     match." and exits with 0, or lists what differs and exits with 1.
     """
-    # Not for commands that check nothing.
+    # Imported here, as other commands do not need it.
     from dynsparse.selfcheck import PASSES, run_checks
 
     if seed is not None and not 0 <= seed < 2**63:

@@ -28,7 +28,7 @@ _BATCHES = (1, 16, 128, 1024)
 _GPU_FEATURES = 4096
 _GPU_BATCHES = (16, 512, 8192)
 
-# What computes a layer, a batch, and forward or backward.
+# From a layer, a batch and whether it is the backward pass to the kind of kernel.
 Choose = Callable[[Layer, int, bool], str]
 
 
@@ -74,7 +74,7 @@ def info(
 
 
 def facts() -> dict[str, Any]:
-    """What `dynsparse info` shows, as plain types.
+    """The facts that `dynsparse info` shows, as plain types.
 
     `choices` say what computes a layer: for each block, pass and batch the kinds, each with the
     density from which on it computes.
@@ -103,8 +103,8 @@ def facts() -> dict[str, Any]:
 
 
 def _describe_costs() -> str:
-    """By which constants kernels are chosen."""
-    now = cost_table.active_table()
+    """The origin of the constants by which kernels are chosen."""
+    now = cost_table.active()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
     measurement = cost_table.load_measurement()
     if measurement is not None and not measurement.enabled:
@@ -113,7 +113,7 @@ def _describe_costs() -> str:
 
 
 def _choices() -> list[dict[str, Any]]:
-    """What computes layers on the CPU, and on the GPU if there is one; see `facts`."""
+    """The kernels that compute layers on the CPU, and on a GPU if there is one; see `facts`."""
     choices = []
     if native.describe()["backend"] == "native":
         title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"

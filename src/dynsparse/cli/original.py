@@ -57,7 +57,7 @@ _TYPES: Answer = {name: f"--data-type={name}" for name in ("float32", "float16")
 
 _WANDB = ("--use-wandb", "--wandb-project-name", "--wandb-tags", "--wandb-name")
 
-# Of the options that both transformers share.
+# The flags that both transformers share.
 _SHARED_SAME = (
     "--sparsity",
     "--block-size",
@@ -96,7 +96,7 @@ _SHARED: dict[str, Answer] = {
     "--train-checkpoint-path": "--checkpoint-path={}",
 }
 
-# Of both programs for one product.
+# The flags of both programs for one product.
 _PRODUCT: dict[str, Answer] = {
     "--batch-size": "--batch={}",
     "--input-size": "--cols={}",
@@ -293,8 +293,8 @@ def translate(command: str, arguments: list[str]) -> list[str]:
     result: list[str] = []
     at = 0
     while at < len(arguments):
-        given = arguments[at]
-        name, equals, value = given.partition("=")
+        argument = arguments[at]
+        name, equals, value = argument.partition("=")
         at += 1
         answer = table.get(name)
         takes_value = isinstance(answer, dict) or (answer is not None and "{" in answer)
@@ -305,7 +305,7 @@ def translate(command: str, arguments: list[str]) -> list[str]:
         elif answer is not None and "{,}" in answer and not _NUMBERS.fullmatch(value):
             answer = None
         if answer is None:
-            result.append(given)
+            result.append(argument)
             continue
         if answer and not answer.startswith("--"):
             raise ValueError(f"{name}{f' {value}' if takes_value else ''}: {answer}")

@@ -36,7 +36,7 @@ def tune(
         facts = {"removed": removed, "table": table}
         print(dumps(facts, indent=2) if json else f"{words}; the table {table} is in use")
         return
-    # Not for commands that measure nothing.
+    # Imported here, as --reset does not need it.
     from rich.progress import Progress
 
     from dynsparse.ops.linear import tuning

@@ -155,7 +155,7 @@ _TEST_LABELS = "t10k-labels-idx1-ubyte"
 
 
 class Source(NamedTuple):
-    """Where a data set is downloaded from: folders to try in order, and the files' checksums.
+    """The source of a download: folders to try in order, and the checksums of the files.
 
     `checksums` maps an IDX name to "algorithm:hex" of the file NAME.gz in those folders.
     """

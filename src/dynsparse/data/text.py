@@ -124,7 +124,7 @@ class Tokenizer(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What `tokenizer_from_state` needs to make it again: plain types."""
+        """The plain types from which `tokenizer_from_state` makes the tokenizer again."""
         ...
 
 
@@ -244,11 +244,7 @@ class GPT2Tokenizer:
         self._encoder = Tokenizer(models.BPE(vocab=ids, merges=merges))
         self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         content = "\n".join(f"{left} {right}" for left, right in merges)
-        self._identity = f"bpe:{hashlib.sha256(content.encode()).hexdigest()}"
-
-    @property
-    def identity(self) -> str:
-        return self._identity
+        self.identity = f"bpe:{hashlib.sha256(content.encode()).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
         """See `Tokenizer.encode`.

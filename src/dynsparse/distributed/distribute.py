@@ -137,15 +137,15 @@ def make_shards(
     for position, bundle in enumerate(chain):
         for name in bundle.names:
             placement = placements[name]
-            rows, cols = (grid.ranks_along(axis).size for axis in placement[:2])
-            given = grid.ranks_along(placement.input).size
+            rows, cols = (grid.line(axis).size for axis in placement[:2])
+            inputs = grid.line(placement.input).size
             shards[name] = ShardBackend(
                 grid,
                 placement,
                 layers[name].pattern.shape,
                 borders.of_rows(position, name, rows),
                 borders.of_cols(position, name, cols),
-                borders.of_cols(position, name, given),
+                borders.of_cols(position, name, inputs),
                 layers[name].pattern.nnz,
             )
     return shards

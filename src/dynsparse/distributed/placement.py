@@ -186,13 +186,13 @@ def find_chains(model: nn.Module) -> tuple[dict[str, SparseLinear], list[Chain]]
                 "model data parallel, with replicate"
             )
     chains: list[Chain] = []
-    taken: set[str] = set()
+    chained: set[str] = set()
     for chain in _find_candidates(model):
         names = [name for bundle in chain for name in bundle.names]
-        if all(name in layers for name in names) and not taken & {*names}:
-            taken.update(names)
+        if all(name in layers for name in names) and not chained & {*names}:
+            chained.update(names)
             chains.append(chain)
-    chains += [(Bundle((name,)),) for name in layers if name not in taken]
+    chains += [(Bundle((name,)),) for name in layers if name not in chained]
     order = {name: i for i, name in enumerate(layers)}
     chains.sort(key=lambda chain: order[chain[0].names[0]])
     return layers, chains

@@ -94,6 +94,6 @@ class SparseCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._follower.load_state_dict(state_dict["trainer"])
-        # Here because the first batches are drawn before any hook of the training is called.
+        # Restored here, because the first batches are drawn before any hook of the training.
         if self._restore_random_state:
             random_state.restore_global_states(state_dict["random"])

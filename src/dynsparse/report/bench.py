@@ -52,7 +52,7 @@ def machine_name(results: Figures) -> str:
 
 
 def describe_machine(results: Figures) -> str:
-    """What the figures were measured on, in one sentence."""
+    """The machine of the figures, in one sentence."""
     machine = results["machine"]
     versions = {**machine["versions"], "Python": machine["python"]}.items()
     parts = [f"{name} {version}" for name, version in versions]
@@ -137,7 +137,7 @@ def _updates(results: Figures, names: list[str]) -> str:
 
 
 def _command(results: Figures, names: list[str]) -> str:
-    """What a command printed or wrote, as it is."""
+    """The output or the figures of a command, as they are."""
     texts = []
     for name in names:
         benchmark = results["benchmarks"][name]
@@ -170,7 +170,7 @@ _VIEW_OF = {
 
 
 def full_report(results: Figures) -> str:
-    """Everything in the results, a section per benchmark."""
+    """A report of all results in Markdown, with a section for each benchmark."""
     parts = ["# dynsparse bench", describe_measurement(results, [])]
     for name, benchmark in results["benchmarks"].items():
         view = _VIEW_OF[benchmark.get("measure")]

@@ -54,7 +54,7 @@ class Survey:
     wait, once for all layers."""
 
     def count_lowest(self, count: int, most: Sequence[int]) -> list[int]:
-        """How many of the `count` lowest scores of all layers are in each layer, at most its
+        """Count how many of the `count` lowest scores of all layers are in each layer, at most its
         `most`."""
         with collective_errors(self.ranks):
             scores = [self.scores(name) for name in self.patterns]
@@ -73,7 +73,7 @@ class Survey:
         return numbers[: len(scores)]
 
     def count_below_zero(self) -> list[int]:
-        """For each layer how many scores are below zero."""
+        """Count the scores below zero in each layer."""
         if self.on_device:
             scores = [self.scores(name) for name in self.patterns]
             below = [(score < 0).sum().to(scores[0].device) for score in scores]
@@ -83,8 +83,8 @@ class Survey:
         return self._sum_shards(counts) if self.shards else counts
 
     def mean_momentum(self) -> list[float]:
-        """For each layer the mean magnitude of the history's gradient at its weights; 0.0 where it
-        has none."""
+        """The mean magnitude of the history's gradient at the weights of each layer; 0.0 without
+        weights."""
         with collective_errors(self.ranks):
             local = [
                 gradient_of(self.history, name, self._local_pattern(name), self.ranks)
@@ -373,8 +373,7 @@ class MomentumBudget(Budget):
         # Where not all dropped blocks have room to grow, fewer are dropped: the total stays.
         while (short := sum(drops) - sum(room)) > 0:
             largest = max(range(len(drops)), key=drops.__getitem__)
-            taken = min(short, drops[largest])
-            drops[largest] -= taken
+            drops[largest] -= min(short, drops[largest])
             room = [survey.room(n, d) for n, d in zip(survey.patterns, drops, strict=True)]
         grows = apportion(sum(drops), means if any(means) else [float(d) for d in drops], room)
         pairs = zip(survey.patterns, drops, grows, strict=True)

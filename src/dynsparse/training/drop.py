@@ -246,8 +246,11 @@ def _local_scores(
     shards: Sequence[LayerShard | None],
     orders: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor | int]]:
-    """For each layer the scores that this rank ranks, and their slots or positions; for shards with
-    slots that are not row-major (`orders`: the slots in row-major order), places in that order."""
+    """The scores that this rank ranks, by layer, and their slots or positions.
+
+    `orders` has the slots in row-major order; shards with other orders of slots get the places in
+    row-major order.
+    """
     parts: list[Tensor] = []
     slots: list[Tensor | int] = []
     orders = [torch.zeros(0, device="cpu")] * len(scores) if orders is None else orders

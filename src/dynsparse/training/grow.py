@@ -49,7 +49,7 @@ class Growth:
 
         Args:
             requests: for each layer its name, the pattern where nothing can grow, how many blocks
-                shall grow, and the pairs of this rank.
+                to grow, and the pairs of this rank.
             step: the step that ends in the update.
             ranks: that choose together; every one of them calls this, and gets the same positions.
         """
@@ -63,7 +63,7 @@ class Growth:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes from one choice to the next; tensors and plain types."""
+        """The state that changes from one choice to the next; tensors and plain types."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

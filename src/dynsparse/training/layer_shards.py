@@ -159,8 +159,8 @@ def layer_sizes(layers: Mapping[str, SparseLinear], ranks: Ranks) -> dict[str, A
 def sum_shards(
     ranks: Ranks, shards: Sequence[LayerShard | None], numbers: Sequence[float]
 ) -> list[Any]:
-    """For each layer the sum of a number over its shards, or that of one rank where it has none.
-    All ranks call this."""
+    """The sum of a number over the shards of each layer; for layers without shards the number of
+    one rank. All ranks call this."""
     local = [
         n if ranks.is_lead_rank(() if shard is None else shard.spec.axes) else 0
         for n, shard in zip(numbers, shards, strict=True)
@@ -244,8 +244,10 @@ def rebuild_reducers(values: Iterable[Tensor]) -> None:
     The gradients of the present step must be complete. A wrapper's reducer has buckets of the old
     sizes, so it is rebuilt; its communication hooks stay, that of PowerSGD starts over.
     """
-    values = list(values)
-    for ddp in _wrappers_of(values) if values else []:
+    ids = {id(value) for value in values}
+    if ids:
+        _find_wrappers()
+    for ddp in [wrapper for wrapper in list(_wrappers) if _reduces_any(wrapper, ids)]:
         parameters, sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
@@ -254,7 +256,7 @@ def rebuild_reducers(values: Iterable[Tensor]) -> None:
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
         for hook, state in ddp._comm_hooks:
-            # What PowerSGD keeps between steps has the sizes of the buckets before.
+            # The state of PowerSGD has the sizes of the previous buckets.
             for field in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(state, field, {}).clear()
             torch.distributed._register_comm_hook(ddp.reducer, state, hook)
@@ -264,18 +266,12 @@ _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 """All wrappers that are alive, after `_find_wrappers`."""
 
 
-def _wrappers_of(values: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    _find_wrappers()
-    ids = {id(value) for value in values}
-    return [ddp for ddp in list(_wrappers) if _reduces_any(ddp, ids)]
-
-
 @cache
 def _find_wrappers() -> None:
     """Find all wrappers, once, and note those made later. A module does not know its wrapper, so
     this looks through all objects, which takes a tenth of a second."""
     register_module_module_registration_hook(_note_wrapper)
-    # By type: isinstance may run code of the object, as of one that loads lazily.
+    # By type, since isinstance may run code of objects, such as those that load lazily.
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     _wrappers.update(wrappers)
 

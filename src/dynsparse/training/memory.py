@@ -55,11 +55,8 @@ def release_memory(values: Tensor, *, in_update: bool = False) -> None:
         values: of the layer that is updated; for small ones this does nothing.
         in_update: whether the update is still in progress.
     """
-    if values.is_cpu and values.nbytes >= (_LARGE if in_update else _WORTHWHILE):
-        _release()
-
-
-def _release() -> None:
+    if not values.is_cpu or values.nbytes < (_LARGE if in_update else _WORTHWHILE):
+        return
     library = native.load()
     if library is not None:
         library.dynsparse_release_scratch()

@@ -87,11 +87,11 @@ def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
     for candidate in optimizers:
         for attribute in vars(candidate).values():
             inner = attribute.values() if isinstance(attribute, dict) else attribute
-            for held in inner if isinstance(attribute, (list, tuple, dict)) else [attribute]:
-                if isinstance(held, torch.optim.Optimizer) and all(
-                    held is not other for other in optimizers
+            for value in inner if isinstance(attribute, (list, tuple, dict)) else [attribute]:
+                if isinstance(value, torch.optim.Optimizer) and all(
+                    value is not other for other in optimizers
                 ):
-                    optimizers.append(held)
+                    optimizers.append(value)
     return optimizers
 
 
@@ -140,7 +140,7 @@ def state_entries(
     def add(holder: torch.optim.Optimizer, state: Any, key: Any, name: Any) -> None:
         value = state[key]
         codes = _quantized_entry(state, key) if rewiring.keeps_slots else None
-        # Of another class it may be quantized.
+        # A tensor of another class may be quantized.
         plain = type(value) in (Tensor, torch.nn.Parameter, type(values.data))
         plain = plain or is_sharded(value)
         if codes is not None:
@@ -178,8 +178,8 @@ def _holds_entries(state: Any, values: Tensor) -> bool:
     if isinstance(state, Tensor):
         return state.numel() > 1 and state.numel() == values.numel()
     if isinstance(state, Mapping):
-        state = [held for key, held in state.items() if not isinstance(key, Tensor)]
-    return isinstance(state, _SEQUENCES) and any(_holds_entries(held, values) for held in state)
+        state = [value for key, value in state.items() if not isinstance(key, Tensor)]
+    return isinstance(state, _SEQUENCES) and any(_holds_entries(value, values) for value in state)
 
 
 def _quantized_entry(state: dict[Any, Any], key: Any) -> StateEntry | None:
@@ -282,9 +282,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor])
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS mixes all weights in its state, which cannot follow a pattern")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, values in layers.items():
-        if values.requires_grad and id(values) not in held:
+        if values.requires_grad and id(values) not in trained:
             raise ValueError(
                 f"the optimizer does not hold the values of layer {name!r}: make it from "
                 "model.parameters() after the model has become sparse"

@@ -240,7 +240,7 @@ class _GradientNorms:
                 raise RuntimeError(line)
 
     def _describe(self, ranks: Ranks, index: int) -> str:
-        """Which ranks have which gradient of a layer."""
+        """The error message with the ranks that have different gradients of a layer."""
         name, norm = list(self._layers)[index], self._local[index]
         gathered = ranks.all_gather(norm.view(1).to(ranks.device), [1] * ranks.size)
         norms = torch.cat(gathered).tolist()

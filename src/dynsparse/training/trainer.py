@@ -170,7 +170,7 @@ class SparseTrainer:
         begin_budget(self.budget, self._trainable_layers(), self.ranks)
         if schedule is not None:
             keep_slots(self._trainable_layers())
-        # Without `_own_options`: subclasses are not initialised yet.
+        # `_own_options` are not among them, as subclasses are not initialised yet.
         settings = {
             "algorithm": type(self).__name__,
             **self._settings(),
@@ -281,7 +281,7 @@ class SparseTrainer:
         self._steps.stop()
 
     def _take_over(self) -> None:
-        """Make this the only trainer of its layers that follows its optimizer."""
+        """Make this the only trainer of its layers that follows their optimizer."""
         if self._steps.is_hooked:
             return
         values = {id(layer.values) for layer in self.layers.values()}
@@ -346,7 +346,7 @@ class SparseTrainer:
         if not changes:
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # In a world of one, too, where there may be a wrapper.
+            # Also with one rank, where there may be a wrapper.
             resized = [name for name, rewiring in rewirings.items() if not rewiring.keeps_size]
             rebuild_reducers([self.layers[name].values for name in resized])
         self.updates += 1
@@ -392,8 +392,9 @@ class SparseTrainer:
             layer._was_replaced = False
 
     def _follow_replaced_layers(self) -> None:
-        """Where a layer's pattern or values were replaced, but not the optimizer's state:
-        connections that are in both patterns keep their state, all other state starts anew.
+        """Let the optimizer's state follow where only a layer's pattern or values were replaced.
+
+        Connections that are in both patterns keep their state, all other state starts anew.
 
         Raises:
             RuntimeError: the state is sharded, so that it cannot follow.
@@ -464,7 +465,7 @@ class SparseTrainer:
         return not self._needs_gradients or is_empty or self.history.has(name)
 
     def _update_inputs(self) -> dict[str, Any]:
-        """What decides the next update besides weights and gradients."""
+        """The settings and states that decide the next update besides weights and gradients."""
         return {
             "options": self._description(),
             "state of the growth": None if self.growth is None else self.growth.state_dict(),
@@ -554,7 +555,7 @@ class SparseTrainer:
             self._check_own_state(state["own_state"], patterns)
 
     def _description(self) -> dict[str, Any]:
-        """What must be equal on loading, and on all ranks; plain types."""
+        """The settings that must agree on loading, and among all ranks; plain types."""
         return {
             "algorithm": type(self).__name__,
             **self._settings(),
@@ -594,16 +595,16 @@ class SparseTrainer:
 
         return undo
 
-    # For algorithms: steps of their own, and state that follows the pattern. All do nothing here.
+    # For algorithms: additions to a step, and state that follows the pattern. By default nothing.
 
     def _before_step(self) -> None:
-        """For algorithms that change gradients before the optimizer's step."""
+        """Change gradients before the optimizer's step."""
 
     def _after_step(self) -> None:
-        """For algorithms that change weights after the optimizer's step."""
+        """Change weights after the optimizer's step."""
 
     def _make_own_undo(self, planning: bool) -> Callable[[], None]:
-        """For algorithms with state: a function that restores the present state.
+        """Return a function that restores the algorithm's present state.
 
         It restores what loading may change; with `planning`, what `_after_step` and
         `_plan_own_state` may change.
@@ -611,8 +612,11 @@ class SparseTrainer:
         return lambda: None
 
     def _plan_own_state(self, changes: dict[str, Change]) -> Any:
-        """For algorithms with state per block, which follows the pattern as the weights do: what
-        `_apply_own_state` needs. Nothing has changed yet but the growth's generator."""
+        """Compute the state per block after `changes`, which `_apply_own_state` gets.
+
+        The state follows the pattern as the weights do. Nothing has changed yet but the growth's
+        generator.
+        """
         return None
 
     def _apply_own_state(self, planned: Any) -> None:

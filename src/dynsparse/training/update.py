@@ -107,10 +107,10 @@ def keep_slots(layers: Mapping[str, SparseLinear]) -> None:
 
 def check_trained_by(optimizer: torch.optim.Optimizer, layers: Mapping[str, SparseLinear]) -> None:
     """Raise RuntimeError, with the layer's name, where the optimizer does not hold the values."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, layer in layers.items():
         values = layer.values
-        if values not in held and values not in optimizer.state and not is_sharded(values):
+        if values not in trained and values not in optimizer.state and not is_sharded(values):
             with layer_errors(name):
                 raise RuntimeError(
                     "its values are not those that the optimizer holds: where fully_shard leaves "
@@ -180,7 +180,7 @@ class _LayerPlan:
     grow: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def __post_init__(self) -> None:
-        self.taken = self.layer.pattern  # where nothing can grow
+        self.occupied = self.layer.pattern  # where nothing can grow
 
     @property
     def pattern(self) -> SparsePattern:
@@ -260,7 +260,7 @@ def _choose_drops(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
         if request.regrow_dropped and plan.counts.drop:
             stays = torch.ones(plan.pattern.nnz, dtype=torch.bool, device="cpu")
             stays[drop] = False
-            plan.taken = SparsePattern.from_flat(
+            plan.occupied = SparsePattern.from_flat(
                 plan.pattern.sorted_flat[plan.pattern.by_rows(stays)],
                 shape=plan.pattern.shape,
                 block_size=plan.pattern.block_size,
@@ -274,7 +274,7 @@ def _choose_growth(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
         GrowRequest(
             plan.name,
             history.pairs(plan.name),
-            plan.taken,
+            plan.occupied,
             plan.counts.grow,
             spec=None if plan.shard is None else plan.shard.spec,
             # A tile machine holds only the last step.

@@ -35,7 +35,7 @@ from dynsparse.training.update import Change, UpdateRequest, check_fill
 
 @dataclass
 class DeviceSelection:
-    """What a device has chosen for one layer.
+    """The choices of a device for one layer.
 
     Attributes:
         drop: the slots that leave, int64; grow: the positions that join, int64.
@@ -56,7 +56,7 @@ class DeviceSelection:
         return self.counts.drop == self.counts.grow
 
     def rewiring(self, invalid: Tensor) -> Rewiring:
-        """From the layer's pattern to the next; one that keeps the size changes nothing where
+        """Make the rewiring to the next pattern; one that keeps the size changes nothing where
         `invalid` holds."""
         return Rewiring._from_device(
             self.layer.pattern,
@@ -92,7 +92,7 @@ def plan_on_device(request: UpdateRequest, counts: Mapping[str, Counts]) -> dict
 
 
 def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> DeviceSelection:
-    """Which blocks of a layer leave, and which join; the host does not wait."""
+    """Choose the blocks of a layer that leave and that join; the host does not wait."""
     layer, history = request.layers[name], request.history
     pattern, values = layer.pattern, layer.values
     with span("drop", layer=name):
@@ -104,11 +104,11 @@ def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> Devic
         flat = remove_slots(pattern._flat_on(drop.device), drop)
     else:
         flat = pattern._sorted_flat_on(drop.device)
-    taken = SparsePattern._from_device(flat, pattern)
+    occupied = SparsePattern._on_device(flat, pattern)
     pairs = history.pairs(name)
     on_target = scores_of(layer) if isinstance(history, LastStep) else None
     ranked = [scores, *(t for pair in pairs for t in pair)]
-    growth = GrowRequest(name, pairs, taken, counts.grow, scores=on_target, ranked=ranked)
+    growth = GrowRequest(name, pairs, occupied, counts.grow, scores=on_target, ranked=ranked)
     with span("grow", layer=name):
         (grow,) = request.growth.choose([growth], request.step)
     grow = to_device(grow, drop.device) if grow.is_cpu else grow.to(drop.device)

@@ -97,12 +97,12 @@ def check_description(state: Any, description: Mapping[str, Any]) -> None:
         except (RuntimeError, TypeError, ValueError):  # tensors in the place of plain types
             agrees = False
         if not agrees:
-            given = state[key]
-            if isinstance(given, dict) and isinstance(value, dict) and given.keys() == value.keys():
-                key = next(name for name in value if given[name] != value[name])
-                given, value = given[key], value[key]
+            saved = state[key]
+            if isinstance(saved, dict) and isinstance(value, dict) and saved.keys() == value.keys():
+                key = next(name for name in value if saved[name] != value[name])
+                saved, value = saved[key], value[key]
             raise ValueError(
-                f"the state does not fit this trainer: its {key} is {given!r}, here it is {value!r}"
+                f"the state does not fit this trainer: its {key} is {saved!r}, here it is {value!r}"
             )
     for key in ("steps", "updates"):
         count = state[key]

@@ -86,7 +86,7 @@ class MachineSteps:
             operations = program.operations()
         if operations:
             seconds_per_cycle = programs["step"]["seconds"] / programs["step"]["cycles"]
-            for taken in operations.values():
-                taken["seconds"] = taken["cycles"] * seconds_per_cycle
-                taken["tflops"] = taken["flops"] / taken["seconds"] / 1e12
+            for cost in operations.values():
+                cost["seconds"] = cost["cycles"] * seconds_per_cycle
+                cost["tflops"] = cost["flops"] / cost["seconds"] / 1e12
         return {"programs": programs, "operations": operations}

@@ -47,7 +47,7 @@ SPARSE = Need(
     lambda o: "dense layers alone",
     is_shown=False,
 )
-# What defines a training is compared with the checkpoint instead.
+# Options that define a training are compared with those of the checkpoint instead.
 TRAINS = Need(
     "runs that train",
     lambda o: o.trains,
@@ -302,7 +302,7 @@ class TrainingOptions:
             raise ValueError("--wandb-...: expected --use-wandb with it, got none: add --use-wandb")
 
     def check_together(self) -> None:
-        """The part of `check` that is about several of the application's options together."""
+        """The checks of `check` that compare several options of the application."""
 
     @property
     def trains(self) -> bool:
@@ -311,7 +311,7 @@ class TrainingOptions:
 
     @property
     def how_it_runs(self) -> str:
-        """What was asked for where nothing is trained."""
+        """The flag by which nothing is trained, for error messages."""
         return ""
 
     @property
@@ -321,7 +321,7 @@ class TrainingOptions:
 
     @property
     def binding(self) -> tuple[Defines, ...]:
-        """Which options must agree with those of a checkpoint to restore."""
+        """The kinds of options that must agree with those of a checkpoint to restore."""
         return ("network", "training")
 
     def defining_options(

@@ -58,7 +58,7 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
         FileNotFoundError: nothing there.
     """
     if path.is_dir():
-        checkpoints = checkpoints_in(kind, path)
+        checkpoints = list_checkpoints(kind, path)
         if not checkpoints:
             raise FileNotFoundError(
                 f"--restore: expected a folder with checkpoints named "
@@ -73,7 +73,7 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
     return path
 
 
-def checkpoints_in(kind: type[Training], folder: Path) -> list[Path]:
+def list_checkpoints(kind: type[Training], folder: Path) -> list[Path]:
     """The files in `folder` that are named as the checkpoints of `kind` are, the newest last."""
     pattern = rf"{kind.unit}-(\d{{{kind.digits},}})(?:\+(\d+))?\.ckpt"
     checkpoints = {
@@ -182,7 +182,7 @@ def find_other_checkpoints(training: Training, folder: Path) -> list[Path]:
         restored = options.restore.resolve()
         if folder.resolve() == (restored if restored.is_dir() else restored.parent):
             return []
-    others = checkpoints_in(type(training), folder)
+    others = list_checkpoints(type(training), folder)
     if others and not options.overwrite:
         raise ValueError(
             f"--checkpoint-path: expected a folder without checkpoints of another training, got "

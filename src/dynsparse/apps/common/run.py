@@ -309,21 +309,24 @@ def format_bytes(count: int) -> str:
     return f"{count / 1024:,.1f} KiB"
 
 
-def machine_tables(figures: dict[str, Any], count: int = 12) -> list[Table]:
-    """What the programs of `MachineSteps` took, and the costliest operations of a step; none where
+_MOST_OPERATIONS = 12
+
+
+def machine_tables(figures: dict[str, Any]) -> list[Table]:
+    """Tables of the programs of `MachineSteps` and of the costliest operations of a step; none if
     the steps were taken on the host."""
-    taken_on_target = figures.get("target")
-    if taken_on_target is None:
+    machine_figures = figures.get("target")
+    if machine_figures is None:
         return []
     programs = _machine_table("Last run of each program on the simulated machine")
     for heading in ("fullest tile", "to host", "from host"):
         programs.add_column(heading, justify="right")
-    for name, taken in taken_on_target["programs"].items():
-        sizes = (taken[size] for size in ("max_tile_bytes", "to_host_bytes", "from_host_bytes"))
-        programs.add_row(*_machine_cells(name, taken), *map(format_bytes, sizes))
+    for name, cost in machine_figures["programs"].items():
+        sizes = (cost[size] for size in ("max_tile_bytes", "to_host_bytes", "from_host_bytes"))
+        programs.add_row(*_machine_cells(name, cost), *map(format_bytes, sizes))
     operations = _machine_table("Costliest operations of a step")
-    for name, taken in list(taken_on_target["operations"].items())[:count]:
-        operations.add_row(*_machine_cells(name, taken))
+    for name, cost in list(machine_figures["operations"].items())[:_MOST_OPERATIONS]:
+        operations.add_row(*_machine_cells(name, cost))
     return [programs, operations]
 
 
@@ -335,16 +338,16 @@ def _machine_table(title: str) -> Table:
     return table
 
 
-def _machine_cells(name: str, taken: dict[str, float]) -> list[str]:
-    time = f"{1e6 * taken['seconds']:.1f} us"
-    return [name, f"{taken['cycles']:,.0f}", time, f"{taken['tflops']:.3g}"]
+def _machine_cells(name: str, cost: dict[str, float]) -> list[str]:
+    time = f"{1e6 * cost['seconds']:.1f} us"
+    return [name, f"{cost['cycles']:,.0f}", time, f"{cost['tflops']:.3g}"]
 
 
 @contextmanager
 def stop_on_interrupt(training: Training, console: Console) -> Iterator[None]:
     """The first Ctrl-C inside makes `training` raise `Stopped`; the second is a KeyboardInterrupt.
 
-    What was trained is then written: to --checkpoint-path, or to a folder of its own in the current
+    After `Stopped` a checkpoint is written: to --checkpoint-path, or to a new folder in the current
     one. On several ranks, which the signal reaches at different steps, Ctrl-C stays what it was, as
     it does where the program has a handler of its own, and outside the main thread.
 
@@ -408,14 +411,14 @@ def resume_command(training: Training, path: Path) -> str:
 _Options = TypeVar("_Options", bound=TrainingOptions)
 
 
-def run_with(
+def run_application(
     kind: type[Training],
     options: _Options,
     body: Callable[[_Options, int, Checkpoint | None, Console], dict[str, Any]],
     console: Console | None = None,
     given: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Do what `options` say; returns the figures of `body`, which is what `--json` writes.
+    """Run an application with `options`; returns the figures of `body`, which `--json` writes.
 
     Started by torchrun in several processes, these train together: each takes its share of every
     batch, and the first shows progress and writes files.

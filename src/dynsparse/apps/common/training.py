@@ -29,7 +29,7 @@ from dynsparse.training.steps import count_density
 
 Groups = list[dict[str, Any]]
 
-_FIRST_SCALE = 2.0**16  # torch's own
+_FIRST_SCALE = 2.0**16  # torch's default
 
 
 def make_optimizer(
@@ -69,7 +69,7 @@ def make_optimizer(
     else:
         optimizer_class = torch.optim.SGD
         if not arguments.get("momentum"):
-            # Without momentum there is nothing nesterov could look ahead with.
+            # torch refuses Nesterov's correction without momentum.
             arguments.pop("nesterov", None)
     # fused: one call per step for all parameters; at small batches that is what a step costs. Those
     # that a scaler skips would pass the trainer unnoticed.
@@ -89,10 +89,10 @@ def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear
 
 
 def start_denser(method: str, network: nn.Module, generator: torch.Generator) -> dict[str, float]:
-    """For methods that prune: give sparse layers their first pattern; returns the last densities.
+    """Give sparse layers denser first patterns, for methods that prune; other methods do nothing.
 
-    The layers come with the densities asked for, which are those of the end. The result is
-    {layer: density}, empty for all other methods.
+    The layers come with the densities that are wanted at the end. Returns these, {layer: density},
+    for methods that prune, and {} for all others.
     """
     if method not in BY_NAME or BY_NAME[method].least_first is None:
         return {}
@@ -152,8 +152,8 @@ def build_trainer(
         }
     if "seed" in algorithm.arguments:
         known["seed"] = int(torch.randint(2**62, (), generator=generator))
-    taken = {name: value for name, value in known.items() if name in algorithm.arguments}
-    trainer = algorithm.trainer(network, optimizer, **taken)
+    arguments = {name: v for name, v in known.items() if name in algorithm.arguments}
+    trainer = algorithm.trainer(network, optimizer, **arguments)
     trainer.warns_at_end = False  # the training goes on with patterns that stay
     return trainer
 
@@ -225,7 +225,7 @@ class Sums:
 
     def add(self, loss: Tensor, right: Tensor, count: int) -> None:
         """Add the summed loss of `count` answers, and how many of them are right."""
-        # Not in place: the first sum moves to where the losses are.
+        # Not in place, so that the sum moves to the device of the losses.
         self.loss = self.loss + loss
         self.right = self.right + right
         self.count += count
@@ -365,7 +365,7 @@ class Training(ABC):
 
     @abstractmethod
     def machine_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """What is trained on where the steps are taken on a target, a scalar."""
+        """The loss, a scalar, where the steps are taken on a target."""
 
     @property
     def clip_grad_norm(self) -> float | None:
@@ -393,7 +393,7 @@ class Training(ABC):
         return loss, output
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides options, seed and counters."""
+        """The state that a checkpoint holds besides options, seed and counters."""
         return {}
 
     def check_extra_state(self, path: Path, saved: dict[str, Any]) -> None:
@@ -401,7 +401,7 @@ class Training(ABC):
         return
 
     def metadata(self) -> dict[str, Any]:
-        """What readers of a record need to know of this application."""
+        """The metadata of a record that its readers need of this application."""
         return {}
 
     @property
@@ -440,7 +440,7 @@ class Training(ABC):
         self.step += 1
         sums.steps += 1
         begin = time.perf_counter()
-        taken = self._steps_taken
+        steps_before = self._steps_taken
         rewirings = None
         if self.trainer is None:
             with span("optimizer"):
@@ -450,7 +450,7 @@ class Training(ABC):
             rewirings = scaled_step(self.trainer, self.scaler)
         if self.options.loss_scale is not None:
             self.scaler.update(float(self.options.loss_scale))
-        sums.skipped += self._steps_taken == taken
+        sums.skipped += self._steps_taken == steps_before
         if rewirings is None:
             return
         self.update_seconds += time.perf_counter() - begin
@@ -482,7 +482,7 @@ class Training(ABC):
                 f"--{self.rate_flag}"
             )
         sums.count_replaced()
-        # Until the device has done all that it was given.
+        # Measured here, where the device has completed all its work.
         sums.seconds += time.perf_counter() - begin
         self.seconds += sums.seconds
         self.replaced += sums.replaced

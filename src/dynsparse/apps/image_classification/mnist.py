@@ -180,7 +180,7 @@ def _make_layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
 
 
 def pixel_permutation(kind: str, block_size: int, generator: torch.Generator) -> Tensor:
-    """Which pixel each input of the network reads: int64 [side^2], the side of `image_side`.
+    """The pixel that each input of the network reads: int64 [side^2], the side of `image_side`.
 
     "none" keeps the image's order, "random" shuffles it. With "block" the inputs of one block
     are a compact tile of the image (2x2 pixels for blocks of 4, 2x4 for 8, 4x4 for 16, 4x8 for

@@ -26,7 +26,7 @@ from dynsparse.apps.common.run import (
     format_bytes,
     machine_tables,
     open_loggers,
-    run_with,
+    run_application,
     stop_on_interrupt,
 )
 from dynsparse.apps.common.training import NOTICE, Scores, Sums, random_ids, random_shares
@@ -133,9 +133,10 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 def training_figures(
     training: Training, last: Scores | None, test: Scores | None
 ) -> dict[str, Any]:
-    """What `--json` writes. Accuracies and densities are shares in [0, 1], times are seconds.
+    """The figures that `--json` writes.
 
-    `accuracy` and `loss` are of the test images, None with `--test-mode training`.
+    Accuracies and densities are shares in [0, 1], times are seconds. `accuracy` and
+    `loss` are of the test images, None with `--test-mode training`.
     """
     network = training.model
     layers = _layers(network)
@@ -218,9 +219,9 @@ def run(
 
     Args:
         kind: the training to make of the options.
-        options, console, given: see `run_with`, also for what is raised.
+        options, console, given: see `run_application`, also for what is raised.
     """
-    return run_with(kind, options, partial(_run, kind), console, given)
+    return run_application(kind, options, partial(_run, kind), console, given)
 
 
 def _run(

@@ -222,7 +222,7 @@ class Training(common.Training):
 
     @property
     def pattern_steps(self) -> int:
-        """After how many steps patterns stay."""
+        """The number of steps after which patterns stay."""
         return self.total_steps
 
     @property

@@ -177,7 +177,7 @@ def count_parameters(options: Options, vocabulary: int, *, first: bool = False) 
 
 
 def match_parameters_of(options: Options, vocabulary: int) -> Options:
-    """With `match_parameters`, the dense options narrowed to the sparse model's parameters.
+    """Narrow dense options with `match_parameters` to as many parameters as the sparse model has.
 
     Layers, heads, vocabulary, sequence length and a factorised table's width stay. Of all hidden
     sizes that the heads divide, each with the feed-forward size that meets the number best, the one
@@ -290,7 +290,7 @@ def sample(
 def choose(
     logits: Tensor, generator: torch.Generator, temperature: float, top_k: int | None
 ) -> Tensor:
-    """One id drawn from logits [V]."""
+    """Draw an id from logits [V]."""
     if temperature == 0:
         return logits.argmax()
     if top_k is not None and top_k < len(logits):

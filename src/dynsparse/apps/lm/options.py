@@ -315,14 +315,15 @@ class Options(MachineOptions):
 
     @property
     def pattern_steps(self) -> int:
-        """After how many steps patterns stay."""
+        """The number of steps after which patterns stay."""
         return max(1, round(self.prune_end * self.steps))
 
     @property
     def interval(self) -> int:
         """Steps between pattern updates."""
-        given = self.update_interval
-        return min(200, max(1, self.pattern_steps // 10)) if given is None else given
+        if self.update_interval is not None:
+            return self.update_interval
+        return min(200, max(1, self.pattern_steps // 10))
 
     @property
     def trains(self) -> bool:

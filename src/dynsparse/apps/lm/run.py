@@ -20,7 +20,7 @@ from dynsparse.apps.common.run import (
     format_bytes,
     machine_tables,
     open_loggers,
-    run_with,
+    run_application,
     stop_on_interrupt,
 )
 from dynsparse.apps.common.training import NOTICE, Scores
@@ -42,8 +42,10 @@ from dynsparse.tracing import span, spanned
 def training_figures(
     training: Training, valid: Scores | None, test: Scores | None
 ) -> dict[str, Any]:
-    """What `--json` writes. Losses are nats per token; `accuracy` and `loss` are of the test part,
-    None where it was not looked at.
+    """The figures that `--json` writes.
+
+    Losses are nats per token. `accuracy` and `loss` are of the test part, None where it was not
+    evaluated.
     """
     model = training.model
     sparse = [m for m in model.modules() if isinstance(m, SparseLinear)]
@@ -72,7 +74,7 @@ def training_figures(
 
 
 def summary_table(figures: dict[str, Any]) -> Table:
-    """The closing table."""
+    """A table of the scores on the validation and test parts."""
     table = Table(title=f"{figures['method']} on {figures['data']}", title_style="bold")
     table.add_column("")
     for heading in ("loss", "perplexity", "accuracy"):
@@ -116,12 +118,12 @@ def run(
     """Train, test and sample as `options` say.
 
     Args:
-        options, console, given: see `run_with`, also for what is raised.
+        options, console, given: see `run_application`, also for what is raised.
 
     Returns:
         `training_figures`, with "sample" where text was sampled; that alone for `mode` "sample".
     """
-    return run_with(Training, options, _run, console, given)
+    return run_application(Training, options, _run, console, given)
 
 
 def _run(

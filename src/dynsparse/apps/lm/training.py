@@ -239,7 +239,7 @@ class Training(common.Training):
         return self._synthetic
 
     def _skip_sync(self, skip: bool) -> AbstractContextManager[None]:
-        """With `skip`, a context in which gradients stay on their rank."""
+        """A context in which gradients stay on their rank if `skip`."""
         if skip and isinstance(self.replica, DistributedDataParallel):
             return self.replica.no_sync()
         return nullcontext()

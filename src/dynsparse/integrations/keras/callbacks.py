@@ -89,7 +89,7 @@ class SparseCallback(keras.callbacks.Callback):
                 "expected a model that is not compiled by torch, whose patterns change between "
                 "steps, got jit_compile=True: leave it out of model.compile()"
             )
-        layers = sparse_layers(model)
+        layers = find_sparse_layers(model)
         if not layers:
             raise ValueError(
                 "the model has no sparse layers: use SparseDense, SparseConv2D, or sparsify(model)"
@@ -161,12 +161,12 @@ class SparseCallback(keras.callbacks.Callback):
         self._optimizer.release()
 
 
-def sparse_layers(model: Any, prefix: str = "") -> dict[str, SparseLayer]:
+def find_sparse_layers(model: Any, prefix: str = "") -> dict[str, SparseLayer]:
     """Index in the model -> sparse layer, each once."""
     layers: dict[str, SparseLayer] = {}
     for index, layer in enumerate(model._layers):
         name = f"{prefix}.{index}" if prefix else str(index)
-        inner = {name: layer} if isinstance(layer, SparseLayer) else sparse_layers(layer, name)
+        inner = {name: layer} if isinstance(layer, SparseLayer) else find_sparse_layers(layer, name)
         known = {id(layer) for layer in layers.values()}
         layers |= {n: layer for n, layer in inner.items() if id(layer) not in known}
     return layers

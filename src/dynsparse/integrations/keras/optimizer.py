@@ -81,7 +81,7 @@ class KerasOptimizer(torch.optim.Optimizer):
     def _apply_through_step(
         self, grads: Sequence[Tensor | None], trainable_variables: Any = None
     ) -> None:
-        """Replaces Keras' `apply`."""
+        """The replacement of Keras' `apply`."""
         self._update_learning_rate()
         apply = partial(self._apply, grads, trainable_variables)
         if self.batches > 1:
@@ -115,8 +115,8 @@ class KerasOptimizer(torch.optim.Optimizer):
     def _accumulate_pairs(self) -> None:
         """Keep what growth reads of this batch, whose gradients Keras is about to clear."""
         for name, pairs in self.captures().items():
-            kept = self._accumulated.setdefault(name, [])
-            kept += [(x, dy / self.batches) for x, dy in pairs]
+            accumulated = self._accumulated.setdefault(name, [])
+            accumulated += [(x, dy / self.batches) for x, dy in pairs]
 
     def _finish_accumulation(self) -> None:
         """Show the trainer the pairs of all batches, and their average as the gradient."""

@@ -39,7 +39,7 @@ class Trilu(nn.Module):
 
 
 def import_onnx2torch() -> Any:
-    """onnx2torch, also where torchvision is missing or was built for another torch.
+    """Import onnx2torch, also where torchvision is missing or was built for another torch.
 
     It imports torchvision only for the operators NonMaxSuppression and RoiAlign, but loads no
     converter without it.

@@ -29,7 +29,7 @@ def draw_curves(records: Records, path: Path) -> Path:
     names = list(records.layers)
     # Early layers dark, late layers light, so that depth can be read even where names cannot.
     shades = colour_map("viridis")(np.linspace(0.08, 0.82, len(names)))
-    # And early ones broad, so that curves that fall together are both seen.
+    # Early layers have broad lines, so that both of two equal curves are seen.
     widths = np.linspace(3.2, 1.6, len(names))
     with figure(13.5, 4.2) as page:
         churn, exploration, dead = page.subplots(1, 3)

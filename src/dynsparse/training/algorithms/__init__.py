@@ -44,8 +44,8 @@ class Algorithm:
     @cached_property
     def arguments(self) -> frozenset[str]:
         """Names of the arguments of the trainer besides model, optimizer and ranks."""
-        taken = inspect.signature(self.trainer).parameters
-        return frozenset(taken) - {"model", "optimizer", "ranks"}
+        parameters = inspect.signature(self.trainer).parameters
+        return frozenset(parameters) - {"model", "optimizer", "ranks"}
 
     def first_density(self, final: float) -> float:
         """The density to begin with for a layer that is to end at `final`."""

@@ -129,7 +129,7 @@ class TopKAST(SparseTrainer):
                     f"layer {name!r} is {what}, whose products use all of its weights: freeze it "
                     "or leave it dense to train the others with Top-KAST"
                 )
-        # For tensor-parallel layers: this rank's active slots, and their number over all shards.
+        # This rank's active slots of tensor-parallel layers, and their number over all shards.
         self._counted: dict[str, tuple[ActiveSet, int]] = {}
         self._apply_own_state(self._plan_own_state({}))
 
@@ -229,8 +229,8 @@ class TopKAST(SparseTrainer):
             grad.addcmul_(pull.view(-1, *[1] * (values.dim() - 1)), values)
 
     def _forward_densities(self) -> dict[str, float]:
-        """For layers with active slots, their share of all positions. All ranks of tensor-parallel
-        layers call this."""
+        """The share of all positions that is active, for each layer with active slots. All ranks of
+        tensor-parallel layers call this."""
         active = {n: layer.active for n, layer in self._trainable_layers().items()}
         densities = {n: a.pattern.density for n, a in active.items() if a is not None}
         shards = {n: s for n, s in find_shards(self._trainable_layers()).items() if n in densities}

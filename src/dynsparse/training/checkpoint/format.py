@@ -138,7 +138,7 @@ def from_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 class Layout:
-    """What this rank writes: names of tensors, and its chunk of each.
+    """The tensors that this rank writes: their names, and its chunk of each.
 
     Args:
         ranks: with other samples for the same weights; all ranks of their mesh write.

@@ -186,7 +186,7 @@ class TrainingState:
             except Exception as error:  # of any kind: untrusted values are compared
                 raise mismatch_error(where, error) from None
 
-        # What only shows while it is loaded is undone.
+        # Errors that only show during loading undo it.
         sizes = {p: p.shape for p in self.model.parameters()}
         undo = self._remember()
         try:
