@@ -222,8 +222,8 @@ def test_defaults_presets_and_checkpoints_raise_nothing(capsys, nothing_starts):
 
 # Read by what decides whether options are right, which is not a use of them.
 _CHECKS = {
-    "check", "check_together", "check_network", "check_applies", "defining_options", "replace",
-    "complete_options", "_check_network", "_check_schedules", "_check_companions", "<lambda>",
+    "check", "check_together", "check_network", "check_applies", "definition", "replace",
+    "fill_in", "_check_network", "_check_schedules", "_check_companions", "<lambda>",
     "__init__", "binding", "__repr__", "__post_init__",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dynsparse.apps import lm
 from dynsparse.apps.common.options import METHODS
-from dynsparse.apps.common.resume import Checkpoint, complete_options
+from dynsparse.apps.common.resume import Checkpoint, fill_in
 from dynsparse.apps.image_classification import mnist, transformer
 from dynsparse.cli.app import _COMMANDS
 from dynsparse.cli.app import run as command
@@ -100,7 +100,7 @@ def forge(path: Path, of: str, **entries) -> Path:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     defaults = APPS[of].Options()
-    extra = {"app": of, "options": defaults.defining_options(), "seed": 1, "data": "stdlib"}
+    extra = {"app": of, "options": defaults.definition(), "seed": 1, "data": "stdlib"}
     extra["options"] |= entries.pop("options", {})
     save_checkpoint(path, model=model, optimizer=optimizer, extra=extra | entries)
     return path
@@ -112,7 +112,7 @@ def test_checkpoint_cannot_set_options_of_the_run(app, tmp_path):
     evil = {name: str(tmp_path / f"evil-{name}") for name in OF_THE_RUN | OWN[app]}
     file = forge(tmp_path / "a.ckpt", app, options={**evil, "batch_size": 3, "unheard_of": 1})
     own = APPS[app].Options(restore=file)
-    adopted = complete_options(own, Checkpoint.read(app, file))
+    adopted = fill_in(own, Checkpoint.read(app, file))
     assert adopted.batch_size == 3
     for name in evil:
         assert getattr(adopted, name) == getattr(own, name), name

@@ -18,13 +18,8 @@ from torch import nn
 
 from dynsparse._core.files.limits import parse_json
 from dynsparse._core.processor import available_memory
+from dynsparse.bench import contenders
 from dynsparse.bench.cells import Cell, refusal
-from dynsparse.bench.contenders import (
-    build_forwards,
-    build_network_steps,
-    build_steps,
-    build_update_parts,
-)
 from dynsparse.bench.spec import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.nn import SparseLinear
@@ -101,23 +96,20 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
     model, work = _build_contenders(benchmark, cell)
     timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
-    return {
-        "kernel": _describe_kernels(model, cell, benchmark.measure != "forward"),
-        **asdict(timing),
-    }
+    return {"kernel": _kernels_of(model, cell, benchmark.measure != "forward"), **asdict(timing)}
 
 
 def _build_contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, Work]]:
     if benchmark.measure == "step":
-        return build_steps(cell, benchmark.contenders)
+        return contenders.build_steps(cell, benchmark.contenders)
     if benchmark.measure == "forward":
-        return build_forwards(cell, benchmark.contenders)
+        return contenders.build_forwards(cell, benchmark.contenders)
     if benchmark.measure == "network":
-        return build_network_steps(cell, benchmark.contenders)
-    return build_update_parts(cell)
+        return contenders.build_network_steps(cell, benchmark.contenders)
+    return contenders.build_update_parts(cell)
 
 
-def _describe_kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
+def _kernels_of(model: nn.Module, cell: Cell, backward: bool) -> str:
     """The kernels of dynsparse's passes by layer: forward, and backward where it differs."""
     kernels = []
     for layer in model.modules():

@@ -254,7 +254,7 @@ def _read_benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     entries.allow(*allowed, *(["contenders"] if baselines else []))
     contenders: list[str] = []
     if baselines:
-        among = many(choice(*baselines), f"among {', '.join(baselines)}")
+        among = list_of(choice(*baselines), f"among {', '.join(baselines)}")
         contenders = entries.values("contenders", among, MEASURES[measure].default_baselines)
     grids = entries.content.get("grid")
     cells: list[Cell] = []

@@ -104,7 +104,7 @@ def facts() -> dict[str, Any]:
 
 def _describe_costs() -> str:
     """The origin of the constants by which kernels are chosen."""
-    now = cost_table.active()
+    now = cost_table.active_table()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
     measurement = cost_table.load_measurement()
     if measurement is not None and not measurement.enabled:

@@ -137,8 +137,8 @@ def make_shards(
     for position, bundle in enumerate(chain):
         for name in bundle.names:
             placement = placements[name]
-            rows, cols = (grid.line(axis).size for axis in placement[:2])
-            inputs = grid.line(placement.input).size
+            rows, cols = (grid.ranks_along(axis).size for axis in placement[:2])
+            inputs = grid.ranks_along(placement.input).size
             shards[name] = ShardBackend(
                 grid,
                 placement,

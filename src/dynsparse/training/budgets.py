@@ -115,7 +115,7 @@ class Survey:
         pattern = self.patterns[name]
         return pattern.total - pattern.nnz + (drop if self.regrow_dropped else 0)
 
-    def replacement_count(self, name: str, nnz: int) -> int:
+    def replacements(self, name: str, nnz: int) -> int:
         """How many of `nnz` blocks the schedule replaces, no more than there is room for."""
         count = min(self.schedule.drop_count(self.step, nnz), nnz)
         return count if self.regrow_dropped else min(count, self.room(name, 0))
@@ -155,9 +155,7 @@ class LayerBudget(Budget):
     """Each layer replaces the schedule's share of its own blocks."""
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
-        replaced = {
-            name: survey.replacement_count(name, p.nnz) for name, p in survey.patterns.items()
-        }
+        replaced = {name: survey.replacements(name, p.nnz) for name, p in survey.patterns.items()}
         return {name: Counts(k, k) for name, k in replaced.items()}
 
 
@@ -302,14 +300,11 @@ class GradualBudget(Budget):
             raise TypeError(f"expected a GradualSchedule, got {type(schedule).__name__}")
         _check_known(self.first, survey.patterns)
         left = schedule.remaining(survey.step)
-        pruned = (
-            self._global_drops(survey, left)
-            if self.scope == "global"
-            else self._layer_drops(survey, left)
-        )
+        count_drops = self._global_drops if self.scope == "global" else self._layer_drops
+        pruned = count_drops(survey, left)
         counts = {}
         for name, drop in pruned.items():
-            replaced = survey.replacement_count(name, survey.patterns[name].nnz - drop)
+            replaced = survey.replacements(name, survey.patterns[name].nnz - drop)
             counts[name] = Counts(drop + replaced, replaced)
         return counts
 

@@ -290,8 +290,7 @@ def _count_lowest_over_ranks(
     ends = torch.tensor([0, *_limits(scores, shards)], device="cpu").cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, masks, strict=True)]
     positions = [
-        masked_positions(s, mask) + end
-        for s, mask, end in zip(slots, masks, ends[:-1], strict=True)
+        masked_positions(s, mask) + e for s, mask, e in zip(slots, masks, ends[:-1], strict=True)
     ]
     all_scores = torch.cat([c.to(ranks.device) for c in candidates])
     all_positions = torch.cat([p.to(ranks.device) for p in positions])

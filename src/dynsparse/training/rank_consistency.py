@@ -25,9 +25,7 @@ from dynsparse.ranks import (
 from dynsparse.training.optimizer_state import states_of
 
 _SAME_ARGUMENTS = "make the trainer with the same arguments on every rank"
-_PASS_RANKS = (
-    "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
-)
+_RANKS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
 
 # Norms of a shared gradient differ by rounding at most, those of separate gradients by percents.
 _TOLERANCE = 1e-3
@@ -57,7 +55,7 @@ def broadcast_initial_state(
     check_shards(ranks, layers)
     if ranks.alone:
         return
-    check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _PASS_RANKS)
+    check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _RANKS)
     check_consistent(
         ranks, {f"the {key}": repr(setting) for key, setting in settings.items()}, _SAME_ARGUMENTS
     )
@@ -78,7 +76,7 @@ def broadcast_layers(ranks: Ranks, model: nn.Module) -> None:
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not ranks.alone:
-        check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _PASS_RANKS)
+        check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _RANKS)
         _broadcast_differing(ranks, layers, set())
 
 

@@ -104,7 +104,7 @@ def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> Devic
         flat = remove_slots(pattern._flat_on(drop.device), drop)
     else:
         flat = pattern._sorted_flat_on(drop.device)
-    occupied = SparsePattern._on_device(flat, pattern)
+    occupied = SparsePattern._from_device(flat, pattern)
     pairs = history.pairs(name)
     on_target = scores_of(layer) if isinstance(history, LastStep) else None
     ranked = [scores, *(t for pair in pairs for t in pair)]

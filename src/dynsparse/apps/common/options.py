@@ -112,7 +112,7 @@ def _is_device(value: Any) -> bool:
     return True
 
 
-def interleave_heads_option(panel: Callable[..., Any]) -> Any:
+def interleave_option(panel: Callable[..., Any]) -> Any:
     """The option `interleave_heads` of networks with attention, in a panel."""
     return panel(
         False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
@@ -120,11 +120,8 @@ def interleave_heads_option(panel: Callable[..., Any]) -> Any:
     )  # fmt: skip
 
 
-def match_blocks_option(panel: Callable[..., Any]) -> Any:
-    """The option `match_blocks` of networks with attention.
-
-    Methods that prune do not have it, as they draw their first patterns anew.
-    """
+def match_option(panel: Callable[..., Any]) -> Any:
+    """The option `match_blocks`; methods that prune do not have it, as they draw patterns anew."""
     return panel(
         False, "Begin with blocks that read what the layer before writes.", SWITCH,
         methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
@@ -324,9 +321,7 @@ class TrainingOptions:
         """The kinds of options that must agree with those of a checkpoint to restore."""
         return ("network", "training")
 
-    def defining_options(
-        self, kinds: Collection[Defines] = ("network", "training")
-    ) -> dict[str, Any]:
+    def definition(self, kinds: Collection[Defines] = ("network", "training")) -> dict[str, Any]:
         """The options that define the network, or the training, as plain types."""
         values = {
             name: getattr(self, name)

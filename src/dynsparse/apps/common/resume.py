@@ -40,7 +40,7 @@ def save(training: Training, folder: Path) -> Path:
         generators={training.generator_name: training.generator},
         extra={
             "app": training.app,
-            "options": training.options.defining_options(),
+            "options": training.options.definition(),
             "seed": training.seed,
             "scaler": training.scaler.state_dict(),
             **training.extra_state(),
@@ -111,9 +111,7 @@ class Checkpoint:
         return self.extra[name]
 
 
-def complete_options(
-    options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
-) -> _Options:
+def fill_in(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()) -> _Options:
     """`options` completed by those that define the training of a checkpoint.
 
     What is at its default is taken over; what is not, or is named in `given`, must agree if it is
@@ -123,13 +121,13 @@ def complete_options(
         ValueError: a checkpoint of another training.
     """
     known: tuple[Defines, ...] = ("network", "training", "apart")
-    defaults, apart = type(options)().defining_options(known), options.defining_options(["apart"])
+    defaults, apart = type(options)().definition(known), options.definition(["apart"])
     saved = defaults | checkpoint["options"] | {name: checkpoint[name] for name in apart}
-    binding = options.defining_options(options.binding)
+    binding = options.definition(options.binding)
     if "training" in options.binding:
         binding["seed"] = options.seed
     changes = {}
-    for name, value in options.defining_options(known).items():
+    for name, value in options.definition(known).items():
         if value == defaults[name] and name not in given:
             changes[name] = saved[name]
         elif name in binding and value != saved[name]:
@@ -141,7 +139,7 @@ def complete_options(
 
 
 def restore(training: Training, checkpoint: Checkpoint) -> None:
-    """Put `training` (made with the options of `complete_options`) where the checkpoint was saved.
+    """Put `training` (made with the options of `fill_in`) where the checkpoint was saved.
 
     Raises:
         ValueError: a file that is truncated, foreign, or does not fit; other training data.
@@ -171,7 +169,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     vars(training).update(counters, partial=partial)
 
 
-def find_other_checkpoints(training: Training, folder: Path) -> list[Path]:
+def find_foreign(training: Training, folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest last, unless `training` goes on from one of them.
 
     Raises:

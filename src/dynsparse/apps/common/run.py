@@ -23,13 +23,7 @@ from rich.table import Table
 from dynsparse._core.files.atomic_write import atomic_write_text, remove_temporary_files
 from dynsparse._core.files.folders import lock_folder
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.apps.common.resume import (
-    Checkpoint,
-    complete_options,
-    find_checkpoint,
-    find_other_checkpoints,
-    save,
-)
+from dynsparse.apps.common.resume import Checkpoint, fill_in, find_checkpoint, find_foreign, save
 from dynsparse.apps.common.training import Stopped, Training
 from dynsparse.options import check_applies, default_of, flag, options_of
 from dynsparse.ranks import Ranks, collective_errors, ranks_of
@@ -233,7 +227,7 @@ class Outputs:
                 remove_temporary_files(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:
-            others = find_other_checkpoints(training, options.checkpoint_path)
+            others = find_foreign(training, options.checkpoint_path)
         if options.records_path is not None:
             self._recorder = _make_recorder(training, options.records_path)
         self._loggers = loggers()
@@ -443,7 +437,7 @@ def run_application(
             options.check()
             if options.restore is not None:
                 checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
-                options = complete_options(options, checkpoint, given)
+                options = fill_in(options, checkpoint, given)
                 options.check()
             check_applies(options, given)
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed

@@ -143,7 +143,7 @@ def build_trainer(
         "scope": "layer",
     }
     if "schedule" in algorithm.arguments:
-        known["schedule"] = _make_schedule(options, total_steps, update_interval)
+        known["schedule"] = _get_schedule(options, total_steps, update_interval)
     else:
         known |= {
             "total_steps": total_steps,
@@ -158,7 +158,7 @@ def build_trainer(
     return trainer
 
 
-def _make_schedule(
+def _get_schedule(
     options: TrainingOptions, total_steps: int, update_interval: int
 ) -> CosineSchedule:
     settings = dict(options.cosine_prune_schedule)

@@ -52,9 +52,7 @@ class TextLog:
         lines = [f"Iteration {label}"]
         if step and path.exists():
             # The last piece has no line end: nothing, or a line whose writing was cut short.
-            lines = [
-                line for line in path.read_text().split("\n")[:-1] if _parse_step(line) <= step
-            ]
+            lines = [line for line in path.read_text().split("\n")[:-1] if _step_of(line) <= step]
         atomic_write_text(path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, figures: dict[str, Any]) -> None:
@@ -67,7 +65,7 @@ class TextLog:
         """Every line was written when it was logged."""
 
 
-def _parse_step(line: str) -> int:
+def _step_of(line: str) -> int:
     number = line.partition(" ")[0]
     return int(number) if number.isdecimal() else 0
 
@@ -188,12 +186,8 @@ def summary_table(figures: dict[str, Any]) -> Table:
     sparse_memory, dense_memory = figures["memory"]["sparse"], figures["memory"]["dense"]
     for part in sparse_memory:
         share = sparse_memory[part] / dense_memory[part] if dense_memory[part] else None
-        add_row(
-            f"memory: {part}",
-            format_bytes(sparse_memory[part]),
-            format_bytes(dense_memory[part]),
-            share,
-        )
+        sizes = format_bytes(sparse_memory[part]), format_bytes(dense_memory[part])
+        add_row(f"memory: {part}", *sizes, share)
     total, dense_total = sum(sparse_memory.values()), sum(dense_memory.values())
     add_row("memory: total", format_bytes(total), format_bytes(dense_total), total / dense_total)
     if figures["steps"]:

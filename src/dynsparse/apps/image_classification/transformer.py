@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dynsparse.apps import image_classification
-from dynsparse.apps.common.options import (
-    MachineOptions,
-    interleave_heads_option,
-    match_blocks_option,
-    panel,
-)
+from dynsparse.apps.common.options import MachineOptions, interleave_option, match_option, panel
 from dynsparse.apps.common.training import replace_sparse
 from dynsparse.apps.image_classification.training import ImageOptions
 from dynsparse.data.images import CLASSES, SIDE
@@ -51,8 +46,8 @@ class Options(MachineOptions, ImageOptions):
     ff_length: int = _network(48, "Width of the feed-forward part.", _SIZE)
     attention_heads: int = _network(16, "Heads of the attention.", _SIZE)
     qkv_length: int = _network(32, "Features of one head's queries, keys and values.", _SIZE)
-    interleave_heads: bool = interleave_heads_option(_network)
-    match_blocks: bool = match_blocks_option(_network)
+    interleave_heads: bool = interleave_option(_network)
+    match_blocks: bool = match_option(_network)
     dropout_keep_prob: float = _network(
         1.0, "Share that dropout keeps, in training; 1 for no dropout.",
         number(0, 1, above="a number above 0 and up to 1"),

@@ -15,8 +15,8 @@ from dynsparse.apps.common.options import (
     SPARSE,
     TRAINS,
     MachineOptions,
-    interleave_heads_option,
-    match_blocks_option,
+    interleave_option,
+    match_option,
     methods_with,
     panel,
 )
@@ -133,8 +133,8 @@ class Options(MachineOptions):
     qkv_size: int | None = _network(
         None, "Features of one head.", integer(1), by_default="--hidden-size / --heads"
     )
-    interleave_heads: bool = interleave_heads_option(_network)
-    match_blocks: bool = match_blocks_option(_network)
+    interleave_heads: bool = interleave_option(_network)
+    match_blocks: bool = match_option(_network)
     embedding_size: int | None = _network(
         None, "Width of the token table, with sparse projections up to the hidden size.",
         integer(1), by_default="--hidden-size",

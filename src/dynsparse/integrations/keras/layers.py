@@ -96,7 +96,9 @@ class PatternVariable(keras.Variable):
 
     def _direct_assign(self, value: Tensor) -> None:
         shape, block_size = self._sparse.pattern.shape, self._sparse.pattern.block_size
-        pattern = SparsePattern._in_order(*value.cpu(), shape=shape, block_size=block_size)
+        pattern = SparsePattern._from_slot_coordinates(
+            *value.cpu(), shape=shape, block_size=block_size
+        )
         self.set_pattern(pattern, self._sparse.values.detach().clone())
 
     def set_pattern(self, pattern: SparsePattern, values: Tensor) -> None:

@@ -63,9 +63,8 @@ def visualise(
     colours = colour_map(cmap)
     records = Records.load(records_path)
     layer = next(iter(records.layers))
-    frames = [
-        (step, _undo_permutation(counts, records)) for step, counts in count_inputs(records, layer)
-    ]
+    counts = count_inputs(records, layer)
+    frames = [(step, _undo_permutation(inputs, records)) for step, inputs in counts]
     folder = Path(output_dir) if output_dir is not None else records.path / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     files = [

@@ -56,7 +56,7 @@ class SpareBudget(Budget):
     def counts(self, survey: Survey) -> dict[str, Counts]:
         counts = {}
         for name, pattern in survey.patterns.items():
-            count = survey.replacement_count(name, pattern.nnz - self.forward_count(pattern.nnz))
+            count = survey.replacements(name, pattern.nnz - self.forward_count(pattern.nnz))
             counts[name] = Counts(count, count)
         return counts
 

@@ -449,9 +449,8 @@ class _File:
                     f"expected the format {_FORMAT!r}, got {shorten(header['format'])}"
                 )
         except Exception as error:  # of any kind: the JSON is untrusted
-            raise CheckpointError(
-                f"{path} is not a dynsparse checkpoint ({describe_error(error)})"
-            ) from None
+            reason = describe_error(error)
+            raise CheckpointError(f"{path} is not a dynsparse checkpoint ({reason})") from None
         self.header: dict[str, Any] = header
         if header.get("version") != _VERSION:
             raise CheckpointError(

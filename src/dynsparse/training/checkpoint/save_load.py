@@ -26,11 +26,7 @@ from dynsparse.training.checkpoint.format import (
     write_shards,
 )
 from dynsparse.training.checkpoint.rank_state import Sources, add_rank_state, gather_coordinates
-from dynsparse.training.checkpoint.training_state import (
-    TrainingState,
-    mismatch_error,
-    shared_errors,
-)
+from dynsparse.training.checkpoint.training_state import TrainingState, load_error, shared_errors
 from dynsparse.training.layer_shards import resolve_ranks
 from dynsparse.training.trainer import SparseTrainer
 
@@ -207,7 +203,7 @@ def load_checkpoint(
         except (CheckpointError, OSError):
             raise
         except Exception as error:  # of any kind: the values are untrusted
-            raise mismatch_error(str(path), error) from None
+            raise load_error(str(path), error) from None
     if not random_state:
         parts["random"] = None
     training.restore(parts, str(path), all_ranks)
@@ -231,7 +227,7 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # of any kind: the values are untrusted
-        raise mismatch_error(str(path), error) from None
+        raise load_error(str(path), error) from None
 
 
 def _gather_unless_by_rows(value: Any) -> Any:

@@ -184,7 +184,7 @@ class TrainingState:
             try:
                 self._check(parts)
             except Exception as error:  # of any kind: untrusted values are compared
-                raise mismatch_error(where, error) from None
+                raise load_error(where, error) from None
 
         # Errors that only show during loading undo it.
         sizes = {p: p.shape for p in self.model.parameters()}
@@ -194,7 +194,7 @@ class TrainingState:
                 try:
                     self._load(parts)
                 except Exception as error:  # of any kind: the values are untrusted
-                    raise mismatch_error(where, error) from None
+                    raise load_error(where, error) from None
         except BaseException:
             undo()
             raise
@@ -216,9 +216,8 @@ class TrainingState:
                 _check_finite(self.optimizer.state, _parameter_names(self.model))
                 _check_step(self.optimizer)
             except Exception as error:  # of any kind: the values are untrusted
-                raise ValueError(
-                    f"the state of the optimizer is damaged ({describe_error(error)})"
-                ) from None
+                reason = describe_error(error)
+                raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
         if self.trainer is not None:
             self.trainer.load_state_dict(parts["trainer"])
         if self.lr_scheduler is not None:
@@ -270,7 +269,7 @@ class TrainingState:
                 rng.check(generator, parts["generators"][name], name)
 
 
-def mismatch_error(where: str, error: Exception) -> CheckpointError:
+def load_error(where: str, error: Exception) -> CheckpointError:
     """The error of a checkpoint that does not fit, in one line."""
     return CheckpointError(f"{where} does not fit: {describe_error(error, 600)}")
 

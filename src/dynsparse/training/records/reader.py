@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,10 +134,8 @@ class Records:
         target = operator.index(index) + (len(self) if index < 0 else 0)
         if not 0 <= target < len(self):
             raise IndexError(f"the record has {len(self)} patterns, got the index {index}")
-        for at, (_, pattern) in enumerate(self.patterns(layer)):
-            if at == target:
-                return pattern
-        raise AssertionError("unreachable: every index below len(self) is visited")
+        _, pattern = next(islice(self.patterns(layer), target, None))
+        return pattern
 
     @check_types
     def churn(self, layer: str) -> np.ndarray:
