@@ -431,11 +431,10 @@ class SparseLinear(SparseModule):
 
         Returns:
             On the CPU "sparse" (over the non-zeros), "small" (likewise, for small batches),
-            "dense" (above the break-even density), "bfloat16" (over
-            the non-zeros, for such activations), or "torch" (no compiled kernel supports the
-            layer). On other devices "dense" (a product with the dense weight) or "blocks" (kernels
-            over the blocks). With an executor "tile machine", "active subset" or
-            "tensor parallel".
+            "dense" (above the break-even density), "bfloat16" (over the non-zeros, for such
+            activations), or "torch" (no compiled kernel supports the layer). On other devices
+            "dense" (a product with the dense weight) or "blocks" (kernels over the blocks). With an
+            executor "tile machine", "active subset" or "tensor parallel".
         """
         check_integer("batch", batch, 0)
         backward = bool(backward)
