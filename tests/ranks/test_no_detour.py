@@ -18,7 +18,7 @@ from dynsparse.ranks import GroupRanks
 IN, OUT, SAMPLES = 48, 96, 24
 SMALL = 512  # bytes: norms, borders of selections, seeds
 
-CPUS_OWN = "_last_selected"  # of scores on a CPU; on other devices `best` selects
+CPUS_OWN = "_selection_threshold"  # of `select` on a CPU
 
 NAMES = [name for name in ALGORITHMS if name not in ("static", "rigl-own-start")]
 

@@ -38,7 +38,7 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
         return select_on_device(scores, k, largest)
     if scores.dtype == torch.float32 and native.load() is not None:
         return _select_compiled(scores.contiguous(), k, largest)
-    last = _score_at_rank(scores, k, largest)
+    last = _selection_threshold(scores, k, largest)
     chosen = scores > last if largest else scores < last
     ties = (scores == last).nonzero().flatten()
     chosen[ties[: k - int(chosen.sum())]] = True
@@ -63,7 +63,7 @@ def select_on_device(scores: Tensor, k: int, largest: bool = True) -> Tensor:
     return (_LARGEST_INDEX - index if largest else index).sort().values
 
 
-def _score_at_rank(scores: Tensor, k: int, largest: bool) -> float:
+def _selection_threshold(scores: Tensor, k: int, largest: bool) -> float:
     """Return the lowest of the `k` largest scores, or the highest of the `k` smallest."""
     rank = len(scores) - k if largest else k - 1
     if scores.dtype != torch.bfloat16:
