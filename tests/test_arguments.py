@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CALLED_BY_OTHERS = {
-    "dynsparse/apps/common/run.py": {"ask"},  # signal
+    "dynsparse/apps/common/run.py": {"handle_interrupt"},  # signal
     "dynsparse/cli/app.py": {"_show_warning"},  # warnings
     "dynsparse/nn/hf_quantizer.py": {
         "convert",
