@@ -39,7 +39,8 @@ CALLED_BY_OTHERS = {
     "dynsparse/integrations/lightning.py": {"setup", "on_fit_end", "on_exception"},  # Lightning
     "dynsparse/integrations/onnx/importing.py": {"_"},  # onnx2torch
     "dynsparse/_core/logs.py": {"stream"},  # logging.StreamHandler
-    "popsparse/machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
+    "dynsparse/ops/conv/autograd.py": {"_flops"},  # torch's FLOP counter
+    "popsparse/machine/lowering.py": {"_WriteUndef", "run"},  # one of several, by class
     "dynsparse/nn/attend.py": {"load_pattern"},  # torch's hooks before a state is loaded
     "dynsparse/nn/linear.py": {"__torch_dispatch__", "weight"},  # torch; a setter that raises
     # Hooks of torch.
@@ -52,10 +53,12 @@ CALLED_BY_OTHERS = {
 """File -> functions that are called by others, or through a table, with more than they need."""
 
 
-def functions(file: Path) -> Iterator[Function]:
+def functions(file: Path) -> Iterator[tuple[Function, bool]]:
+    """Yield every function and whether it is a method."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield child, isinstance(node, ast.ClassDef)
 
 
 def parameters(function: Function) -> set[str]:
@@ -96,21 +99,24 @@ def is_torchs(function: Function) -> bool:
 
 
 def unread(root: Path) -> set[tuple[str, str, str]]:
-    """Return (file, function, parameter) of all unread parameters that no interface requires."""
+    """Return (file, function, parameter) of all unread parameters that no interface requires.
+
+    A method may leave out a parameter that another method of its name reads.
+    """
     files = {
         file.relative_to(root).as_posix(): list(functions(file)) for file in root.rglob("*.py")
     }
     asked: set[tuple[str, str]] = set()
-    for function in (one for found in files.values() for one in found):
+    for function in (one for found in files.values() for one, is_method in found if is_method):
         taken = read(function) if not is_declared_only(function) else parameters(function)
         asked |= {(function.name, name) for name in parameters(function) & taken}
     return {
         (file, function.name, name)
         for file, found in files.items()
-        for function in found
+        for function, is_method in found
         if not is_declared_only(function) and not is_torchs(function)
         for name in parameters(function) - read(function)
-        if (function.name, name) not in asked
+        if not is_method or (function.name, name) not in asked
     }
 
 
