@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +21,9 @@ from models import _transformers
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.bench.timing import spread
+from dynsparse.bench.timing import Effort, measure
 
 DENSITIES = (0.05, 0.1, 0.2)
-_WARM_UPS = 2
 
 
 def make_contenders() -> dict[str, nn.Module]:
@@ -50,18 +48,8 @@ def make_contenders() -> dict[str, nn.Module]:
 
 def compare(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Contender -> median and quartiles of the dense time over its own."""
-    ratios: dict[str, list[float]] = {name: [] for name in works if name != "dense"}
-    for i in range(_WARM_UPS + rounds):
-        times = {}
-        for name, work in works.items():
-            began = time.perf_counter()
-            work()
-            times[name] = time.perf_counter() - began
-        if i >= _WARM_UPS:
-            for name, samples in ratios.items():
-                samples.append(times["dense"] / times[name])
-    spreads = {name: spread(samples) for name, samples in ratios.items()}
-    return {name: [s.median, s.low, s.high] for name, s in spreads.items()}
+    timing = measure(works, "dense", Effort(seconds=0, rounds=rounds))
+    return {name: [1 / s.median, 1 / s.high, 1 / s.low] for name, s in timing.ratios.items()}
 
 
 def main() -> None:

@@ -215,7 +215,7 @@ def _padding_mask(batch: Any) -> Tensor | None:
 
 
 def drop_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x as a matrix [positions, features], without the positions at which `mask` is 0.
+    """Return x as a matrix [positions, features], without the positions at which `mask` is 0.
 
     Args:
         x: [..., features]; all its positions are kept if it has others than the mask.

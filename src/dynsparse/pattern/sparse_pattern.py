@@ -487,6 +487,7 @@ class SparsePattern:
 
     def _make_csr_index(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> PatternIndex:
         nothing = cols.new_empty(0)
+        # `_col_ptr` would copy the columns to the CPU if they are on a device only.
         cached = cols is vars(self).get("sorted_cols")
         col_ptr = self._col_ptr if cached else column_pointers(cols, self.grid[1])
         return PatternIndex(row_ptr, cols, col_ptr, nothing, nothing, slots)

@@ -146,7 +146,7 @@ def _repair_block(
 def _compute_pair(
     blocks: Blocks, k: int, batch: int, x: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The output of block k for x and its target [positions, features], without padding."""
+    """Return the output of block k for x, and its target, [positions, features] without padding."""
     mask = blocks.masks[batch]
     return drop_padding(blocks.run(k, batch, x), mask), drop_padding(target, mask)
 

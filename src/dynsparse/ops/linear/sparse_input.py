@@ -18,7 +18,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.linear import products
 from dynsparse.ops.linear.autograd import explain_error, layer_linear
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
-from dynsparse.ops.torch_internals import is_gradient_needed, is_plain_eager
+from dynsparse.ops.torch_internals import is_autocast, is_gradient_needed, is_plain_eager
 
 _LAYOUTS = (torch.sparse_csr, torch.sparse_coo)
 # Above this share of non-zeros in x the kernels for dense x are faster (a step of layers of 2,000
@@ -45,12 +45,13 @@ def sparse_input_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Re
         raise TypeError(f"a sparse input must be CSR or COO, got {x.layout}")
     if x.dim() != 2 or x.shape[1] != p.in_features:
         raise ValueError(f"a sparse input must be [batch, {p.in_features}], got {list(x.shape)}")
-    if is_plain_eager(x, autocast=True):
+    is_eager = is_plain_eager(x, autocast=True)
+    if is_eager:
         _check_indices(x)
     is_float32 = x.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
-    is_computed = read.plain and is_float32 and not x.requires_grad and is_plain_eager(x)
+    is_plain = read.plain and is_eager and not is_autocast(x) and not x.requires_grad
     is_dense = x._nnz() > _LARGEST_SHARE * x.numel()
-    if not is_computed or is_dense or native.load() is None:
+    if not (is_plain and is_float32) or is_dense or native.load() is None:
         return layer_linear(x.to_dense(), values, bias, read)
     y: Tensor = _SparseInputFunction.apply(values, bias, x, read)
     return y
