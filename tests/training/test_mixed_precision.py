@@ -1,12 +1,15 @@
 """Autocast in bfloat16 and float16, with GradScaler, on and off the CPU."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dynsparse as ds
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseConv2d, SparseLinear
+from dynsparse.nn.active_set import ActiveSet
 from dynsparse.training import GradientStep, scaled_step
 
 
@@ -53,6 +56,35 @@ def test_16_bit_training_follows_float32(place, dtype, b):
     assert low[-1] < 0.6 * low[0]
     for one, other in zip(low, exact, strict=True):
         assert one == pytest.approx(other, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "blocks", "conv", "active", "transformed"])
+@pytest.mark.parametrize(
+    ("stored", "computed"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)]
+)
+def test_values_of_16_bits_are_cast_like_dense_weights(place, kind, stored, computed):
+    if kind == "conv":
+        layer, x = SparseConv2d(4, 8, 3, density=0.5), torch.randn(2, 4, 6, 6)
+    else:
+        layer, x = SparseLinear(16, 32, 0.5, 4 if kind == "blocks" else 1), torch.randn(5, 16)
+    layer.to(stored)
+    exact = copy.deepcopy(layer).float()
+    exact.values.data = layer.values.detach().to(computed).float()
+    if kind == "active":
+        for m in (layer, exact):
+            m.active = ActiveSet(m.pattern, torch.arange(0, m.pattern.nnz, 2), torch.device("cpu"))
+    with torch.autocast("cpu", computed):
+        if kind == "transformed":
+            y = torch.vmap(layer)(x[None])[0]
+        else:
+            y = layer(x)
+    assert y.dtype is computed
+    expected = exact(x.to(computed))
+    torch.testing.assert_close(y, expected)
+    y.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    assert layer.values.grad.dtype is stored
+    torch.testing.assert_close(layer.values.grad.float(), exact.values.grad, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("how", [True, False])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dynsparse._core import logs
 from dynsparse._core.checks import check_types
 from dynsparse.ops.linear import LayerIndex, cuda
-from dynsparse.ops.linear.autograd import explain_error
+from dynsparse.ops.linear.autograd import autocast_values, explain_error
 from dynsparse.ops.linear.layer_index import register_index
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -91,13 +91,12 @@ class ActiveSet:
     def product(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the forward pass with another bias, or without one if it is None."""
         refuse_transforms("a layer with an active subset", x, layer.values)
-        device = x.device.type
+        device, values = x.device.type, layer.values
         if torch.is_autocast_enabled(device) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(device))
+            values = autocast_values(values, device)
         with torch.autocast(device, enabled=False):
-            return _ActiveLinear.apply(
-                x, layer.values, bias, self.slots, self._index, layer.index, layer
-            )
+            return _ActiveLinear.apply(x, values, bias, self.slots, self._index, layer.index, layer)
 
     def can_copy_from(self, other: ActiveSet) -> bool:
         """Whether `copy_from` can copy `other` into this set; allocates what that needs."""

@@ -439,7 +439,11 @@ def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> 
             check_kind("read", read, Read, "what forward reads")
             raise
     p, memory, _ = read
-    if not p.on_cpu and is_plain_eager(x, autocast=True):
+    if (
+        not p.on_cpu
+        and is_plain_eager(x, autocast=True)
+        and autocast_values(values, x.device.type) is values
+    ):
         return _autocast(x, values, bias, read)
     return _dispatch(x, values if torch.is_grad_enabled() else memory, p.index, bias)
 
@@ -457,11 +461,20 @@ def _autocast_operand(x: Any, device: str) -> Any:
     return x.to(torch.get_autocast_dtype(device))
 
 
+def autocast_values(values: Tensor, device: str) -> Tensor:
+    """Return values of 16 bits in the dtype of autocast; others keep their precision."""
+    if values.dtype in (torch.bfloat16, torch.float16):
+        return values.to(torch.get_autocast_dtype(device))
+    return values
+
+
 def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
     if not is_compiling():
         check_operands(x=x, values=values, bias=bias)
         if is_transformed():  # torch.func calls Functions, and no operators that contain one
-            x = _autocast_operand(x, x.device.type) if is_autocast(x) else x
+            device = x.device.type
+            if is_autocast(x):
+                x, values = _autocast_operand(x, device), autocast_values(values, device)
             return LinearFunction.apply(x, values, *capture.hide(index), bias)
         if has_modes():
             register_flop_formulas()
@@ -495,7 +508,7 @@ def register_autocast(
 
     Args:
         cast: the indices of the operands that are cast. For products these are the activations: the
-            values are few and keep their precision.
+            values, operand 1, are few, and float32 keeps its precision.
     """
     operator = getattr(torch.ops.dynsparse, name)
     operator_backward = getattr(torch.ops.dynsparse, f"{name}_backward")
@@ -505,6 +518,7 @@ def register_autocast(
             lowered = list(operands)
             for i in cast:
                 lowered[i] = _autocast_operand(operands[i], device)
+            lowered[1] = autocast_values(lowered[1], device)
             with torch.autocast(device, enabled=False):
                 return operator(*lowered)
 
