@@ -29,6 +29,9 @@ RECIPES = {
     "dynsparse.distributed.SplitPair": Recipe(
         distributed.SplitPair, lambda: {"first": "0", "second": "2"}
     ),
+    "dynsparse.distributed.clip_grad_norm_": Recipe(
+        distributed.clip_grad_norm_, lambda: {"model": row(), "max_norm": 1.0}
+    ),
     "dynsparse.distributed.gather": Recipe(distributed.gather, lambda: {"model": row()}),
     "dynsparse.distributed.split": Recipe(
         distributed.split, lambda: {"model": row(), "mesh": RankGrid()}

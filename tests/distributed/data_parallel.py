@@ -308,12 +308,18 @@ def error_of(rank, size, work, *arguments):
     return ""
 
 
+def replicate_with_dtypes(rank, size):
+    """Replicate models whose values have another 16-bit dtype on each rank."""
+    ds.distributed.replicate(model_of().to((torch.float16, torch.bfloat16)[rank % 2]))
+
+
 def run_faults(rank, size):
     """Run each fault with a trainer of its own; the process group stays usable."""
     found = {"alone": str(train_independently(rank, size))}
     for kind in ("nan", "budget", "weights", "pattern", "steps"):
         found[kind] = error_of(rank, size, train_until_failure, kind)
     found["gradients"] = error_of(rank, size, train_without_reducing_gradients)
+    found["dtype"] = error_of(rank, size, replicate_with_dtypes)
     return found
 
 

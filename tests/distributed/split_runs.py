@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dynsparse as ds
-from dynsparse.distributed import gather, replicate, split
+from dynsparse.distributed import clip_grad_norm_, gather, replicate, split
 from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.training import ConstantSchedule
 
@@ -104,6 +104,8 @@ EVERY = {"schedule": ConstantSchedule(total_steps=100, update_interval=1, drop_f
 KINDS = {
     "rigl": (ds.RigL, EVERY),
     "set": (ds.SET, EVERY | {"seed": 3}),
+    # Replaces one position of the first layer: often in one shard only.
+    "set-few": (ds.SET, {"schedule": ConstantSchedule(100, 1, 0.003), "seed": 3}),
     "topkast": (ds.training.TopKAST, EVERY | {"seed": 3}),
     "deepr": (ds.training.DeepR, {"total_steps": 100, "l1": 0.05, "temperature": 1e-6, "seed": 3}),
     "gmp": (ds.training.GMP, {"total_steps": 10, "final_density": 0.1, "update_interval": 1}),
@@ -157,4 +159,5 @@ def step(models, trainers, batch, replicas, z):
     for forward, trainer, (x, y) in zip(models, trainers, (batch, mine), strict=True):
         trainer.optimizer.zero_grad()
         nn.functional.mse_loss(forward(x), y).backward()
+        clip_grad_norm_(forward, 0.1)
         trainer.step()

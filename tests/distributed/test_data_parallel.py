@@ -87,6 +87,9 @@ def test_all_ranks_raise_the_fault_of_one_rank():
         "ValueError: ranks disagree on the step that ends in an update: rank 0: 3, rank 1: 6; "
     )
     assert lines["gradients"].startswith("RuntimeError: layer '0': rank 0 and rank 1 have other ")
+    assert lines["dtype"].startswith(
+        "ValueError: ranks disagree on layer '0' (and 1 more): rank 0: "
+    )
 
 
 def test_layer_unused_on_one_rank_stays_synchronized():

@@ -13,7 +13,7 @@ from grids import GRIDS, on_grid
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed import gather, split
+from dynsparse.distributed import clip_grad_norm_, gather, split
 from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.ranks import DimShard, Placement
 
@@ -288,3 +288,47 @@ def test_all_gather_along_any_dimension(dim):
 
     for found in in_threads(3, work):
         assert torch.equal(found, whole)
+
+
+class WithAttention(nn.Module):
+    """Sparse layers that `split` divides, with biases of the shards' rows, and dense ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = chain(4)
+        self.dense = nn.Linear(64, 48, dtype=torch.float64)
+        self.attention = ds.nn.SparseMultiheadAttention(
+            48, 4, density=0.3, add_bias_kv=True, batch_first=True, dtype=torch.float64
+        )
+
+    def forward(self, x):
+        x = self.dense(self.chain(x))
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_clipped_gradients_equal_one_process(sizes, max_norm):
+    torch.manual_seed(0)
+    whole, x = WithAttention(), torch.randn(4, 3, 48).double()
+    model = copy.deepcopy(whole)
+    whole(x).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+
+    @torch.no_grad()
+    def work(grid):
+        own = split(copy.deepcopy(model), grid)
+        with torch.enable_grad():
+            own(samples(x, grid)).square().sum().backward()
+        for parameter in own.parameters():
+            grid.z.sum(parameter.grad)
+        norm = clip_grad_norm_(own, max_norm)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for parameter in own.parameters():
+            parameter.copy_(parameter.grad)
+        for key, tensor in gather(own).items():
+            if not key.endswith(("rows", "cols")):
+                wanted = whole.get_parameter(key).grad
+                torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-11)
+
+    on_grid(sizes, work)

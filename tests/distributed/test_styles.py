@@ -47,7 +47,7 @@ def test_training_replicated_shards_equals_one_process(ranks, algorithms):
 @pytest.mark.slow
 def test_training_fully_sharded_shards_equals_one_process():
     """The number of values in a shard changes, also under `fully_shard`."""
-    algorithms = ["rigl", "set", "deepr", "topkast", "gmp"]
+    algorithms = ["rigl", "set", "set-few", "deepr", "topkast", "gmp"]
     for updates in on_ranks(4, train_and_compare, algorithms, True):
         assert all(updates)
 

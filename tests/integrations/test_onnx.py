@@ -392,6 +392,19 @@ class TestRefused:
             with pytest.raises(ValueError, match=words):
                 import_(file)
 
+    def test_weights_of_the_operator(self, tmp_path):
+        file = tmp_path / "m.onnx"
+        export(mlp(), (torch.randn(1, 24),), file, "operator")
+        ds.save_safetensors(mlp(), tmp_path / "w")
+        for change in (
+            lambda: weights_to_onnx(tmp_path / "w", file, tmp_path / "b.onnx"),
+            lambda: weights_from_onnx(file, tmp_path / "v"),
+            lambda: sparsify_onnx(file, tmp_path / "b.onnx", 0.1),
+        ):
+            with pytest.raises(ValueError, match="in the operator SparseLinear"):
+                change()
+        assert not any((tmp_path / name).exists() for name in ("b.onnx", "v"))
+
     def test_positions_outside_the_matrix(self, tmp_path):
         file = tmp_path / "m.onnx"
         export(mlp(), (torch.randn(1, 24),), file, "sparse")

@@ -180,3 +180,12 @@ def test_convolutions_and_mixed_batches_raise():
     base, _ = sparse_model()
     with pytest.raises(ValueError, match="one set of adapters per batch, not adapter_names"):
         base.up(torch.ones(1, 16).double(), adapter_names=["default"])
+
+
+@pytest.mark.parametrize("convert", [ds.quantize, ds.densify])
+def test_conversion_below_adapters_raises(convert):
+    base, tuned = sparse_model(torch.float32)
+    with pytest.raises(ValueError, match="has adapters: merge them first"):
+        convert(tuned)
+    assert isinstance(base.up.get_base_layer(), SparseLinear)
+    convert(tuned.merge_and_unload())

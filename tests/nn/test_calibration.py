@@ -217,3 +217,48 @@ def test_repair_ignores_padding():
         assert first[1:] == pytest.approx(second[1:])
     for first, second in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(first, second)
+
+
+def test_blocks_that_write_in_place():
+    class Block(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            self.linear, self.in_place = nn.Linear(8, 8), in_place
+
+        def forward(self, x):
+            y = 3 * self.linear(x).relu()
+            if self.in_place:
+                x += y
+                return x
+            return x + y
+
+    def model(in_place):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(32, 8), *(Block(in_place) for _ in range(3)))
+
+    for start in ("wanda", "sparsegpt"):
+        check_same(*(pruned(model(flag), [tokens(4, 9)], start=start) for flag in (True, False)))
+
+
+def test_mask_of_the_encoder_is_not_that_of_the_decoder():
+    mask = (torch.arange(9) < 3).expand(3, 9).long()
+    batch = {"input_ids": tokens(3, 9), "attention_mask": mask}
+    decoder = tokens(3, 9, seed=2)
+
+    def sums(ids, decoder_ids):
+        model = t5()
+        groups = {n: [c] for n, c in find_candidates(model).items() if c.kind == "Linear"}
+        batches = [{**batch, "input_ids": ids, "decoder_input_ids": decoder_ids}]
+        found = {}
+        for part in sum_inputs(model, groups, batches, products=False):
+            found |= part
+        return found
+
+    padded = batch["input_ids"].where(mask.bool(), 5)
+    one, other = sums(batch["input_ids"], decoder), sums(padded, decoder)
+    changed = sums(batch["input_ids"], decoder.where(mask.bool(), 5))
+    for name in one:
+        if name.startswith("encoder"):
+            torch.testing.assert_close(one[name], other[name])
+    q = next(name for name in one if name.startswith("decoder.block.0") and name.endswith("q"))
+    assert not torch.allclose(one[q], changed[q])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear, describe
@@ -78,6 +79,49 @@ def test_layers_with_hooks_stay_dense():
     ds.sparsify(m, 0.5, verbose=False)
     assert sparse_names(m) == ["1", "2.q_proj", "2.k_proj", "2.v_proj"]
     assert m[2].out_proj._backward_hooks
+
+
+def test_hooks_of_parameters_stay():
+    m = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    m[0].weight.register_hook(lambda _: None)
+    ds.sparsify(m, 0.5, verbose=False)
+    assert sparse_names(m) == ["1"]
+
+
+class Gated(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.gate = nn.Parameter(torch.ones(8))
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_layers_with_other_state_stay_dense():
+    m = nn.Sequential(Gated(), nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.utils.parametrize.register_parametrization(m[1], "bias", Double())
+    names = list(m.state_dict())[:-2]
+    ds.sparsify(m, 0.5, verbose=False)
+    assert sparse_names(m) == ["2"]
+    assert list(m.state_dict())[: len(names)] == names
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda attention: nn.utils.parametrizations.weight_norm(attention.out_proj),
+        lambda attention: prune.l1_unstructured(attention, "in_proj_weight", 0.5),
+    ],
+)
+def test_attention_with_computed_weights_stays_dense(change):
+    m = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    change(m[0].self_attn)
+    x = torch.randn(2, 3, 8)
+    ds.sparsify(m, 0.5, verbose=False)
+    assert sparse_names(m) == ["0.linear1", "0.linear2"]
+    m(x).sum().backward()
 
 
 class Experts(nn.Module):

@@ -181,6 +181,19 @@ def test_grad_weight(partition, block, dtype, moves, groups):
     close(found, torch.cat([p.values_of(w) for p, w in zip(patterns, parts, strict=True)]), dtype)
 
 
+@pytest.mark.parametrize("block", [1, 4])
+def test_matrix_without_blocks(block):
+    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(block), 0, 4, 1, 16, 16)
+    passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}
+    layer = Layer(make_plan(Target.mk2(tiles=4), "float32", params, passes))
+    pattern = SparsePattern.random((16, 16), 0, block_size=block)
+    layer.set_weights(pattern, torch.empty(pattern.values_shape))
+    x = torch.ones(4, 16)
+    assert not layer.forward(x).any()
+    assert not layer.grad_input(x).any()
+    assert layer.grad_weight(x, x).shape == pattern.values_shape
+
+
 def test_layer_checks_its_use():
     layer = Layer(make_plan(Target.mk2(tiles=4), "float32", _params(8)))
     pattern = SparsePattern.random((32, 32), 0.1)

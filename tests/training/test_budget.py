@@ -145,26 +145,30 @@ class Means(LastStep):
         return torch.full((pattern.nnz,), self.means[layer])
 
 
+def count_by_momentum(patterns, history):
+    budget = MomentumBudget()
+    budget.begin(patterns)
+    return budget.counts(survey(patterns, history=history))
+
+
 def test_momentum_budget():
     three = {"a": pattern(4, (10, 10)), "b": pattern(6, (10, 10)), "c": pattern(10, (10, 10))}
     history = Means(a=1.0, b=-2.0, c=5.0)
     # Ten leave; 10/8, 20/8 and 50/8 join: 1.25, 2.5, 6.25, and the largest remainder is b's.
-    found = MomentumBudget().counts(survey(three, history=history))
+    found = count_by_momentum(three, history)
     assert found == {"a": (2, 1), "b": (3, 3), "c": (5, 6)}
-    found = MomentumBudget().counts(survey(three, history=Means(a=0.0, b=0.0, c=0.0)))
+    found = count_by_momentum(three, Means(a=0.0, b=0.0, c=0.0))
     assert found == {"a": (2, 2), "b": (3, 3), "c": (5, 5)}
     # There is room for one in c: the rest is shared by a and b, one to two.
     three["c"] = pattern(10, (1, 11))
-    found = MomentumBudget().counts(survey(three, history=history))
+    found = count_by_momentum(three, history)
     assert found == {"a": (2, 3), "b": (3, 6), "c": (5, 1)}
     with pytest.raises(ValueError, match="momentum of layer 'b' is nan"):
-        MomentumBudget().counts(survey(three, history=Means(a=1.0, b=float("nan"), c=1.0)))
+        count_by_momentum(three, Means(a=1.0, b=float("nan"), c=1.0))
 
 
 def test_momentum_budget_of_nearly_full_layers():
-    found = MomentumBudget().counts(
-        survey({"a": pattern(9), "b": pattern(8)}, history=Means(a=1.0, b=1.0))
-    )
+    found = count_by_momentum({"a": pattern(9), "b": pattern(8)}, Means(a=1.0, b=1.0))
     assert sum(c.drop for c in found.values()) == sum(c.grow for c in found.values()) == 3
 
 

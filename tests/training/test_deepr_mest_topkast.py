@@ -1,10 +1,12 @@
 """DeepR, MEST, Top-KAST and gradient starts, compared with hand-computed cases."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import dynsparse as ds
 from dynsparse import SparsePattern
@@ -212,3 +214,35 @@ def test_topkast_rejects_embedding_tables():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(TypeError, match="layer '0' is an embedding table"):
         ds.TopKAST(model, optimizer, total_steps=9)
+
+
+def test_mest_keeps_the_pattern_of_a_layer_without_gradient():
+    model = nn.ModuleList([SparseLinear(8, 8, 0.4), SparseLinear(8, 8, 0.4)])
+    trainer = ds.MEST(
+        model, torch.optim.SGD(model.parameters(), 0.1), total_steps=9, update_interval=1
+    )
+    model[0](torch.randn(4, 8)).sum().backward()
+    assert list(trainer.step()) == ["0"]
+
+
+@pytest.mark.parametrize("made_for_averaging", [True, False])
+def test_averages_compute_with_the_active_weights_of_topkast(made_for_averaging):
+    model = nn.Sequential(SparseLinear(16, 24, 0.4), nn.ReLU(), SparseLinear(24, 8, 0.4))
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    average = None if made_for_averaging else copy.deepcopy(model)
+    trainer = ds.TopKAST(model, optimizer, total_steps=20, update_interval=2, forward_fraction=0.3)
+    if average is None:
+        average = AveragedModel(model).module
+    else:
+        ds.nn.follow_patterns(average, model)
+    x = torch.randn(5, 16)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        trainer.step()
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), model.parameters(), strict=True):
+                own.copy_(other)
+        assert torch.equal(average(x), model(x))
+    trainer.shrink()
+    assert average[0].active is None

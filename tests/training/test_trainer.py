@@ -1,5 +1,7 @@
 """Updates by the trainer, compared with hand-computed cases, and interplay with torch features."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -355,3 +357,28 @@ def test_mismatched_states_raise():
     for foreign in ({}, {"steps": 3}, None, [1]):
         with pytest.raises(ValueError, match="not the state of a trainer"):
             trainer.load_state_dict(foreign)
+
+
+def test_update_uses_the_layers_that_got_the_gradient():
+    """`requires_grad` changes between the steps of a schedule, as when layers take turns."""
+    layers = [SparseLinear(8, 8, 0.4), SparseLinear(8, 8, 0.4)]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    trainer = RigL(nn.Sequential(*layers), optimizer, schedule=EVERY)
+    for step in range(4):
+        for k, layer in enumerate(layers):
+            layer.requires_grad_(k == step % 2)
+        optimizer.zero_grad()
+        layers[1](layers[0](torch.randn(5, 8))).square().sum().backward()
+        assert list(trainer.step()) == [str(step % 2)]
+
+
+def test_other_gradients_after_backward_do_not_count():
+    layer, x, gradient = SparseLinear(6, 6, 0.3), torch.eye(6), torch.randn(6, 6)
+    other = copy.deepcopy(layer)
+    for each, has_diagnosis in ((layer, False), (other, True)):
+        trainer = RigL(each, torch.optim.SGD(each.parameters(), lr=0.1), schedule=EVERY)
+        each(x).backward(gradient)
+        if has_diagnosis:
+            torch.autograd.grad(each(x).pow(4).sum(), list(each.parameters()))
+        trainer.step()
+    assert layer.pattern == other.pattern

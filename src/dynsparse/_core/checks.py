@@ -155,7 +155,7 @@ def check_not_negative(name: str, value: Any) -> float:
     Raises:
         ValueError: anything else.
     """
-    if not is_number(value) or not math.isfinite(value) or value < 0:
+    if not is_number(value) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of at least 0, got {shorten(value)}")
     return float(value)
 

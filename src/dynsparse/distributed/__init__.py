@@ -3,13 +3,14 @@
 from importlib import import_module
 from typing import Any
 
-from dynsparse.distributed.distribute import gather, replicate, split, stages
+from dynsparse.distributed.distribute import clip_grad_norm_, gather, replicate, split, stages
 
 __all__ = [
     "SplitCols",
     "SplitHeads",
     "SplitPair",
     "SplitRows",
+    "clip_grad_norm_",
     "gather",
     "replicate",
     "split",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynsparse._core.checks import check_integer, check_types
+from dynsparse._core.checks import check_integer, check_not_negative, check_types
 from dynsparse.distributed.placement import (
     Borders,
     Chain,
@@ -27,8 +27,9 @@ from dynsparse.distributed.sharded_layer import (
     split_heads,
 )
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.sharded import gather_full
+from dynsparse.nn.sharded import gather_full, local_part
 from dynsparse.ranks import (
+    AXES,
     Placement,
     RankGrid,
     check_consistent,
@@ -190,6 +191,50 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
             tensors[key] = shard.all_gather(gather_full(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in tensors.items()})
     return {key: gather_full(tensor) for key, tensor in state.items()}
+
+
+@check_types
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients of a split model so that their norm is at most `max_norm`.
+
+    `torch.nn.utils.clip_grad_norm_` sees the shards of one rank, and would scale by another factor
+    on each. This function computes the norm of the gradients of the full model, with one
+    collective of all ranks of the mesh. All of them call it at the same time, with gradients that
+    are already averaged over samples, as `replicate` and `fully_shard` leave them.
+
+    Args:
+        model: with or without layers that are split.
+        max_norm: at least 0.
+
+    Returns:
+        The 2-norm of all gradients before, float64 []; 0 without gradients.
+
+    Raises:
+        TypeError: not a module, or not a number.
+        ValueError: a negative or infinite `max_norm`.
+    """
+    check_not_negative("max_norm", max_norm)
+    layers = [module for module in model.modules() if isinstance(module, SparseLinear)]
+    specs = [(layer, spec) for layer in layers if (spec := spec_of(layer)) is not None]
+    grid = specs[0][1].grid if specs else RankGrid()
+    axes_of: dict[int, Collection[str]] = {id(layer.values): spec.axes for layer, spec in specs}
+    for module in model.modules():
+        for key, (shard, _) in getattr(module, "dim_shards", {}).items():
+            axes = [axis for axis in AXES if grid.ranks_along(axis) is shard.ranks]
+            axes_of[id(getattr(module, key))] = axes
+    square = torch.zeros((), dtype=torch.float64, device=grid.z.device)
+    gradients = {id(p): p.grad for p in model.parameters() if p.grad is not None}
+    for parameter, grad in gradients.items():
+        # Of a DTensor, this is the norm of all its shards.
+        norm = gather_full(torch.linalg.vector_norm(grad, dtype=torch.float64))
+        if grid.z.is_lead_rank(axes_of.get(parameter, ())):
+            square += norm.to(square.device).square()
+    norm = grid.all_ranks.sum(square).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for grad in gradients.values():
+        local_part(grad).mul_(factor.to(grad.device))
+    return norm
 
 
 def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:

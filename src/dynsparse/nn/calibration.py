@@ -38,7 +38,9 @@ class Blocks:
         self.model = model
         self.names = _find_chain(model, layers)
         self.inputs: list[Tensor] = []
-        self.masks = [_padding_mask(batch) for batch in batches]
+        self.masks = [
+            _padding_mask(model, batch, self.names[0] if self.names else "") for batch in batches
+        ]
         self._others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
         if not self.names:
             return
@@ -60,7 +62,9 @@ class Blocks:
         returned: list[Tensor] = []
 
         def record_call(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            calls.append((args, named))
+            # The model may write to what enters its first block.
+            first = args[0].clone() if not calls and args and isinstance(args[0], Tensor) else None
+            calls.append((args if first is None else (first, *args[1:]), named))
 
         def record_output(_: nn.Module, _args: Any, output: Any) -> None:
             returned.append(_hidden(output))
@@ -82,7 +86,8 @@ class Blocks:
     def run(self, k: int, batch: int, hidden: Tensor) -> Tensor:
         """Return the output of block k, as it is now, for the hidden states of a batch."""
         args, named = self._others[batch][k]
-        return _hidden(self.model.get_submodule(self.names[k])(hidden, *args, **named))
+        # Copied, because the block may write to them.
+        return _hidden(self.model.get_submodule(self.names[k])(hidden.clone(), *args, **named))
 
     def run_all(self, k: int, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of block k for the hidden states of every batch."""
@@ -170,7 +175,8 @@ def sum_inputs(
     Between two blocks the caller may replace layers: the next block gets the outputs of the changed
     blocks. Layers outside the chain of blocks come last, all together.
 
-    Positions where the `attention_mask` [samples, length] of a batch is 0 do not count.
+    Positions where the `attention_mask` [samples, length] of a batch is 0 do not count, but in the
+    decoder of an encoder-decoder model, which has other positions.
 
     Args:
         groups: name -> the layers that share the weight of this name.
@@ -193,23 +199,30 @@ def sum_inputs(
             if all(f"{layer.name}.".startswith(f"{block}.") for layer in group)
         }
         if inside:
-            with evaluation_mode(model), _observe(inside, products) as inputs:
+            with evaluation_mode(model), _observe(model, inside, products) as inputs:
                 for n, x in enumerate(hidden):
-                    inputs.mask = blocks.masks[n]
+                    inputs.batch = batches[n]
                     blocks.run(k, n, x)
             yield _check_sums(inputs.sums, inside)
         if k + 1 < len(blocks.names):
             with evaluation_mode(model):
                 hidden = blocks.run_all(k, hidden)
     if left:
-        with evaluation_mode(model), _observe(left, products) as inputs:
-            for batch, inputs.mask in zip(batches, blocks.masks, strict=True):
-                call_model(model, batch)
+        with evaluation_mode(model), _observe(model, left, products) as inputs:
+            for inputs.batch in batches:
+                call_model(model, inputs.batch)
         yield _check_sums(inputs.sums, left)
 
 
-def _padding_mask(batch: Any) -> Tensor | None:
-    """Return the attention mask [samples, length] of a batch, which is 0 where it is padded."""
+def _padding_mask(model: nn.Module, batch: Any, name: str) -> Tensor | None:
+    """Return the attention mask [samples, length] of a batch, which is 0 where it is padded.
+
+    None if it is not that of the layer or block `name`: in encoder-decoder models it is that of the
+    encoder's inputs.
+    """
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if has_encoder and "decoder" in name.split("."):
+        return None
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
@@ -229,19 +242,19 @@ def drop_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 
 @dataclass
 class _Inputs:
-    """The sums over inputs so far, and the padding mask of the batch that runs."""
+    """The sums over inputs so far, and the batch that runs."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    mask: Tensor | None = None
+    batch: Any = None
 
 
 @contextmanager
-def _observe(groups: Groups, products: bool) -> Iterator[_Inputs]:
+def _observe(model: nn.Module, groups: Groups, products: bool) -> Iterator[_Inputs]:
     inputs = _Inputs()
     sums = inputs.sums
 
     def observe(name: str, x: Tensor) -> None:
-        x = drop_padding(x.detach(), inputs.mask)
+        x = drop_padding(x.detach(), _padding_mask(model, inputs.batch, name))
         x = x if x.dtype == torch.float64 else x.float()
         added = x.t() @ x if products else x.square().sum(0)
         sums[name] = sums[name] + added if name in sums else added

@@ -74,9 +74,9 @@ class Candidate:
 def find_candidates(model: nn.Module) -> dict[str, Candidate]:
     """Return name -> candidate, in the order of `model.named_modules()`, under all names.
 
-    Not among them: subclasses that override `forward`, weights that are computed from other
-    tensors (weight norm, pruning masks), empty weights, and embeddings with `max_norm` or
-    `scale_grad_by_freq`.
+    Not among them: subclasses that override `forward` or hold further tensors or modules, weights
+    and biases that are computed from other tensors (weight norm, pruning masks), empty weights, and
+    embeddings with `max_norm` or `scale_grad_by_freq`.
 
     Raises:
         ValueError: a lazy layer without a shape.
@@ -88,6 +88,8 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
             continue  # out_proj is a candidate of the attention
         if _computes_as(module, nn.MultiheadAttention):
             attention = join_names(name, "")
+            if not (_holds(module, nn.MultiheadAttention) and _holds(module.out_proj, nn.Linear)):
+                continue
             candidates += _find_projections(name, module)
         elif (kind := _linear_kind(module)) is not None:
             weight, bias = module.weight, getattr(module, "bias", None)
@@ -109,14 +111,14 @@ def find_candidates(model: nn.Module) -> dict[str, Candidate]:
 
 def _linear_kind(module: nn.Module) -> str | None:
     """Return the kind of a layer whose Parameter is the weight [out, ...], or None."""
-    has_weight = isinstance(module._parameters.get("weight"), Tensor)
-    if has_weight and _computes_as(module, nn.Linear):
-        return "Linear"
-    if has_weight and _computes_as(module, nn.Embedding):
+    if _computes_as(module, nn.Linear):
+        return "Linear" if _holds(module, nn.Linear) else None
+    if _computes_as(module, nn.Embedding):
         plain = module.max_norm is None and not module.scale_grad_by_freq
-        return "embedding" if plain else None
-    if has_weight and (_computes_as(module, nn.Conv2d) or _computes_as(module, nn.Conv1d)):
-        return "conv"
+        return "embedding" if plain and _holds(module, nn.Embedding) else None
+    for kind in (nn.Conv2d, nn.Conv1d):
+        if _computes_as(module, kind):
+            return "conv" if _holds(module, kind) else None
     return "graph" if is_graph_linear(module) else None
 
 
@@ -127,6 +129,32 @@ def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
         and type(module).forward is base.forward
         and "forward" not in module.__dict__
     )
+
+
+# All tensors and modules that a layer of each type holds.
+_MEMBERS: dict[type[nn.Module], frozenset[str]] = {
+    nn.Linear: frozenset({"weight", "bias"}),
+    nn.Embedding: frozenset({"weight"}),
+    nn.Conv1d: frozenset({"weight", "bias"}),
+    nn.Conv2d: frozenset({"weight", "bias"}),
+    nn.MultiheadAttention: frozenset(
+        {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
+        | {"bias_k", "bias_v", "out_proj"}
+    ),
+}
+
+
+def _holds(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether a module holds what a `base` does, each as a Parameter, and no other state.
+
+    A weight or bias that is computed (weight norm, pruning masks) is no Parameter; the parameters,
+    buffers and modules that a subclass adds would be lost.
+    """
+    members = {*module._parameters, *module._buffers, *module._modules}
+    # `nn.MultiheadAttention` sets None for `bias_k` and `bias_v` as plain attributes.
+    none = {name for name in ("bias_k", "bias_v") if vars(module).get(name, "") is None}
+    has_weight = module._parameters.get("weight", module) is not None
+    return has_weight and members | none == _MEMBERS[base]
 
 
 def _find_projections(name: str, attention: nn.MultiheadAttention) -> list[Candidate]:

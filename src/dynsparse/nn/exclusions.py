@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -34,7 +34,7 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
     reasons: dict[str, str] = {}
     for group in group_by_weight(candidates):
         reason = _untieable_reason(group, owners[id(group[0].parameter)])
-        if any(_has_hooks(candidate.module) or _has_hooks(candidate.owner) for candidate in group):
+        if any(map(_has_hooks, group)):
             reason = _HOOKS
         if reason is None and any(
             n in adapters for candidate in group for n in _iterate_parents(candidate.name)
@@ -82,9 +82,25 @@ def _is_depthwise(candidate: Candidate) -> bool:
     return candidate.kind == "conv" and candidate.weight.shape[1] == 1 and groups > 1
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks,
-                module._backward_hooks, module._backward_pre_hooks))  # fmt: skip
+def _has_hooks(candidate: Candidate) -> bool:
+    """Whether the modules or the Parameter of a candidate have hooks."""
+    if candidate.parameter._backward_hooks:
+        return True
+    return any(
+        hooks
+        for m in (candidate.module, candidate.owner)
+        for hooks in (m._forward_hooks, m._forward_pre_hooks,
+                      m._backward_hooks, m._backward_pre_hooks)
+    )  # fmt: skip
+
+
+def check_no_adapters(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise ValueError if a layer of these names has adapters that compute with its pattern."""
+    for name in names:
+        if hasattr(model.get_submodule(name.rpartition(".")[0]), "delta_values"):
+            raise ValueError(
+                f"the layer {name!r} has adapters: merge them first, with merge_and_unload()"
+            )
 
 
 def _find_adapters(model: nn.Module) -> set[str]:

@@ -24,7 +24,8 @@ def freeze(model: nn.Module) -> nn.Module:
     follows a sparse layer in an `nn.Sequential` computes in place.
 
     A frozen model computes, saves, loads, copies and compiles as before. To train it again, call
-    `model.train().requires_grad_()`; its optimizer and trainer continue where they stopped.
+    `model.train().requires_grad_()`; its optimizer and trainer continue where they stopped, but for
+    the noise of `DeepR`, which is drawn by slot.
 
     Returns:
         The model.

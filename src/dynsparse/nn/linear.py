@@ -17,7 +17,7 @@ from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import make_executor
 from dynsparse.nn.init import count_blocks, random_pattern, select_largest_blocks, uniform
-from dynsparse.nn.sharded import require_unsharded
+from dynsparse.nn.sharded import device_of, require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.products import route
@@ -292,7 +292,8 @@ class SparseLinear(SparseModule):
     def active(self) -> ActiveSet | None:
         """The slots that the forward pass uses, or None if it uses all of them.
 
-        The trainer `TopKAST` sets them; a change of the pattern resets them to None.
+        The trainer `TopKAST` sets them; a change of the pattern resets them to None. Averages that
+        follow the layer's patterns get the same slots.
         """
         if self.executor is None or isinstance(self.executor, ActiveSet):
             return self.executor
@@ -309,6 +310,20 @@ class SparseLinear(SparseModule):
                 f"the layer is computed by {self.kernel(1)}, which has no active subset"
             )
         self.executor = slots
+        for follower in self._find_followers():
+            self._share_active(follower)
+
+    def add_follower(self, other: SparseModule) -> None:
+        super().add_follower(other)
+        self._share_active(other)
+
+    def _share_active(self, other: Any) -> None:
+        """Let another layer of the same pattern compute with this layer's active slots."""
+        active, device = self.active, device_of(other.values)
+        if active is not None and active.slots.device != device:
+            active = ActiveSet(self.pattern, active.slots, device)
+        if active is not other.active:
+            other.active = active
 
     @property
     def weight(self) -> Tensor:

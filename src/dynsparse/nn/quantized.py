@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from dynsparse._core.checks import check_choice, check_kind, check_tensor, check_types
 from dynsparse.nn.candidates import check_patterns, matches_name
+from dynsparse.nn.exclusions import check_no_adapters
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.nn.transformers_import import set_quantizers
@@ -265,8 +266,8 @@ def quantize(
 
     Raises:
         TypeError, ValueError: a model without sparse linear layers, a layer of another dtype or
-            device or with values that are not finite, a pattern that matches no sparse layer. The
-            model is then unchanged.
+            device or with values that are not finite, or with adapters of `sparse_lora`, a pattern
+            that matches no sparse layer. The model is then unchanged.
     """
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     check_choice("activations", activations, ACTIVATIONS)
@@ -296,6 +297,7 @@ def quantize(
     for name, module in named.items():
         if id(module) not in layers:
             _check_layer(f"the layer {name!r}", module)
+    check_no_adapters(model, named)
     for module in named.values():
         if id(module) not in layers:
             layers[id(module)] = QuantizedSparseLinear.from_float(module, activations)

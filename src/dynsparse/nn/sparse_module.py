@@ -349,9 +349,8 @@ class SparseModule(nn.Module):
             state.index.derive_like(before.index)
             saved_index = self._pattern._save_before_overwrite(before.index.index)
         executor = None if self.executor is None else self.executor.for_pattern(pattern)
-        followers = [follower for reference in self._followers if (follower := reference())]
         switches = []
-        for follower in followers:
+        for follower in self._find_followers():
             follower.resizable = self.resizable
             switches.append(follower.prepare(Rewiring.between(follower.pattern, pattern)))
 
@@ -464,8 +463,10 @@ class SparseModule(nn.Module):
 
     def add_follower(self, other: SparseModule) -> None:
         """Let `other` follow every change of this layer's pattern, see `nn.follow_patterns`."""
-        alive = (reference for reference in self._followers if reference() is not None)
-        self._followers = (*alive, weakref.ref(other))
+        self._followers = (*map(weakref.ref, self._find_followers()), weakref.ref(other))
+
+    def _find_followers(self) -> list[SparseModule]:
+        return [follower for reference in self._followers if (follower := reference())]
 
     def shrink_index(self) -> None:
         """Keep only 4 bytes of index per block if the values are sharded on CPUs.

@@ -57,12 +57,29 @@ class Pairs(list[tuple[Tensor, Tensor]]):
             # A pass writes once, or never if it is asked for other gradients only; or it makes a
             # new gradient. One of zeros may be the result of a pass.
             storage = StorageWeakRef(grad.untyped_storage())
-            if grad._version == self.writes and storage == self.storage:
+            if self._has_same_gradient(grad):
                 del self[self.before :]
             elif self.writes < grad._version - 1 and not bool(grad.any()):
                 self.clear()
             self.writes, self.storage = grad._version, storage
         self.before = len(self)
+
+    def discard_last_pass_without_gradient(self) -> None:
+        """Discard the pairs of a last pass that did not write to the gradient.
+
+        An example is `torch.autograd.grad` between `backward()` and the step.
+        """
+        grad = self.values.grad
+        if hasattr(self.values, "_local_tensor") or grad is None:
+            return
+        if self._has_same_gradient(grad):
+            del self[self.before :]
+
+    def _has_same_gradient(self, grad: Tensor) -> bool:
+        """Whether `grad` is as it was when the last pass began."""
+        return (
+            grad._version == self.writes and StorageWeakRef(grad.untyped_storage()) == self.storage
+        )
 
 
 # Weak, so that a capture ends with its last reference and the address may be reused.

@@ -350,8 +350,10 @@ class MomentumBudget(Budget):
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         _check_one_block_size(patterns, "redistribution")
+        self.names = frozenset(patterns)
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
+        _check_known(self.names, survey.patterns)
         drops, means, room = [], [], []
         momentum = survey.mean_momentum()
         for (name, pattern), mean in zip(survey.patterns.items(), momentum, strict=True):
@@ -422,8 +424,8 @@ def _check_known(known: Collection[str], patterns: Mapping[str, SparsePattern]) 
     for name in patterns:
         if name not in known:
             raise RuntimeError(
-                f"layer {name!r} was frozen when the trainer was made, which decided the final "
-                "number of blocks of the others: make a new trainer"
+                f"layer {name!r} was frozen when the trainer was made, which shares out the blocks "
+                "among the others: make a new trainer"
             )
 
 

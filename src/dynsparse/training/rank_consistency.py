@@ -84,8 +84,11 @@ def _broadcast_differing(ranks: Ranks, layers: Mapping[str, SparseLinear], used:
     """Broadcast patterns and values where they differ, but not of layers in `used`."""
     check_consistent(
         ranks,
-        {f"layer {name!r}": str(layer.pattern) for name, layer in layers.items()},
-        "give layers the same shape, block size and number of blocks on every rank",
+        {
+            f"layer {name!r}": f"{layer.pattern} of {layer.values.dtype}"
+            for name, layer in layers.items()
+        },
+        "give layers the same shape, block size, number of blocks and dtype on every rank",
     )
     full = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
     check_consistent(

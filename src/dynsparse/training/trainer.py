@@ -23,7 +23,7 @@ from dynsparse.ranks import ALONE, collective_errors
 from dynsparse.tracing.models import watch
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.deferred_checks import check_gradients, layer_errors
-from dynsparse.training.drop import DropScore, magnitude
+from dynsparse.training.drop import DropScore, MagnitudeGradient, magnitude
 from dynsparse.training.grow import GradientStep, GrownValue, Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.layer_shards import describe_layer, rebuild_reducers, resolve_ranks
@@ -321,7 +321,9 @@ class SparseTrainer:
                 # Scores of one step alone rank alike at any scale of the loss.
                 is_scaled = self.history.window != 1 or isinstance(self.initial_value, GradientStep)
                 for name, pairs in self._captures.items():
-                    self.history.observe(name, unscale(pairs) if is_scaled else list(pairs))
+                    pairs.discard_last_pass_without_gradient()
+                    if pairs or self.layers[name].values.requires_grad:
+                        self.history.observe(name, unscale(pairs) if is_scaled else list(pairs))
                 has_gradient[:] = map(self._has_gradient, self._trainable_layers() if due else ())
             changes, planned = self._plan(has_gradient) if due else ({}, None)
             rewirings = {name: change.rewiring for name, change in changes.items()}
@@ -368,7 +370,8 @@ class SparseTrainer:
         counts = self.schedule is not None and self._needs_gradients
         if counts and self.schedule is not None:
             counts = is_due_within(self.schedule, self.steps + 1, self.history.window)
-        layers = self._trainable_layers() if counts else {}
+        # Frozen layers record nothing, and may be trainable when the gradient is computed.
+        layers = self.layers if counts else {}
         self._captures = {
             name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
         }
@@ -461,8 +464,10 @@ class SparseTrainer:
         return ranks_by_gradient or isinstance(self.initial_value, GradientStep)
 
     def _has_gradient(self, name: str) -> bool:
-        is_empty = not self.layers[name].pattern.nnz
-        return not self._needs_gradients or is_empty or self.history.has(name)
+        layer = self.layers[name]
+        if isinstance(self.drop_score, MagnitudeGradient) and layer.values.grad is None:
+            return False
+        return not self._needs_gradients or not layer.pattern.nnz or self.history.has(name)
 
     def _update_inputs(self) -> dict[str, Any]:
         """The settings and states that decide the next update besides weights and gradients."""

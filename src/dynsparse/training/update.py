@@ -113,8 +113,10 @@ def check_trained_by(optimizer: torch.optim.Optimizer, layers: Mapping[str, Spar
         if values not in trained and values not in optimizer.state and not is_sharded(values):
             with layer_errors(name):
                 raise RuntimeError(
-                    "its values are not those that the optimizer holds: where fully_shard leaves "
-                    "them gathered after backward, call reshard() before trainer.step()"
+                    "its values are not those that the optimizer holds: make the optimizer from "
+                    "model.parameters() after the last call that replaces them, such as "
+                    "load_state_dict(..., assign=True); where fully_shard leaves them gathered "
+                    "after backward, call reshard() before trainer.step()"
                 )
 
 
@@ -543,7 +545,11 @@ def prepare_changes(
         with failed:
             assert moved.move is not None
             moved.parts.append(moved.move())
-    if moving:
+    # Shards of one layer have patterns of their own: values may move on some ranks only.
+    may_move_elsewhere = any(
+        change.layer._is_shard and is_sharded(change.layer.values) for change in changes.values()
+    )
+    if moving or may_move_elsewhere:
         with collective_errors(ranks):
             failed.raise_pending()
 

@@ -306,7 +306,7 @@ class ProductCodelets(BucketCodelets):
             return
         grid = v.count
         partials = v.partials.reshape(grid, *v.partials.shape[v.rank :])
-        assert np.shares_memory(partials, v.partials)
+        assert not partials.size or np.shares_memory(partials, v.partials)
         operand = v.operand.reshape(grid, *v.operand.shape[v.rank :])
         values = self._buckets(v, "values")
         if self.transposed:
@@ -419,7 +419,7 @@ class GradWeightCodelets(BucketCodelets):
         matches = self._take_matches(v)
         bx, by = self.plan.block_dimensions
         partials = v.partials.reshape(v.count, -1)
-        assert np.shares_memory(partials, v.partials)
+        assert not partials.size or np.shares_memory(partials, v.partials)
         partials = self._blocks(partials)
         gradient = self._by_block(v, v.gradient, bx)
         inputs = self._by_block(v, v.input, by)
@@ -539,7 +539,7 @@ class EmbeddingCodelets(BucketCodelets):
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
         slices = slices.reshape(*slices.shape[:2], -1, by)
         partials = v.partials.reshape(v.count, -1)
-        assert np.shares_memory(partials, v.partials)
+        assert not partials.size or np.shares_memory(partials, v.partials)
         update = slices[hits.vertex, hits.entry, hits.col].astype(np.float32)
         update *= v.scale.reshape(v.count, 1)[hits.vertex]
         np.add.at(self._blocks(partials), (hits.vertex, hits.place, hits.inner), update)

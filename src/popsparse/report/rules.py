@@ -204,11 +204,13 @@ def _host(profile: Profile) -> Finding | None:
 
 
 def _propagation(profile: Profile) -> list[StepProfile]:
-    return [
-        step
+    """The steps that pass spilled blocks on: none where the program only found that it has none."""
+    steps = [
+        (name.split("/"), step)
         for name, step in zip(short_names(profile), profile.steps, strict=True)
         if "propagation" in name.split("/") and step.runs
     ]
+    return [step for _, step in steps] if any("loop" in names for names, _ in steps) else []
 
 
 def _spilled(profile: Profile) -> Finding | None:

@@ -124,6 +124,10 @@ def test_no_rule_fires():
     fast = {"flops": 600 * 10 * 128, "peak_flops": 128}
     assert findings(made(compute(830, 0.95, **fast), *small)) == []
     assert findings(made(memory=100)) == []
+    # The program of a plan with several rectangles asks whether blocks spilled; none did.
+    asked = [compute(120, 0.1, 1, f"propagation/{name}") for name in ("begin", "any/predicate")]
+    unused = step("propagation/any/loop/compute 0", "compute", runs=0)
+    assert findings(made(compute(830, 0.95, **fast), *asked, unused)) == []
 
 
 def test_rules_are_sorted_by_cost_with_out_of_memory_first():

@@ -54,11 +54,12 @@ def sparsify_onnx(
     Raises:
         ImportError: onnx is missing.
         ValueError: no linear layer that block_size divides, a damaged file, and what `sparsify`
-            raises. OSError: a file cannot be read or written.
+            raises, a file of `export(weights="operator")`.
+        OSError: a file cannot be read or written.
     """
     check_form(weights)
     check_integer("block_size", block_size, 1)
-    model = read_model(source)
+    model = _read_with_matrices(source)
     densify_initializers(model)
     tensors = {entry.name: entry for entry in model.graph.initializer}
     selected = {
@@ -96,10 +97,11 @@ def weights_from_onnx(source: str | os.PathLike[str], file: str | os.PathLike[st
 
     Raises:
         ImportError: onnx or safetensors is missing.
-        ValueError: a damaged file, or a name that is a prefix of another.
+        ValueError: a damaged file, one of `export(weights="operator")`, or a name that is a prefix
+            of another.
         OSError: a file cannot be read or written.
     """
-    model = read_model(source)
+    model = _read_with_matrices(source)
     patterns = densify_initializers(model)
     linear = find_linear_weights(model.graph)
     tensors = {entry.name: to_tensor(entry) for entry in model.graph.initializer}
@@ -146,11 +148,11 @@ def weights_to_onnx(
 
     Raises:
         ImportError: onnx or safetensors is missing.
-        ValueError: a damaged file, or weights that do not fit the graph; the message names the
-            first. OSError: a file cannot be read or written.
+        ValueError: a damaged file, a graph of `export(weights="operator")`, or weights that do not
+            fit the graph; the message names the first. OSError: a file cannot be read or written.
     """
     check_form(weights)
-    model = read_model(graph)
+    model = _read_with_matrices(graph)
     densify_initializers(model)
     linear = find_linear_weights(model.graph)
     source = Path(source)
@@ -184,6 +186,21 @@ def weights_to_onnx(
     store_weights(model, patterns, weights)
     write_model(model, file)
     return [name.removesuffix(".weight") for name in patterns]
+
+
+def _read_with_matrices(path: str | os.PathLike[str]) -> Any:
+    """Return the `ModelProto` of a file whose weights are matrices of standard operators.
+
+    Raises:
+        ValueError: as `read_model`, and for a file of `export(weights="operator")`.
+    """
+    model = read_model(path)
+    if any(node.domain == "dynsparse" for node in model.graph.node):
+        raise ValueError(
+            f"{path} holds its weights in the operator SparseLinear, where they cannot be read or "
+            'replaced: use a file of export(..., weights="sparse")'
+        )
+    return model
 
 
 def _shape(entry: Any, transposed: bool) -> tuple[int, int]:
