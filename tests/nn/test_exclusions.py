@@ -47,7 +47,7 @@ def test_unsupported_layers_stay_dense_and_are_reported(capsys):
     assert m.head.weight is m.embed.weight
     assert m.one.weight is m.two.weight
     printed = capsys.readouterr().out
-    assert "density of the 1 selected layers: 0.5" in printed
+    assert "density of the selected layer: 0.5" in printed
     last = printed.split(" parameters (")[1].splitlines()[1:-2]
     assert last == [
         "'lora_A.default' stays dense: it is the adapter of another layer",

@@ -162,9 +162,14 @@ def _layers(
 
 def _table(choices: dict[str, Any]) -> Table:
     """A row per block and pass, a column per batch; the kinds in the order of density."""
-    table = Table(
-        title=choices["title"], title_justify="left", title_style="bold", box=None, padding=(0, 2)
+    sparse = "sparse, and small for few samples" if choices["device"] == "cpu" else "blocks"
+    caption = (
+        f"{sparse}: products over the non-zeros; dense: products with the weight as a dense matrix"
     )
+    table = Table(
+        title=choices["title"], title_justify="left", title_style="bold", box=None, padding=(0, 2),
+        caption=caption, caption_justify="left",
+    )  # fmt: skip
     rows: dict[tuple[str, str], list[str]] = {}
     for layer in choices["layers"]:
         kinds = [

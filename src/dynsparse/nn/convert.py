@@ -224,7 +224,8 @@ def sparsify(
         if density is None and start != "nonzero":
             requested = "requested: by layer"
         print(describe(model, batch=None if start == "random" else _BATCH))
-        print(f"density of the {len(groups)} selected layers: {nnz / elements:.6g} ({requested})")
+        layers = "selected layer" if len(groups) == 1 else f"{len(groups)} selected layers"
+        print(f"density of the {layers}: {nnz / elements:.6g} ({requested})")
     return model
 
 
