@@ -214,7 +214,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         TypeError: not a module, or not a number.
         ValueError: a negative or infinite `max_norm`.
     """
-    check_not_negative("max_norm", max_norm)
+    limit = check_not_negative("max_norm", max_norm)
     layers = [module for module in model.modules() if isinstance(module, SparseLinear)]
     specs = [(layer, spec) for layer in layers if (spec := spec_of(layer)) is not None]
     grid = specs[0][1].grid if specs else RankGrid()
@@ -231,7 +231,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         if grid.z.is_lead_rank(axes_of.get(parameter, ())):
             square += norm.to(square.device).square()
     norm = grid.all_ranks.sum(square).sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    factor = (limit / (norm + 1e-6)).clamp(max=1)
     for grad in gradients.values():
         local_part(grad).mul_(factor.to(grad.device))
     return norm

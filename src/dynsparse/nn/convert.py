@@ -224,8 +224,8 @@ def sparsify(
         if density is None and start != "nonzero":
             requested = "requested: by layer"
         print(describe(model, batch=None if start == "random" else _BATCH))
-        layers = "selected layer" if len(groups) == 1 else f"{len(groups)} selected layers"
-        print(f"density of the {layers}: {nnz / elements:.6g} ({requested})")
+        chosen = "selected layer" if len(groups) == 1 else f"{len(groups)} selected layers"
+        print(f"density of the {chosen}: {nnz / elements:.6g} ({requested})")
     return model
 
 
