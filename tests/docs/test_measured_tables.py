@@ -22,11 +22,16 @@ def words_of(page: str) -> str:
     return " ".join((ROOT / "docs" / page).read_text().split())
 
 
-def test_onnxruntime():
-    rows = cells_of(
-        "deploy.md", "| layer or model, samples ", after="What it gains: times of onnxruntime"
-    )
-    measured = figures("deploy-xeon.json")["onnxruntime"]
+@pytest.mark.parametrize(
+    ("file", "after"),
+    [
+        ("deploy-xeon.json", "What it gains: times of onnxruntime"),
+        ("deploy-zen3.json", "The same on one thread of an EPYC with AVX2"),
+    ],
+)
+def test_onnxruntime(file, after):
+    rows = cells_of("deploy.md", "| layer or model, samples ", after=after)
+    measured = figures(file)["onnxruntime"]
     assert [row[1:] for row in rows] == [
         [f"{ratio:.2f}" for ratio in row.values()] for row in measured.values()
     ]
