@@ -46,6 +46,17 @@ def make_model_and_input():
     return Block(), torch.randn(4, 5, 24).double()
 
 
+def check_gradients(own, whole, atol=1e-12):
+    """Compare gradients of a split model, which replace its parameters, with the full one's."""
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.copy_(parameter.grad)
+    for key, tensor in gather(own).items():
+        if not key.endswith(("rows", "cols")):
+            expected = whole.get_parameter(key).grad
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=atol)
+
+
 def check_parallelize_module(rank, size):
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -61,13 +72,7 @@ def check_parallelize_module(rank, size):
     got.square().sum().backward()
     assert all(torch.equal(t, model.state_dict()[key]) for key, t in gather(own).items())
     held = sum(p.numel() for p in own.parameters())
-    with torch.no_grad():
-        for parameter in own.parameters():
-            parameter.copy_(parameter.grad)
-    for key, tensor in gather(own).items():
-        if not key.endswith(("rows", "cols")):
-            expected = model.get_parameter(key).grad
-            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
+    check_gradients(own, model)
     return held
 
 
@@ -90,13 +95,7 @@ def check_two_dimensional_mesh(rank, size):
     y = data(x.chunk(2)[z])
     torch.testing.assert_close(y, whole(x).chunk(2)[z], rtol=0, atol=1e-12)
     y.backward(dy.chunk(2)[z] / 4)  # DDP takes the mean over its ranks
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.grad)
-    for key, tensor in gather(model).items():
-        if not key.endswith(("rows", "cols")):
-            expected = whole.get_parameter(key).grad
-            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
+    check_gradients(model, whole)
     return True
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_ranks import in_threads
 from grids import GRIDS, on_grid
+from split_runs import check_gradients
 from torch import nn
 
 import dynsparse as ds
@@ -153,13 +154,7 @@ def test_attention_split_by_heads_equals_one_process(average):
         state = gather(own)
         for key, tensor in model.state_dict().items():
             assert torch.equal(state[key], tensor), key
-        with torch.no_grad():
-            for parameter in own.parameters():
-                parameter.copy_(parameter.grad)
-        for key, tensor in gather(own).items():
-            if key in dict(model.named_parameters()):
-                grad = model.get_parameter(key).grad
-                torch.testing.assert_close(tensor, grad, rtol=0, atol=EXACT)
+        check_gradients(own, model, EXACT)
         return own.num_heads
 
     assert sorted(on_grid((2, 1, 1), work).values()) == [1, 2]
@@ -315,20 +310,13 @@ def test_clipped_gradients_equal_one_process(sizes, max_norm):
     whole(x).square().sum().backward()
     expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
 
-    @torch.no_grad()
     def work(grid):
         own = split(copy.deepcopy(model), grid)
-        with torch.enable_grad():
-            own(samples(x, grid)).square().sum().backward()
+        own(samples(x, grid)).square().sum().backward()
         for parameter in own.parameters():
             grid.z.sum(parameter.grad)
         norm = clip_grad_norm_(own, max_norm)
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        for parameter in own.parameters():
-            parameter.copy_(parameter.grad)
-        for key, tensor in gather(own).items():
-            if not key.endswith(("rows", "cols")):
-                wanted = whole.get_parameter(key).grad
-                torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-11)
+        check_gradients(own, whole, 1e-11)
 
     on_grid(sizes, work)

@@ -216,13 +216,15 @@ def test_topkast_rejects_embedding_tables():
         ds.TopKAST(model, optimizer, total_steps=9)
 
 
-def test_mest_keeps_the_pattern_of_a_layer_without_gradient():
+@pytest.mark.parametrize(("gradient_weight", "changed"), [(0.01, ["0"]), (0, ["0", "1"])])
+def test_mest_keeps_the_pattern_of_a_layer_without_gradient(gradient_weight, changed):
     model = nn.ModuleList([SparseLinear(8, 8, 0.4), SparseLinear(8, 8, 0.4)])
     trainer = ds.MEST(
-        model, torch.optim.SGD(model.parameters(), 0.1), total_steps=9, update_interval=1
-    )
+        model, torch.optim.SGD(model.parameters(), 0.1), total_steps=9, update_interval=1,
+        gradient_weight=gradient_weight,
+    )  # fmt: skip
     model[0](torch.randn(4, 8)).sum().backward()
-    assert list(trainer.step()) == ["0"]
+    assert list(trainer.step()) == changed
 
 
 @pytest.mark.parametrize("made_for_averaging", [True, False])

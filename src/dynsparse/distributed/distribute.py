@@ -200,8 +200,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     `torch.nn.utils.clip_grad_norm_` sees the shards of one rank, and would scale by another factor
     on each. This function computes the norm of the gradients of the full model, with one
-    collective of all ranks of the mesh. All of them call it at the same time, with gradients that
-    are already averaged over samples, as `replicate` and `fully_shard` leave them.
+    collective of all ranks of the mesh, and one for each gradient that `fully_shard` shards. All
+    ranks call it at the same time, with gradients that are already averaged over samples, as
+    `replicate` and `fully_shard` leave them.
 
     Args:
         model: with or without layers that are split.

@@ -38,12 +38,11 @@ class Blocks:
         self.model = model
         self.names = _find_chain(model, layers)
         self.inputs: list[Tensor] = []
-        self.masks = [
-            _padding_mask(model, batch, self.names[0] if self.names else "") for batch in batches
-        ]
+        self.masks: list[Tensor | None] = []
         self._others: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
         if not self.names:
             return
+        self.masks = [_padding_mask(model, batch, self.names[0]) for batch in batches]
         for batch in batches:
             calls = self._record(batch)
             if calls is None:
@@ -62,9 +61,9 @@ class Blocks:
         returned: list[Tensor] = []
 
         def record_call(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            # The model may write to what enters its first block.
-            first = args[0].clone() if not calls and args and isinstance(args[0], Tensor) else None
-            calls.append((args if first is None else (first, *args[1:]), named))
+            if not calls and args and isinstance(args[0], Tensor):
+                args = (args[0].clone(), *args[1:])  # the model may write to it
+            calls.append((args, named))
 
         def record_output(_: nn.Module, _args: Any, output: Any) -> None:
             returned.append(_hidden(output))

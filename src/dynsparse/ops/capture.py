@@ -56,12 +56,11 @@ class Pairs(list[tuple[Tensor, Tensor]]):
         else:
             # A pass writes once, or never if it is asked for other gradients only; or it makes a
             # new gradient. One of zeros may be the result of a pass.
-            storage = StorageWeakRef(grad.untyped_storage())
             if self._has_same_gradient(grad):
                 del self[self.before :]
             elif self.writes < grad._version - 1 and not bool(grad.any()):
                 self.clear()
-            self.writes, self.storage = grad._version, storage
+            self.writes, self.storage = grad._version, StorageWeakRef(grad.untyped_storage())
         self.before = len(self)
 
     def discard_last_pass_without_gradient(self) -> None:
@@ -70,9 +69,8 @@ class Pairs(list[tuple[Tensor, Tensor]]):
         An example is `torch.autograd.grad` between `backward()` and the step.
         """
         grad = self.values.grad
-        if hasattr(self.values, "_local_tensor") or grad is None:
-            return
-        if self._has_same_gradient(grad):
+        # Of a DTensor, nothing is known of the gradient: `writes` stays -1.
+        if grad is not None and self._has_same_gradient(grad):
             del self[self.before :]
 
     def _has_same_gradient(self, grad: Tensor) -> bool:

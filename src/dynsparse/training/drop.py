@@ -71,9 +71,14 @@ class MagnitudeGradient:
     def __init__(self, gradient_weight: float = 0.01) -> None:
         self.gradient_weight = check_not_negative("gradient_weight", gradient_weight)
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a layer without gradient has no score."""
+        return self.gradient_weight > 0
+
     def __call__(self, values: Tensor) -> Tensor:
         score = magnitude(values)
-        if not self.gradient_weight:
+        if not self.needs_gradients:
             return score
         if values.grad is None:
             raise RuntimeError(

@@ -23,7 +23,7 @@ from dynsparse.ranks import ALONE, collective_errors
 from dynsparse.tracing.models import watch
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.deferred_checks import check_gradients, layer_errors
-from dynsparse.training.drop import DropScore, MagnitudeGradient, magnitude
+from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientStep, GrownValue, Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.layer_shards import describe_layer, rebuild_reducers, resolve_ranks
@@ -465,7 +465,7 @@ class SparseTrainer:
 
     def _has_gradient(self, name: str) -> bool:
         layer = self.layers[name]
-        if isinstance(self.drop_score, MagnitudeGradient) and layer.values.grad is None:
+        if getattr(self.drop_score, "needs_gradients", False) and layer.values.grad is None:
             return False
         return not self._needs_gradients or not layer.pattern.nnz or self.history.has(name)
 

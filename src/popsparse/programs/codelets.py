@@ -268,6 +268,13 @@ def chunks(count: int, elements: int) -> Iterator[slice]:
         yield slice(first, min(first + step, count))
 
 
+def _view(values: np.ndarray, *shape: int) -> np.ndarray:
+    """Return a reshaped view, for writing."""
+    view = values.reshape(shape)
+    assert not view.size or np.shares_memory(view, values)
+    return view
+
+
 class ProductCodelets(BucketCodelets):
     """Codelets that multiply the blocks of a tile's rectangle in its buckets by the tile's operand.
 
@@ -305,8 +312,7 @@ class ProductCodelets(BucketCodelets):
         if not len(matches.vertex):
             return
         grid = v.count
-        partials = v.partials.reshape(grid, *v.partials.shape[v.rank :])
-        assert not partials.size or np.shares_memory(partials, v.partials)
+        partials = _view(v.partials, grid, *v.partials.shape[v.rank :])
         operand = v.operand.reshape(grid, *v.operand.shape[v.rank :])
         values = self._buckets(v, "values")
         if self.transposed:
@@ -418,8 +424,7 @@ class GradWeightCodelets(BucketCodelets):
     def _compute(self, v: VertexView) -> None:
         matches = self._take_matches(v)
         bx, by = self.plan.block_dimensions
-        partials = v.partials.reshape(v.count, -1)
-        assert not partials.size or np.shares_memory(partials, v.partials)
+        partials = _view(v.partials, v.count, -1)
         partials = self._blocks(partials)
         gradient = self._by_block(v, v.gradient, bx)
         inputs = self._by_block(v, v.input, by)
@@ -528,8 +533,7 @@ class EmbeddingCodelets(BucketCodelets):
         hits = self._take_matches(v)
         by = self.plan.block_dimensions[1]
         values = self._blocks(v.values.reshape(v.count, -1))
-        slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
-        assert np.shares_memory(slices, v.slices)
+        slices = _view(v.slices, v.count, *v.slices.shape[v.rank :])
         slices = slices.reshape(*slices.shape[:2], -1, by)
         slices[hits.vertex, hits.entry, hits.col] = values[hits.vertex, hits.place, hits.inner]
 
@@ -538,8 +542,7 @@ class EmbeddingCodelets(BucketCodelets):
         by = self.plan.block_dimensions[1]
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
         slices = slices.reshape(*slices.shape[:2], -1, by)
-        partials = v.partials.reshape(v.count, -1)
-        assert not partials.size or np.shares_memory(partials, v.partials)
+        partials = _view(v.partials, v.count, -1)
         update = slices[hits.vertex, hits.entry, hits.col].astype(np.float32)
         update *= v.scale.reshape(v.count, 1)[hits.vertex]
         np.add.at(self._blocks(partials), (hits.vertex, hits.place, hits.inner), update)

@@ -53,8 +53,8 @@ def sparsify_onnx(
 
     Raises:
         ImportError: onnx is missing.
-        ValueError: no linear layer that block_size divides, a damaged file, and what `sparsify`
-            raises, a file of `export(weights="operator")`.
+        ValueError: no linear layer that block_size divides, a damaged file, a file of
+            `export(weights="operator")`, and what `sparsify` raises.
         OSError: a file cannot be read or written.
     """
     check_form(weights)
@@ -149,7 +149,8 @@ def weights_to_onnx(
     Raises:
         ImportError: onnx or safetensors is missing.
         ValueError: a damaged file, a graph of `export(weights="operator")`, or weights that do not
-            fit the graph; the message names the first. OSError: a file cannot be read or written.
+            fit the graph; the message names the first.
+        OSError: a file cannot be read or written.
     """
     check_form(weights)
     model = _read_with_matrices(graph)
