@@ -40,3 +40,32 @@ def test_compiled_equals_eager(kind):
     for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert eager[0].pattern == compiled[0].pattern
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_optimizer():
+    """A compiled step of the optimizer takes the trainer's, which is not traced."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def run(compiled):
+        g = torch.Generator().manual_seed(0)
+        layer = SparseLinear(16, 24, density=0.5, generator=g)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        trainer = ds.RigL(layer, optimizer, **TIMES)
+        step = torch.compile(lambda: optimizer.step(), backend=backend)
+        for _ in range(15):
+            optimizer.zero_grad()
+            layer(torch.randn(8, 16, generator=g)).square().mean().backward()
+            step() if compiled else optimizer.step()
+        assert (trainer.steps, trainer.updates) == (15, 2)
+        return layer
+
+    eager, compiled = run(False), run(True)
+    assert eager.pattern == compiled.pattern
+    torch.testing.assert_close(eager.values, compiled.values)
+    assert 0 < len(graphs) < 5

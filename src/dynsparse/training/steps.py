@@ -324,7 +324,7 @@ class _Hooks:
         steps = self._steps()
         if steps is not None:
             self.used = True
-            return steps.before_step(optimizer, args, kwargs)
+            return _exclude_from_graph(steps.before_step)(optimizer, args, kwargs)
         if not self.used:
             self.used = True
             logs.warn(
@@ -337,7 +337,13 @@ class _Hooks:
     def _after_step(self, *_: Any) -> None:
         steps = self._steps()
         if steps is not None:
-            steps.after_step()
+            _exclude_from_graph(steps.after_step)()
+
+
+def _exclude_from_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep `torch.compile` of an optimizer's step from tracing an update, which takes a minute."""
+    # Outside of compiled code, `disable` would import all of dynamo.
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def unscale(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
