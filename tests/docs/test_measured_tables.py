@@ -37,9 +37,16 @@ def test_onnxruntime(file, after):
     ]
 
 
-def test_int8():
-    rows = cells_of("deploy.md", "| blocks, samples ", after="The same on one thread of a Xeon")
-    measured, first = figures("deploy-xeon.json")["int8"], ""
+@pytest.mark.parametrize(
+    ("file", "after"),
+    [
+        ("deploy-zen3.json", "What it gains: the time of onnxruntime"),
+        ("deploy-xeon.json", "The same on one thread of a Xeon"),
+    ],
+)
+def test_int8(file, after):
+    rows = cells_of("deploy.md", "| blocks, samples ", after=after)
+    measured, first = figures(file)["int8"], ""
     assert len(rows) == 21
     kinds = {"int8 weights and activations": "int8 both"}
     for name, kind, *ratios in rows:
@@ -47,6 +54,28 @@ def test_int8():
         blocks, samples = first.replace("elements", "1").split(", ")
         found = [measured[f"{layer}, blocks of {blocks}, {samples} samples"] for layer in LAYERS]
         assert ratios == [f"{row[kinds.get(kind, kind)]:.2f}" for row in found]
+
+
+def test_int8_over_float32():
+    text = words_of("deploy.md")
+    epyc, xeon = (figures(f"deploy-{name}.json")["int8"] for name in ("zen3", "xeon"))
+
+    def span(measured, block, samples, kind="int8 weights"):
+        rows = [measured[f"{n}, blocks of {block}, {s} samples"] for n in LAYERS for s in samples]
+        times = [row["float32"] / row[kind] for row in rows]
+        return f"{min(times):.2f} to {max(times):.2f}"
+
+    both = "int8 both"
+    few, many = (1, 8), (128,)
+    assert f"{span(epyc, 16, few)} on the EPYC and {span(xeon, 16, few)} on the Xeon" in text
+    assert f"as well, {span(epyc, 16, few, both)} and {span(xeon, 16, few, both)}." in text
+    assert f"dominates: {span(epyc, 16, many)} and {span(xeon, 16, many)}" in text
+    assert f"activations {span(epyc, 16, many, both)} and {span(xeon, 16, many, both)}." in text
+    assert f"take {span(epyc, 4, (1,))} and {span(xeon, 4, (1,))} for 1 sample" in text
+    assert f"EPYC, {span(epyc, 4, (8,))}, and faster on the Xeon, {span(xeon, 4, (8,))}." in text
+    assert f"slower: {span(epyc, 1, (8,))} and {span(xeon, 1, (8,))}." in text
+    assert all(row[kind] < 1.5 for n, row in xeon.items() if ", 128 " in n for kind in row)
+    assert all(row["int8 weights"] < 1 for n, row in xeon.items() if "blocks of 1," in n)
 
 
 @pytest.mark.parametrize(
