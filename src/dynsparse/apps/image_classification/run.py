@@ -169,14 +169,16 @@ def training_figures(
 
 
 def summary_table(figures: dict[str, Any]) -> Table:
-    """The closing table: this network against the same one dense."""
+    """The closing table: this network against the same one dense, if it is not dense itself."""
+    is_sparse = figures["method"] != "dense"
     table = Table(title=f"{figures['method']} on {figures['dataset']}", title_style="bold")
     table.add_column("")
-    for heading in ("this network", "dense", "share"):
+    for heading in ("this network", "dense", "share") if is_sparse else ("this network",):
         table.add_column(heading, justify="right")
 
     def add_row(name: str, sparse: str, dense: str = "", share: float | None = None) -> None:
-        table.add_row(name, sparse, dense, "" if share is None else f"{100 * share:.1f} %")
+        cells = (sparse, dense, "" if share is None else f"{100 * share:.1f} %")
+        table.add_row(name, *cells[: 3 if is_sparse else 1])
 
     if figures["accuracy"] is not None:
         add_row("test accuracy", f"{100 * figures['accuracy']:.2f} %")
@@ -185,17 +187,21 @@ def summary_table(figures: dict[str, Any]) -> Table:
     add_row("parameters", f"{sparse:,}", f"{dense:,}", sparse / dense)
     sparse_memory, dense_memory = figures["memory"]["sparse"], figures["memory"]["dense"]
     for part in sparse_memory:
+        if part == "pattern" and not is_sparse:
+            continue
         share = sparse_memory[part] / dense_memory[part] if dense_memory[part] else None
         sizes = format_bytes(sparse_memory[part]), format_bytes(dense_memory[part])
         add_row(f"memory: {part}", *sizes, share)
     total, dense_total = sum(sparse_memory.values()), sum(dense_memory.values())
     add_row("memory: total", format_bytes(total), format_bytes(dense_total), total / dense_total)
     if figures["steps"]:
+        step = "one step, with updates" if is_sparse else "one step"
         add_row("training", f"{figures['seconds']:.1f} s")
-        add_row("one step, with updates", f"{1000 * figures['seconds_per_step']:.3f} ms")
-        add_row("pattern updates", f"{figures['updates']:,}")
-        add_row("connections replaced", f"{figures['replaced']:,}")
-        add_row("time in pattern updates", f"{100 * figures['update_share']:.1f} %")
+        add_row(step, f"{1000 * figures['seconds_per_step']:.3f} ms")
+        if is_sparse:
+            add_row("pattern updates", f"{figures['updates']:,}")
+            add_row("connections replaced", f"{figures['replaced']:,}")
+            add_row("time in pattern updates", f"{100 * figures['update_share']:.1f} %")
     return table
 
 
