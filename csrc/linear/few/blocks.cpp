@@ -55,25 +55,42 @@ void pack_pieces(const Matrix& from, i64 batch, i64 features, float* out) {
     }
 }
 
+DYNSPARSE_INLINE V load_weights(const float* p) { return load_unaligned(p); }
+DYNSPARSE_INLINE V load_weights(const int8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i weights = _mm512_maskz_cvtepi8_epi32(
+      0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_maskz_cvtepi32_ps(0xFFFF, weights);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  V weights;
+  for (int i = 0; i < VL; i++) weights[i] = static_cast<float>(p[i]);
+  return weights;
+#endif
+}
+
 // ---- forward ----
 
 // DOWN vectors of a block row, from `first` on, by SAMPLES samples. Neighbouring blocks add to
 // different accumulators where these are few, so that additions need not wait for each other.
-template <int BLOCK, int DOWN, int SAMPLES>
-void forward_vectors(const FewPass& pass, const float* x, i64 row, int first, i64 sample) {
+template <int BLOCK, int DOWN, int SAMPLES, class Weights>
+void forward_vectors(const FewPass& pass, const Weights* weights, const float* x, i64 row,
+                     int first, i64 sample) {
   using C = Cut<BLOCK>;
   constexpr int SETS = DOWN * SAMPLES > 4 ? 1 : DOWN * SAMPLES > 2 ? 2 : 4;
   V acc[SETS][DOWN][SAMPLES] = {};
   const i64 stride = pass.batch * C::COLUMNS;
   const auto add = [&](i64 p, V(&sums)[DOWN][SAMPLES]) __attribute__((always_inline)) {
-    const float* values = pass.values + p * BLOCK * BLOCK + first * C::ROWS * BLOCK;
+    const Weights* values = weights + p * BLOCK * BLOCK + first * C::ROWS * BLOCK;
     const float* pieces = x + pass.cols[p] * C::ACROSS * stride + sample * C::COLUMNS;
 #pragma GCC unroll 2
     for (int h = 0; h < C::ACROSS; h++) {
       V w[DOWN];
 #pragma GCC unroll 16
       for (int j = 0; j < DOWN; j++)
-        w[j] = load_unaligned(values + j * C::ROWS * BLOCK + h * C::COLUMNS);
+        w[j] = load_weights(values + j * C::ROWS * BLOCK + h * C::COLUMNS);
 #pragma GCC unroll 8
       for (int s = 0; s < SAMPLES; s++) {
         V lanes = repeat<C::COLUMNS>(pieces + h * stride + s * C::COLUMNS);
@@ -100,41 +117,44 @@ void forward_vectors(const FewPass& pass, const float* x, i64 row, int first, i6
       store(lanes, total);
       for (int r = 0; r < C::ROWS; r++) {
         const i64 at = row * BLOCK + (first + j) * C::ROWS + r;
-        float sum = pass.bias ? pass.bias[at] : 0.0f;
+        const float bias = pass.bias ? pass.bias[at] : 0.0f;
+        float sum = pass.scale ? 0.0f : bias;
         for (int c = 0; c < C::COLUMNS; c++) sum += lanes[r * C::COLUMNS + c];
-        pass.y[(sample + s) * pass.out + at] = sum;
+        pass.y[(sample + s) * pass.out + at] = pass.scale ? sum * pass.scale[at] + bias : sum;
       }
     }
 }
 
-template <int BLOCK, int SAMPLES>
-void forward_samples(const FewPass& pass, const float* x, i64 row, i64 sample) {
+template <int BLOCK, int SAMPLES, class Weights>
+void forward_samples(const FewPass& pass, const Weights* weights, const float* x, i64 row,
+                     i64 sample) {
   constexpr int ALL = Cut<BLOCK>::DOWN, FIT = REGISTERS / 2 / SAMPLES;
   constexpr int DOWN = ALL < FIT ? ALL : FIT;
   for (int first = 0; first < ALL; first += DOWN)
-    forward_vectors<BLOCK, DOWN, SAMPLES>(pass, x, row, first, sample);
+    forward_vectors<BLOCK, DOWN, SAMPLES>(pass, weights, x, row, first, sample);
 }
 
-template <int BLOCK>
-void forward_row(const FewPass& pass, const float* x, i64 row) {
+template <int BLOCK, class Weights>
+void forward_row(const FewPass& pass, const Weights* weights, const float* x, i64 row) {
   i64 sample = 0;
-  for (; sample + 4 <= pass.batch; sample += 4) forward_samples<BLOCK, 4>(pass, x, row, sample);
+  for (; sample + 4 <= pass.batch; sample += 4)
+    forward_samples<BLOCK, 4>(pass, weights, x, row, sample);
   if (sample + 2 <= pass.batch) {
-    forward_samples<BLOCK, 2>(pass, x, row, sample);
+    forward_samples<BLOCK, 2>(pass, weights, x, row, sample);
     sample += 2;
   }
-  if (sample < pass.batch) forward_samples<BLOCK, 1>(pass, x, row, sample);
+  if (sample < pass.batch) forward_samples<BLOCK, 1>(pass, weights, x, row, sample);
 }
 
-template <int BLOCK>
-bool forward(const FewPass& pass) {
+template <int BLOCK, class Weights>
+bool forward(const FewPass& pass, const Weights* weights) {
   const i64 size = pass.batch * pass.in;
   Scratch scratch(Scratch::size_of<float>(size));
   if (scratch.failed()) return false;
   float* x = scratch.take<float>(size);
   pack_pieces<Cut<BLOCK>::COLUMNS>(pass.x, pass.batch, pass.in, x);
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
-  for (i64 row = 0; row < pass.out / BLOCK; row++) forward_row<BLOCK>(pass, x, row);
+  for (i64 row = 0; row < pass.out / BLOCK; row++) forward_row<BLOCK>(pass, weights, x, row);
   return true;
 }
 
@@ -253,13 +273,17 @@ bool backward(const FewPass& pass) {
 
 bool blocks_forward(const FewPass& pass, i64 block) {
   switch (block) {
-    case 4: return forward<4>(pass);
-    case 8: return forward<8>(pass);
-    case 16: return forward<16>(pass);
-    case 32: return forward<32>(pass);
-    case 64: return forward<64>(pass);
-    default: return forward<128>(pass);
+    case 4: return forward<4>(pass, pass.values);
+    case 8: return forward<8>(pass, pass.values);
+    case 16: return forward<16>(pass, pass.values);
+    case 32: return forward<32>(pass, pass.values);
+    case 64: return forward<64>(pass, pass.values);
+    default: return forward<128>(pass, pass.values);
   }
+}
+
+bool int8_blocks_of_4_forward(const FewPass& pass, const int8_t* values) {
+  return forward<4>(pass, values);
 }
 
 bool blocks_backward(const FewPass& pass, i64 block) {

@@ -19,8 +19,9 @@ struct FewPass {
   Matrix x = {};  // [batch, in]
 
   // Forward.
-  const float* bias = nullptr;  // [out] or null
-  float* y = nullptr;           // [batch, out], contiguous
+  const float* bias = nullptr;   // [out] or null
+  float* y = nullptr;            // [batch, out], contiguous
+  const float* scale = nullptr;  // [out] or null: of weights in int8
 
   // Backward. What is null is not computed.
   Matrix dy = {};            // [batch, out]
@@ -33,5 +34,7 @@ bool elements_forward(const FewPass& pass);
 bool elements_backward(const FewPass& pass);
 bool blocks_forward(const FewPass& pass, i64 block);
 bool blocks_backward(const FewPass& pass, i64 block);
+// Weights in int8 [nnz, 4, 4], in place of `values`.
+bool int8_blocks_of_4_forward(const FewPass& pass, const int8_t* values);
 
 }  // namespace dynsparse

@@ -2,6 +2,7 @@
 
 #include "base/scratch.h"
 #include "linear/block/block.h"
+#include "linear/few/few.h"
 #include "linear/int8/int8.h"
 #include "linear/linear.h"
 
@@ -73,77 +74,6 @@ void quad_samples(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
   if (first < pass.block) quad_rows<1, SAMPLES>(pass, x, row, first, sample);
 }
 
-// ---- blocks of 4 ----
-
-typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-
-// Blocks that fill a vector, each with its four rows.
-constexpr int BESIDE = LANES / QUAD;
-
-// A quad of activations for each block of a vector.
-template <int... I>
-DYNSPARSE_INLINE F beside(const float* first, const float* second,
-                          std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(*reinterpret_cast<const Four*>(first),
-                                 *reinterpret_cast<const Four*>(second), I...);
-}
-// In all lanes of a block, the activation of one of its columns.
-template <int COLUMN, int... I>
-DYNSPARSE_INLINE F spread(F quads, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(quads, quads, (I / QUAD * QUAD + COLUMN)...);
-}
-
-template <int SAMPLES>
-DYNSPARSE_INLINE void add_blocks(Q quads, const float* first, const float* second,
-                                 F (&sum)[SAMPLES][2]) {
-  constexpr std::make_integer_sequence<int, LANES> lanes;
-  F w[QUAD];
-#pragma GCC unroll 4
-  for (int c = 0; c < QUAD; c++) w[c] = column_of(quads, c);
-#pragma GCC unroll 4
-  for (int s = 0; s < SAMPLES; s++) {
-    const F x = beside(first + s * QUAD, second + s * QUAD, lanes);
-    sum[s][0] += w[0] * spread<0>(x, lanes) + w[1] * spread<1>(x, lanes);
-    sum[s][1] += w[2] * spread<2>(x, lanes) + w[3] * spread<3>(x, lanes);
-  }
-}
-
-template <int SAMPLES>
-void rows_of_4(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
-  constexpr i64 SIZE = QUAD * QUAD;
-  const i64 stride = pass.batch * QUAD, end = pass.row_ptr[row + 1];
-  const auto quad = [&](i64 p) { return x + pass.cols[p] * stride + sample * QUAD; };
-  F sum[SAMPLES][2] = {};
-  i64 p = pass.row_ptr[row];
-  for (; p + BESIDE <= end; p += BESIDE)
-    add_blocks<SAMPLES>(load_quads(pass.values + p * SIZE), quad(p), quad(p + BESIDE - 1), sum);
-  if (p < end) {  // the last of an odd number
-    alignas(64) int8_t values[4 * LANES] = {};
-    std::memcpy(values, pass.values + p * SIZE, SIZE);
-    add_blocks<SAMPLES>(load_quads(values), quad(p), quad(p), sum);
-  }
-#pragma GCC unroll 4
-  for (int s = 0; s < SAMPLES; s++) {
-    alignas(64) float lanes[LANES];
-    store_lanes(lanes, sum[s][0] + sum[s][1]);
-    for (int r = 0; r < QUAD; r++) {
-      float y = lanes[r];
-      for (int k = 1; k < BESIDE; k++) y += lanes[k * QUAD + r];
-      const i64 at = row * QUAD + r;
-      pass.y[(sample + s) * pass.out + at] =
-          y * (pass.scale[at] * QUAD_SCALE) + (pass.bias ? pass.bias[at] : 0.0f);
-    }
-  }
-}
-
-template <int SAMPLES>
-void some_samples(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
-  if (pass.block == QUAD)
-    rows_of_4<SAMPLES>(pass, x, row, sample);
-  else
-    quad_samples<SAMPLES>(pass, x, row, sample);
-}
-
 // ---- weights in float32 ----
 
 // Loops of their own, for their pointers alone.
@@ -197,6 +127,12 @@ void dequantize_quads(const Int8Pass& pass, i64 row, float* out) {
 }  // namespace
 
 bool int8_forward_few(const Int8Pass& pass) {
+  if (pass.block == 4) {
+    FewPass few = {nullptr,    pass.row_ptr, pass.cols, nullptr,     pass.batch,
+                   pass.out,   pass.in,      pass.threads, pass.x, pass.bias,
+                   pass.y,     pass.scale};
+    return int8_blocks_of_4_forward(few, pass.values);
+  }
   const bool is_packed = pass.batch == 1 && pass.x.feature_stride == 1;
   const i64 size = is_packed ? 0 : pass.batch * pass.in;
   Scratch scratch(Scratch::size_of<float>(size));
@@ -207,12 +143,12 @@ bool int8_forward_few(const Int8Pass& pass) {
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (i64 row = 0; row < pass.out / pass.block; row++) {
     i64 sample = 0;
-    for (; sample + 4 <= pass.batch; sample += 4) some_samples<4>(pass, x, row, sample);
+    for (; sample + 4 <= pass.batch; sample += 4) quad_samples<4>(pass, x, row, sample);
     if (sample + 2 <= pass.batch) {
-      some_samples<2>(pass, x, row, sample);
+      quad_samples<2>(pass, x, row, sample);
       sample += 2;
     }
-    if (sample < pass.batch) some_samples<1>(pass, x, row, sample);
+    if (sample < pass.batch) quad_samples<1>(pass, x, row, sample);
   }
   return true;
 }

@@ -50,8 +50,8 @@ DYNSPARSE_INLINE F column_of(Q quads, int c) {
 }
 
 // Activations in float32. False where scratch memory is not to be had.
-bool int8_forward_few(const Int8Pass& pass);   // blocks of 4 and of multiples of 8
-bool int8_forward_many(const Int8Pass& pass);  // any block size, through weights in float32
+bool int8_forward_few(const Int8Pass& pass);     // blocks of 4 and of multiples of 8
+bool int8_forward_many(const Int8Pass& pass);    // any block size, through weights in float32
 bool int8_forward_sample(const Int8Pass& pass);  // single elements, one sample
 
 // Activations in int8, scaled by the largest magnitude of each sample; blocks of multiples of 8.
