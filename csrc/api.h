@@ -136,15 +136,18 @@ DYNSPARSE_API int dynsparse_linear_backward_bf16(
  *
  * values: as those of the layer, without `slots`, but blocks whose size is a multiple of 8 are
  * [block / 4, block, 4]: of each four neighbouring columns, the rows one after the other. scale:
- * [out]. bias: [out] or null. With int8_activations 1, products with blocks of multiples of 8 round
- * the features of each sample to multiples of their largest magnitude / 127, and sum integers; a
- * sample with a feature that is not finite gives NaN. Other blocks are computed as with 0. */
+ * [out]. masks: of single elements as for few samples, or null; they are read for as many samples
+ * as dynsparse_small_masks_samples. bias: [out] or null. With int8_activations 1, products with
+ * blocks of multiples of 8 round the features of each sample to multiples of their largest
+ * magnitude / 127, and sum integers; a sample with a feature that is not finite gives NaN. Other
+ * blocks are computed as with 0. */
 DYNSPARSE_API int dynsparse_int8_forward(const float* x, int64_t x_batch_stride,
                                          int64_t x_feature_stride, const int8_t* values,
                                          const float* scale, const int32_t* row_ptr,
-                                         const int32_t* cols, const float* bias, float* y,
-                                         int64_t batch, int64_t out, int64_t in, int64_t block,
-                                         int32_t int8_activations, int32_t threads);
+                                         const int32_t* cols, const uint16_t* masks,
+                                         const float* bias, float* y, int64_t batch, int64_t out,
+                                         int64_t in, int64_t block, int32_t int8_activations,
+                                         int32_t threads);
 
 /* ---- convolutions ---- */
 
@@ -238,6 +241,11 @@ DYNSPARSE_API int dynsparse_panels_make(const int32_t* ptr, const int32_t* idx,
 DYNSPARSE_API void dynsparse_small_masks(const int32_t* row_ptr, const int32_t* cols,
                                          uint16_t* masks, int64_t out, int64_t in,
                                          int32_t threads);
+
+/* The largest batch for which a product with single elements, in float32 or in int8, is usually
+ * faster by masks; 0 if there is none. */
+DYNSPARSE_API int64_t dynsparse_small_masks_samples(int64_t nnz, int64_t out, int64_t in,
+                                                    int32_t int8);
 
 /* As dynsparse_linear_forward for few samples: any batch is computed, but with more than some dozen
  * slowly. block is 1, 4, 8, 16, 32, 64 or 128. Single elements need masks and no cols, blocks cols

@@ -1,9 +1,11 @@
 // Bit masks of the columns that are present: [out, ceil(in / WORD)], bit c % WORD of word c / WORD.
 #pragma once
 
+#include <array>
+
 #include "base/simd.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -12,10 +14,17 @@ namespace dynsparse {
 using u16 = uint16_t;
 
 // Whether this instruction set expands masks itself; without, they are read bit by bit.
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 constexpr bool MASKS_EXPAND = true;
 #else
 constexpr bool MASKS_EXPAND = false;
+#endif
+
+// Whether masks are expanded by a table of permutations, for want of an instruction.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool MASKS_BY_TABLE = true;
+#else
+constexpr bool MASKS_BY_TABLE = false;
 #endif
 
 // Columns per word, and vectors per word.
@@ -34,11 +43,52 @@ DYNSPARSE_INLINE unsigned lanes_of(u16 word, int vector) {
   return VL == WORD ? mask : mask >> (vector * VL) & ((1u << VL) - 1);
 }
 
-// VL lanes: the next values where the mask has a bit, zero elsewhere. Reads no more than these.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each mask of 8 bits, the lanes of a permutation, a byte each.
+struct Lanes {
+  alignas(8) std::array<uint8_t, 8> of[256];
+};
+// A lane with a bit gets its value's place among the values; ABSENT marks the others.
+constexpr uint8_t ABSENT = 0x80;
+constexpr Lanes expanding() {
+  Lanes lanes{};
+  for (int mask = 0; mask < 256; mask++) {
+    uint8_t next = 0;
+    for (int i = 0; i < 8; i++) lanes.of[mask][i] = mask >> i & 1 ? next++ : ABSENT;
+  }
+  return lanes;
+}
+// The lanes with a bit, one after the other.
+constexpr Lanes compressing() {
+  Lanes lanes{};
+  for (int mask = 0; mask < 256; mask++) {
+    int next = 0;
+    for (uint8_t i = 0; i < 8; i++)
+      if (mask >> i & 1) lanes.of[mask][next++] = i;
+  }
+  return lanes;
+}
+inline constexpr Lanes EXPANDING = expanding(), COMPRESSING = compressing();
+
+DYNSPARSE_INLINE __m256i lanes_for(const Lanes& lanes, unsigned mask) {
+  return _mm256_cvtepi8_epi32(
+      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(lanes.of[mask].data())));
+}
+#endif
+
+// VL lanes: the next values where the mask has a bit, zero elsewhere. INSIDE: VL values may be
+// read, whether the mask has as many bits or not.
+template <bool INSIDE>
 DYNSPARSE_INLINE V expand(unsigned mask, const float* values) {
 #if defined(__AVX512F__)
   return _mm512_maskz_expandloadu_ps(static_cast<__mmask16>(mask), values);
-#else
+#elif defined(__AVX2__)
+  if constexpr (INSIDE) {
+    const __m256i lanes = lanes_for(EXPANDING, mask);
+    const __m256 places = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), lanes);
+    return _mm256_blendv_ps(places, _mm256_setzero_ps(), _mm256_castsi256_ps(lanes));
+  }
+#endif
   alignas(64) float lanes[VL];
 #pragma GCC unroll 8
   for (int i = 0; i < VL; i++) {
@@ -47,7 +97,36 @@ DYNSPARSE_INLINE V expand(unsigned mask, const float* values) {
     values += bit;
   }
   return load(lanes);
+}
+
+// The same of weights in int8.
+template <bool INSIDE>
+DYNSPARSE_INLINE V expand(unsigned mask, const int8_t* values) {
+#if defined(__AVX512F__)
+  if constexpr (INSIDE) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    const __m512i lanes = _mm512_maskz_expand_epi32(static_cast<__mmask16>(mask),
+                                                    _mm512_maskz_cvtepi8_epi32(0xFFFF, bytes));
+    return _mm512_maskz_cvtepi32_ps(0xFFFF, lanes);
+  }
+#elif defined(__AVX2__)
+  if constexpr (INSIDE) {
+    const auto load_bytes = [](const void* p) {
+      return _mm_loadl_epi64(static_cast<const __m128i*>(p));
+    };
+    const __m128i bytes = _mm_shuffle_epi8(load_bytes(values),
+                                           load_bytes(EXPANDING.of[mask].data()));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
 #endif
+  alignas(64) float lanes[VL];
+#pragma GCC unroll 8
+  for (int i = 0; i < VL; i++) {
+    const unsigned bit = mask >> i & 1;
+    lanes[i] = bit ? static_cast<float>(*values) : 0.0f;
+    values += bit;
+  }
+  return load(lanes);
 }
 
 // The reverse: the lanes with a bit, one after the other. What lies behind them, up to `end`, is
@@ -60,6 +139,10 @@ DYNSPARSE_INLINE void compress(unsigned mask, float* values, const float* end, V
   else
     _mm512_mask_storeu_ps(values, static_cast<__mmask16>((1u << count_bits(mask)) - 1), dense);
 #else
+#if defined(__AVX2__)
+  if (end - values >= VL)
+    return store_unaligned(values, _mm256_permutevar8x32_ps(v, lanes_for(COMPRESSING, mask)));
+#endif
   (void)end;
   alignas(64) float lanes[VL];
   store(lanes, v);

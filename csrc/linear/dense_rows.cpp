@@ -18,14 +18,16 @@ using dynsparse::u16;
 using dynsparse::WORD;
 
 // One row of single elements. The last word of a row may not be whole.
-void expand_row(const float* values, const u16* masks, float* row, i64 in) {
+void expand_row(const float* values, const float* end, const u16* masks, float* row, i64 in) {
   const i64 whole = in / WORD;
   for (i64 g = 0; g <= whole; g++)
     for (int v = 0; v < dynsparse::WORD_VECTORS; v++) {
       const i64 at = g * WORD + v * dynsparse::VL, count = dynsparse::least(dynsparse::VL, in - at);
       if (count <= 0) return;
       const unsigned mask = dynsparse::lanes_of(masks[g], v);
-      const dynsparse::V lanes = dynsparse::expand(mask, values);
+      const dynsparse::V lanes = end - values >= dynsparse::VL
+                                     ? dynsparse::expand<true>(mask, values)
+                                     : dynsparse::expand<false>(mask, values);
       values += dynsparse::count_bits(mask);
       if (count == dynsparse::VL)
         dynsparse::store_unaligned(row + at, lanes);
@@ -81,7 +83,8 @@ void dynsparse_rows_to_dense(const float* values, const i32* row_ptr, const i32*
     const i64 begin = row_ptr[first + r], end = row_ptr[first + r + 1];
     float* rows = slab + r * block * in;
     if (masks && MASKS_EXPAND) {
-      expand_row(values + begin, masks + (first + r) * dynsparse::words_of(in), rows, in);
+      expand_row(values + begin, values + end, masks + (first + r) * dynsparse::words_of(in), rows,
+                 in);
       continue;
     }
     std::memset(rows, 0, block * in * sizeof(float));

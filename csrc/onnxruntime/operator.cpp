@@ -44,6 +44,7 @@ struct Kernel {
   i32* part_ptr[MOST_PARTS];      // row_ptr of each, from 0
   void* panels;
   uint16_t* masks;  // of single elements, where products of few samples go by them
+  i64 masks_samples;
 };
 
 void destroy(void* kernel) {
@@ -90,20 +91,19 @@ bool make_panels(Kernel* k) {
 
 i64 words_of(const Kernel& k) { return (k.in + 15) / 16; }
 
-// Whether the kernels for few samples compute a batch.
+// Whether the kernels for few samples compute a batch in float32.
 bool is_small(const Kernel& k, i64 batch) {
   constexpr i64 MOST = 8, BLOCKS = 4 | 8 | 16 | 32 | 64 | 128;
-  const bool is_power = (k.block & (k.block - 1)) == 0;
-  return batch <= MOST && (k.block == 1 ? k.masks != nullptr : is_power && (k.block & BLOCKS));
+  if (k.block == 1) return batch <= k.masks_samples;
+  return batch <= MOST && (k.block & (k.block - 1)) == 0 && (k.block & BLOCKS);
 }
 
 bool make_masks(Kernel* k) {
-  // They take memory by the size of the matrix, whatever the file holds of it.
-  constexpr i64 MOST_WORDS = 16;  // for each element
-  const i64 words = k->out * words_of(*k);
-  if (k->quantized || k->block != 1 || !dynsparse_masks_expand() || words > MOST_WORDS * k->nnz)
-    return true;
-  k->masks = static_cast<uint16_t*>(malloc(words * sizeof(uint16_t)));
+  if (k->block != 1) return true;
+  k->masks_samples =
+      dynsparse_small_masks_samples(k->nnz, k->out, k->in, static_cast<i32>(k->quantized));
+  if (!k->masks_samples) return true;
+  k->masks = static_cast<uint16_t*>(malloc(k->out * words_of(*k) * sizeof(uint16_t)));
   if (k->masks) dynsparse_small_masks(k->row_ptr, k->cols, k->masks, k->out, k->in, 1);
   return k->masks;
 }
@@ -216,8 +216,9 @@ void compute_samples(void* data, size_t task) {
   float* y = call->y + first * k.out;
   if (k.quantized
           ? dynsparse_int8_forward(x, k.in, 1, static_cast<const int8_t*>(call->values),
-                                   call->scale, k.row_ptr, k.cols, call->bias, y, count, k.out,
-                                   k.in, k.block, static_cast<int32_t>(k.int8_activations), 1)
+                                   call->scale, k.row_ptr, k.cols, k.masks, call->bias, y, count,
+                                   k.out, k.in, k.block,
+                                   static_cast<int32_t>(k.int8_activations), 1)
           : dynsparse_linear_forward(x, k.in, 1, static_cast<const float*>(call->values), k.row_ptr,
                                      k.cols, nullptr, k.panels, call->bias, y, count, k.out, k.in,
                                      k.block, 1))
@@ -231,16 +232,16 @@ bool rows_failed(const Call* call, size_t part, i64 row, i64 width, float* y) {
   const float* bias = call->bias ? call->bias + row * k.block : nullptr;
   const i64 first = i64{k.row_ptr[row]} * k.block * k.block;
   const i32 *ptr = k.part_ptr[part], *cols = k.cols + k.row_ptr[row];
+  const uint16_t* masks = k.masks ? k.masks + row * words_of(k) : nullptr;
   if (k.quantized)
     return dynsparse_int8_forward(
         call->x, k.in, 1, static_cast<const int8_t*>(call->values) + first,
-        call->scale + row * k.block, ptr, cols, bias, y, call->batch, width, k.in, k.block,
+        call->scale + row * k.block, ptr, cols, masks, bias, y, call->batch, width, k.in, k.block,
         static_cast<int32_t>(k.int8_activations), 1);
   const float* values = static_cast<const float*>(call->values) + first;
   if (is_small(k, call->batch))
-    return dynsparse_small_forward(call->x, k.in, 1, values, ptr, cols,
-                                   k.masks ? k.masks + row * words_of(k) : nullptr, bias, y,
-                                   call->batch, width, k.in, k.block, 1);
+    return dynsparse_small_forward(call->x, k.in, 1, values, ptr, cols, masks, bias, y, call->batch,
+                                   width, k.in, k.block, 1);
   return dynsparse_linear_forward(call->x, k.in, 1, values, ptr, cols, nullptr, nullptr, bias, y,
                                   call->batch, width, k.in, k.block, 1);
 }

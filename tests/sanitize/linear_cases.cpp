@@ -223,6 +223,10 @@ void int8_case(const Library& library, Random& random) {
   bias.fill(random);
   bias.freeze();
   const bool biased = random.chance(50);
+  Array<uint16_t> masks(random, block == 1 ? out * ((in + 15) / 16) : 0);
+  if (block == 1)
+    library.small_masks(index.row_ptr.data(), index.cols.data(), masks.data(), out, in, 2);
+  const uint16_t* with = block == 1 && random.chance(60) ? masks.data() : nullptr;
 
   std::vector<double> y(batch * out), y_bound(y);
   std::vector<double> step(batch);  // half of it is what rounding takes, and a little more
@@ -251,8 +255,8 @@ void int8_case(const Library& library, Random& random) {
       [&](const Array<float>& to, i32 threads) {
         const int status = library.int8_forward(
             x.data, x.batch_stride, x.feature_stride, values.data(), scale.data(),
-            index.row_ptr.data(), index.cols.data(), biased ? bias.data() : nullptr, to.data(),
-            batch, out, in, block, rounds, threads);
+            index.row_ptr.data(), index.cols.data(), with, biased ? bias.data() : nullptr,
+            to.data(), batch, out, in, block, rounds, threads);
         expect(status == 0, "status");
         expect_near(to, y, y_bound, 1, "y of int8 weights");
       },

@@ -29,20 +29,28 @@ void pack_words(const Matrix& from, i64 batch, i64 features, float* out) {
   }
 }
 
+// Whether `expand` may read VL values from any of the rows up to `end` on.
+template <class Weights>
+bool is_inside(const FewPass& pass, i64 end) {
+  return !(MASKS_BY_TABLE || sizeof(Weights) == 1) ||
+         pass.row_ptr[end] + VL <= pass.row_ptr[pass.out];
+}
+
 // ---- forward ----
 
 // ROWS rows by SAMPLES samples: their accumulators stay in registers.
-template <int ROWS, int SAMPLES>
-void forward_rows(const FewPass& pass, const float* x, i64 row, i64 sample) {
+template <int ROWS, int SAMPLES, bool INSIDE, class Weights>
+void forward_rows(const FewPass& pass, const Weights* weights, const float* x, i64 row,
+                  i64 sample) {
   const i64 words = words_of(pass.in);
-  const float* values[ROWS];
+  const Weights* values[ROWS];
   const u16* masks[ROWS];
   // Padded to whole trees of sums.
   constexpr int PADDED = (ROWS * SAMPLES + VL - 1) / VL * VL;
   V acc[PADDED] = {};
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
-    values[r] = pass.values + pass.row_ptr[row + r];
+    values[r] = weights + pass.row_ptr[row + r];
     masks[r] = pass.masks + (row + r) * words;
   }
   x += sample * WORD;
@@ -53,7 +61,7 @@ void forward_rows(const FewPass& pass, const float* x, i64 row, i64 sample) {
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         const unsigned mask = lanes_of(masks[r][g], v);
-        w[r] = expand(mask, values[r]);
+        w[r] = expand<INSIDE>(mask, values[r]);
         if constexpr (SAMPLES > 1) pin(w[r]);
         values[r] += count_bits(mask);
       }
@@ -73,37 +81,48 @@ void forward_rows(const FewPass& pass, const float* x, i64 row, i64 sample) {
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
     const float bias = pass.bias ? pass.bias[row + r] : 0.0f;
+    const float scale = pass.scale ? pass.scale[row + r] : 1.0f;
 #pragma GCC unroll 16
     for (int s = 0; s < SAMPLES; s++)
-      pass.y[(sample + s) * pass.out + row + r] = sums[s * ROWS + r] + bias;
+      pass.y[(sample + s) * pass.out + row + r] = sums[s * ROWS + r] * scale + bias;
   }
 }
 
-template <int SAMPLES>
-void forward_samples(const FewPass& pass, const float* x, i64 begin, i64 end, i64 sample) {
+template <int SAMPLES, class Weights>
+void forward_samples(const FewPass& pass, const Weights* weights, const float* x, i64 begin,
+                     i64 end, i64 sample) {
   // As many accumulators as registers allow, beside the weights and the sample at hand.
   constexpr int ROWS = SAMPLES > 4   ? REGISTERS / 16
                        : SAMPLES > 1 ? REGISTERS / 8
                                      : REGISTERS / 4;
   i64 row = begin;
-  for (; row + ROWS <= end; row += ROWS) forward_rows<ROWS, SAMPLES>(pass, x, row, sample);
-  for (; row < end; row++) forward_rows<1, SAMPLES>(pass, x, row, sample);
+  for (; row + ROWS <= end && is_inside<Weights>(pass, row + ROWS); row += ROWS)
+    forward_rows<ROWS, SAMPLES, true>(pass, weights, x, row, sample);
+  for (; row < end; row++) forward_rows<1, SAMPLES, false>(pass, weights, x, row, sample);
 }
 
-void forward_chunk(const FewPass& pass, const float* x, i64 begin, i64 end) {
-  i64 sample = 0;
-  for (; sample + 8 <= pass.batch; sample += 8)
-    forward_samples<8>(pass, x, begin, end, sample);
-  switch (pass.batch - sample) {
-    case 7: return forward_samples<7>(pass, x, begin, end, sample);
-    case 6: return forward_samples<6>(pass, x, begin, end, sample);
-    case 5: return forward_samples<5>(pass, x, begin, end, sample);
-    case 4: return forward_samples<4>(pass, x, begin, end, sample);
-    case 3: return forward_samples<3>(pass, x, begin, end, sample);
-    case 2: return forward_samples<2>(pass, x, begin, end, sample);
-    case 1: return forward_samples<1>(pass, x, begin, end, sample);
-    default: return;
-  }
+// At most MOST samples at a time.
+template <int MOST, class Weights>
+void forward_chunk(const FewPass& pass, const Weights* weights, const float* x, i64 begin, i64 end,
+                   i64 sample) {
+  for (; sample + MOST <= pass.batch; sample += MOST)
+    forward_samples<MOST>(pass, weights, x, begin, end, sample);
+  if constexpr (MOST > 1)
+    if (sample < pass.batch) forward_chunk<MOST - 1>(pass, weights, x, begin, end, sample);
+}
+
+template <int MOST, class Weights>
+bool forward(const FewPass& pass, const Weights* weights) {
+  const i64 size = pass.batch * words_of(pass.in) * WORD;
+  Scratch scratch(Scratch::size_of<float>(size));
+  if (scratch.failed()) return false;
+  float* x = scratch.take<float>(size);
+  pack_words(pass.x, pass.batch, pass.in, x);
+  constexpr i64 ROWS = 16;
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
+  for (i64 begin = 0; begin < pass.out; begin += ROWS)
+    forward_chunk<MOST>(pass, weights, x, begin, least(pass.out, begin + ROWS), 0);
+  return true;
 }
 
 // ---- backward ----
@@ -118,7 +137,7 @@ struct Part {
 
 // ROWS rows of all samples, words [begin, end): dx += dy W and dvalues = dy^T x, at one expansion
 // of the weights.
-template <int ROWS, bool INPUT, bool VALUES>
+template <int ROWS, bool INPUT, bool VALUES, bool INSIDE>
 void backward_rows(const FewPass& pass, const Part& part, i64 row, i64 begin, i64 end) {
   const i64 words = words_of(pass.in), batch = pass.batch;
   i64 slot[ROWS];
@@ -137,7 +156,7 @@ void backward_rows(const FewPass& pass, const Part& part, i64 row, i64 begin, i6
       V w[ROWS], dw[ROWS];
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        if constexpr (INPUT) w[r] = expand(lanes_of(masks[r][g], v), pass.values + slot[r]);
+        if constexpr (INPUT) w[r] = expand<INSIDE>(lanes_of(masks[r][g], v), pass.values + slot[r]);
         dw[r] = V{};
       }
       for (i64 s = 0; s < batch; s++) {
@@ -177,9 +196,10 @@ void backward_part(const FewPass& pass, const Part& part, i64 begin, i64 end) {
   for (i64 first = 0; first < words; first += step) {
     const i64 last = least(words, first + step);
     i64 row = begin;
-    for (; row + ROWS <= end; row += ROWS)
-      backward_rows<ROWS, INPUT, VALUES>(pass, part, row, first, last);
-    for (; row < end; row++) backward_rows<1, INPUT, VALUES>(pass, part, row, first, last);
+    for (; row + ROWS <= end && is_inside<float>(pass, row + ROWS); row += ROWS)
+      backward_rows<ROWS, INPUT, VALUES, true>(pass, part, row, first, last);
+    for (; row < end; row++)
+      backward_rows<1, INPUT, VALUES, false>(pass, part, row, first, last);
   }
 }
 
@@ -192,17 +212,10 @@ i64 parts_of(const FewPass& pass) {
 
 }  // namespace
 
-bool elements_forward(const FewPass& pass) {
-  const i64 size = pass.batch * words_of(pass.in) * WORD;
-  Scratch scratch(Scratch::size_of<float>(size));
-  if (scratch.failed()) return false;
-  float* x = scratch.take<float>(size);
-  pack_words(pass.x, pass.batch, pass.in, x);
-  constexpr i64 ROWS = 16;
-#pragma omp parallel for num_threads(pass.threads) schedule(static)
-  for (i64 begin = 0; begin < pass.out; begin += ROWS)
-    forward_chunk(pass, x, begin, least(pass.out, begin + ROWS));
-  return true;
+bool elements_forward(const FewPass& pass) { return forward<8>(pass, pass.values); }
+
+bool int8_elements_forward(const FewPass& pass, const int8_t* values) {
+  return forward<INT8_SAMPLES_BY_MASKS>(pass, values);
 }
 
 bool elements_backward(const FewPass& pass) {

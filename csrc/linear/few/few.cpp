@@ -36,6 +36,14 @@ void dynsparse_small_masks(const i32* row_ptr, const i32* cols, u16* masks, i64 
   }
 }
 
+i64 dynsparse_small_masks_samples(i64 nnz, i64 out, i64 in, i32 int8) {
+  // Measured. Masks take memory by the size of the matrix, whatever there is of it.
+  constexpr i64 MOST_WORDS = 16;  // for each element
+  if (!dynsparse::MASKS_EXPAND || dynsparse::words_of(in) * out > MOST_WORDS * nnz) return 0;
+  if (!int8 && !dynsparse::MASKS_BY_TABLE) return 8;
+  return 10 * nnz < 3 * out * in ? 0 : dynsparse::INT8_SAMPLES_BY_MASKS;
+}
+
 int dynsparse_small_forward(const float* x, i64 x_batch_stride, i64 x_feature_stride,
                             const float* values, const i32* row_ptr, const i32* cols,
                             const u16* masks, const float* bias, float* y, i64 batch, i64 out,

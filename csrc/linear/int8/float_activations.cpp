@@ -127,11 +127,11 @@ void dequantize_quads(const Int8Pass& pass, i64 row, float* out) {
 }  // namespace
 
 bool int8_forward_few(const Int8Pass& pass) {
-  if (pass.block == 4) {
-    FewPass few = {nullptr,    pass.row_ptr, pass.cols, nullptr,     pass.batch,
-                   pass.out,   pass.in,      pass.threads, pass.x, pass.bias,
-                   pass.y,     pass.scale};
-    return int8_blocks_of_4_forward(few, pass.values);
+  if (!pass.has_quads()) {
+    const FewPass few = {nullptr,  pass.row_ptr, pass.cols,    pass.masks, pass.batch, pass.out,
+                         pass.in,  pass.threads, pass.x,       pass.bias,  pass.y,     pass.scale};
+    return pass.block == 1 ? int8_elements_forward(few, pass.values)
+                           : int8_blocks_of_4_forward(few, pass.values);
   }
   const bool is_packed = pass.batch == 1 && pass.x.feature_stride == 1;
   const i64 size = is_packed ? 0 : pass.batch * pass.in;

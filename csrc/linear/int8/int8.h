@@ -22,6 +22,7 @@ struct Int8Pass {
   i64 out;
   i64 in;
   i64 block;
+  const uint16_t* masks;  // [out, ceil(in / 16)] of single elements, or null
   int threads;
 
   bool has_quads() const { return block % 8 == 0; }
@@ -50,7 +51,7 @@ DYNSPARSE_INLINE F column_of(Q quads, int c) {
 }
 
 // Activations in float32. False where scratch memory is not to be had.
-bool int8_forward_few(const Int8Pass& pass);     // blocks of 4 and of multiples of 8
+bool int8_forward_few(const Int8Pass& pass);     // masks, blocks of 4 and of multiples of 8
 bool int8_forward_many(const Int8Pass& pass);    // any block size, through weights in float32
 bool int8_forward_sample(const Int8Pass& pass);  // single elements, one sample
 

@@ -64,7 +64,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 11, *[_SIZE] * 4, _INT],
     ),
-    "dynsparse_int8_forward": (ctypes.c_int, [*_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT, _INT]),
+    "dynsparse_int8_forward": (ctypes.c_int, [*_MATRIX, *[_POINTER] * 7, *[_SIZE] * 4, _INT, _INT]),
     "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
     "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),
     "dynsparse_attention_forward": (
@@ -125,6 +125,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_rank_places": (_SIZE, [_POINTER, _SIZE, _SIZE, _POINTER]),
     "dynsparse_rank_unpack": (_SIZE, [_POINTER, _SIZE, _SIZE, _POINTER]),
     "dynsparse_small_masks": (None, [*[_POINTER] * 3, *[_SIZE] * 2, _INT]),
+    "dynsparse_small_masks_samples": (_SIZE, [*[_SIZE] * 3, _INT]),
     "dynsparse_small_forward": (
         ctypes.c_int,
         [*_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT],

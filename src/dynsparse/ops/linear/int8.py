@@ -179,6 +179,7 @@ def compute(
             scale.data_ptr(),
             row_ptr.data_ptr(),
             cols.data_ptr(),
+            None,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             batch,
