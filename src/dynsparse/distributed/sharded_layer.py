@@ -7,7 +7,9 @@ gradient of a sum is the identity, and the other way round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,27 +37,25 @@ class ShardBackend(ShardSpec):
 
     def __call__(self, layer: SparseLinear, x: Tensor) -> Tensor:
         """x [..., in], or its shard, -> [..., out], or this rank's shard."""
-        placement, line = self.placement, self.grid.ranks_along
-        senders = line(placement.input)
-        width = self.input_borders[senders.rank + 1] - self.input_borders[senders.rank]
-        if x.shape[-1] != width:
+        placement = self.placement
+        rows, cols = self.dim_shards
+        inputs = DimShard(self.grid.ranks_along(placement.input), self.input_borders)
+        first, last = inputs.ends
+        if x.shape[-1] != last - first:
             raise ValueError(
-                f"expected {width} features on rank {senders.rank} of the axis {placement.input!r} "
-                f"(None: all features), got x {list(x.shape)}"
+                f"expected {last - first} features on rank {inputs.ranks.rank} of the axis "
+                f"{placement.input!r} (None: all features), got x {list(x.shape)}"
             )
         if placement.input != placement.cols:
-            x = gather_from(x, senders, self.input_borders)
-            x = scatter_to(x, line(placement.cols), self.col_borders)
-        x = copy_to(x, line(placement.rows))
+            x = scatter_to(gather_from(x, inputs), cols)
+        x = copy_to(x, rows.ranks)
         bias = layer.bias
         if placement.cols is None:
             y = self._product(layer, x, bias)
         else:
-            y = reduce_from(self._product(layer, x, None), line(placement.cols))
+            y = reduce_from(self._product(layer, x, None), cols.ranks)
             y = y if bias is None else y + bias.to(y.dtype)
-        return (
-            gather_from(y, line(placement.rows), self.row_borders) if placement.gather_output else y
-        )
+        return gather_from(y, rows) if placement.gather_output else y
 
     def _product(self, layer: SparseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.active is not None:
@@ -117,21 +117,14 @@ def gather_layer(layer: SparseLinear) -> dict[str, Tensor]:
     }
 
 
-def _query_shard(attention: SparseMultiheadAttention) -> ShardBackend | None:
-    """The shard of the queries' projection; None unless heads are split over ranks."""
-    projection = attention.q_proj
-    spec = spec_of(projection) if isinstance(projection, SparseLinear) else None
-    return None if spec is None or spec.placement.rows is None else spec
-
-
 @torch.no_grad()
 def split_heads(attention: SparseMultiheadAttention) -> None:
     """Let an attention whose projections are split compute this rank's heads only."""
-    spec = _query_shard(attention)
-    if spec is None:
+    queries = attention.q_proj
+    spec = spec_of(queries) if isinstance(queries, SparseLinear) else None
+    if spec is None or spec.placement.rows is None:
         return
     head_dim = spec.shape[0] // attention.num_heads
-    heads = attention.num_heads
     shard = spec.dim_shards[0]
     first, last = shard.ends
     attention.num_heads = (last - first) // head_dim
@@ -144,24 +137,23 @@ def split_heads(attention: SparseMultiheadAttention) -> None:
             setattr(attention, name, nn.Parameter(local, row.requires_grad))
             attention.dim_shards[name] = shard, -1
     borders = tuple(border // head_dim for border in spec.row_borders)
-    attention.register_forward_hook(_GatherWeights(spec, heads, borders))
+    attention.register_forward_hook(_GatherWeights(DimShard(shard.ranks, borders)))
 
 
 class _GatherWeights:
     """Gathers the attention weights of all heads from those of this rank's."""
 
-    def __init__(self, spec: ShardBackend, heads: int, borders: tuple[int, ...]) -> None:
-        self.line = spec.grid.ranks_along(spec.placement.rows)
+    def __init__(self, heads: DimShard) -> None:
         self.heads = heads
-        self.borders = borders
 
     def __call__(self, attention: Any, args: Any, output: Any) -> Any:
         result, weights = output
         if weights is None:
             return output
         if weights.dim() == result.dim():  # the mean over heads
-            return result, reduce_from(weights * (attention.num_heads / self.heads), self.line)
-        moved = gather_from(weights.movedim(-3, -1), self.line, self.borders)
+            share = attention.num_heads / self.heads.borders[-1]
+            return result, reduce_from(weights * share, self.heads.ranks)
+        moved = gather_from(weights.movedim(-3, -1), self.heads)
         return result, moved.movedim(-1, -3)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GatherWeights:
@@ -170,76 +162,62 @@ class _GatherWeights:
 
 def copy_to(x: Tensor, ranks: Ranks) -> Tensor:
     """`x`, which all ranks have in full; its gradient is the sum over ranks."""
-    return x if ranks.alone else _CopyTo.apply(x, ranks)
+    return x if ranks.alone else _apply(x, _view, partial(_sum, ranks))
 
 
 def reduce_from(y: Tensor, ranks: Ranks) -> Tensor:
     """The sum over ranks; the gradient of each summand is that of the sum."""
-    return y if ranks.alone else _ReduceFrom.apply(y, ranks)
+    return y if ranks.alone else _apply(y, partial(_sum, ranks), _view)
 
 
-def scatter_to(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+def scatter_to(x: Tensor, shard: DimShard) -> Tensor:
     """This rank's features of x [..., features], which all ranks have in full.
 
     The gradients of all shards are gathered.
     """
-    return x if ranks.alone else _ScatterTo.apply(x, ranks, borders)
+    return x if shard.ranks.alone else _apply(x, partial(_narrow, shard), partial(_gather, shard))
 
 
-def gather_from(y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
+def gather_from(y: Tensor, shard: DimShard) -> Tensor:
     """All features of y [..., shard], of which each rank has a shard.
 
     All ranks must use them alike, so that their gradients are equal: each keeps that of its shard.
     """
-    return y if ranks.alone else _GatherFrom.apply(y, ranks, borders)
+    return y if shard.ranks.alone else _apply(y, partial(_gather, shard), partial(_narrow, shard))
 
 
-def _narrow(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-    return DimShard(ranks, borders).narrow(x, -1).contiguous()
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-def _gather(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-    return DimShard(ranks, borders).all_gather(x, -1)
+def _sum(ranks: Ranks, x: Tensor) -> Tensor:
+    return ranks.sum(x.clone(memory_format=torch.contiguous_format))
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
+def _narrow(shard: DimShard, x: Tensor) -> Tensor:
+    return shard.narrow(x, -1).contiguous()
 
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, ranks: Ranks) -> Tensor:
-        return ranks.sum(y.clone(memory_format=torch.contiguous_format))
+def _gather(shard: DimShard, x: Tensor) -> Tensor:
+    return shard.all_gather(x, -1)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A linear function of one tensor, and the function of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-        ctx.ranks, ctx.borders = ranks, borders
-        return _narrow(x, ranks, borders)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.ranks, ctx.borders), None, None
+        return ctx.gradient(grad), None, None
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-        ctx.ranks, ctx.borders = ranks, borders
-        return _gather(y, ranks, borders)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _narrow(grad, ctx.ranks, ctx.borders), None, None
+_apply = _WithGradient.apply
