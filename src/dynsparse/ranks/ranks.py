@@ -30,7 +30,7 @@ class Ranks:
         device: the device to make small tensors for collectives on.
         sent: bytes that this rank has sent, counted as in a ring.
         calls: number of collectives.
-        timeout: seconds that `barrier` waits with gloo.
+        timeout: seconds that ranks wait for each other before an update, with gloo.
     """
 
     timeout = 120.0
@@ -77,14 +77,14 @@ class Ranks:
         """Whether this is the first rank of a lead group."""
         return self.rank == 0 and self.is_lead_group(axes)
 
-    def barrier(self, what: str, timeout: float | None = None) -> None:
+    def barrier(self, what: str, timeout: float) -> None:
         """Wait for all ranks, with a shorter timeout than the collectives that follow.
 
         If the first rank is missing, the timeout of the group applies.
 
         Args:
             what: for the error: what this rank does, and what the user should do.
-            timeout: seconds; defaults to the attribute.
+            timeout: in seconds.
 
         Raises:
             RuntimeError: a rank did not arrive in time.
@@ -218,13 +218,29 @@ class GroupRanks(Ranks):
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
-    def barrier(self, what: str, timeout: float | None = None) -> None:
+    @contextmanager
+    def _output_buffer(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor, or a copy that the backend supports, for a collective to write to.
+
+        torch's errors about lost ranks become one line.
+        """
+        at = self._to_supported_device(tensor)
+        try:
+            yield at
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the other ranks cannot be reached: one of them has ended, or did not come in "
+                f"time: {_first_line(error)}"
+            ) from error
+        if at is not tensor:
+            tensor.copy_(at)
+
+    def barrier(self, what: str, timeout: float) -> None:
         if torch.distributed.get_backend(self.group) != "gloo":
             return
-        seconds = self.timeout if timeout is None else timeout
         try:
             torch.distributed.monitored_barrier(
-                self.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True
+                self.group, timeout=timedelta(seconds=timeout), wait_all_ranks=True
             )
         except RuntimeError as error:
             raise RuntimeError(
@@ -233,51 +249,29 @@ class GroupRanks(Ranks):
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
         op = torch.distributed.ReduceOp
-        at = self._to_supported_device(tensor)
-        with _shorten_errors():
+        with self._output_buffer(tensor) as at:
             torch.distributed.all_reduce(at, op.SUM if how == "sum" else op.MAX, group=self.group)
-        if at is not tensor:
-            tensor.copy_(at)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        at = self._to_supported_device(tensor)
-        with _shorten_errors():
+        with self._output_buffer(tensor) as at:
             torch.distributed.broadcast(at, group=self.group, group_src=0)
-        if at is not tensor:
-            tensor.copy_(at)
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
-        at, sent = self._to_supported_device(out), self._to_supported_device(tensor)
-        with _shorten_errors():
+        sent = self._to_supported_device(tensor)
+        with self._output_buffer(out) as at:
             _find_all_gather()(at.view(-1), sent.view(-1), group=self.group)
-        if at is not out:
-            out.copy_(at)
 
     def _exchange(
         self, out: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int]
     ) -> None:
-        at, sent = self._to_supported_device(out), self._to_supported_device(tensor)
-        with _shorten_errors():
+        sent = self._to_supported_device(tensor)
+        with self._output_buffer(out) as at:
             torch.distributed.all_to_all_single(
                 at, sent, output_sizes, input_sizes, group=self.group
             )
-        if at is not out:
-            out.copy_(at)
 
     def __reduce__(self) -> Any:
         raise TypeError("process groups cannot be pickled: save trainer.state_dict() instead")
-
-
-@contextmanager
-def _shorten_errors() -> Iterator[None]:
-    """Turn torch's errors about lost ranks into one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            "the other ranks cannot be reached: one of them has ended, or did not come in time: "
-            f"{_first_line(error)}"
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:
