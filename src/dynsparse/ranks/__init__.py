@@ -14,6 +14,7 @@ from dynsparse.ranks.consistency import (
     find_differing,
     format_ranks,
     gather_texts,
+    group_errors,
     min_max_digest,
     sum_over_ranks,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "format_ranks",
     "gather_sorted",
     "gather_texts",
+    "group_errors",
     "key_bits",
     "masked_positions",
     "min_max_digest",

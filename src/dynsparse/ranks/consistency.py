@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -71,6 +72,11 @@ class collective_errors:
         tensor = torch.tensor(numbers, dtype=dtype, device=ranks.device)
         reduced: list[int] = (ranks.sum if self._op == "sum" else ranks.max)(tensor).tolist()
         return reduced
+
+
+def group_errors(ranks: Ranks) -> AbstractContextManager[None]:
+    """Raise what all ranks of a group raise alike on the other ranks of its mesh, too."""
+    return nullcontext() if ranks.all_ranks is ranks else collective_errors(ranks)
 
 
 class DeferredError:
@@ -231,10 +237,7 @@ def check_consistent(
     """
     if ranks.alone or not values:
         return
-    if ranks.all_ranks is not ranks:
-        with collective_errors(ranks):  # all of this group raise; the other groups follow
-            _check_group(ranks, values, advice, shown)
-    else:
+    with group_errors(ranks):
         _check_group(ranks, values, advice, shown)
 
 

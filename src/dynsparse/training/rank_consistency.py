@@ -20,6 +20,7 @@ from dynsparse.ranks import (
     digest,
     find_differing,
     format_ranks,
+    group_errors,
     min_max_digest,
 )
 from dynsparse.training.optimizer_state import states_of
@@ -231,14 +232,9 @@ class _GradientNorms:
         bits, inverted = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(2, -1)
         highest, lowest = bits.view(torch.float64), (~inverted).view(torch.float64)
         apart = ((highest - lowest) > _TOLERANCE * highest).nonzero().flatten().tolist()
-        line = self._describe(ranks, apart[0]) if apart else ""
-        if ranks.all_ranks is ranks:
-            if line:
-                raise RuntimeError(line)
-            return
-        with collective_errors(ranks):  # each group of a mesh compares, and the error reaches all
-            if line:
-                raise RuntimeError(line)
+        with group_errors(ranks):
+            if apart:
+                raise RuntimeError(self._describe(ranks, apart[0]))
 
     def _describe(self, ranks: Ranks, index: int) -> str:
         """The error message with the ranks that have different gradients of a layer."""
