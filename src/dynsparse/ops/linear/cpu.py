@@ -125,39 +125,20 @@ def _call_backward(
 
 
 def _sparse_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
+    """Forward of the kinds `sparse` and `bfloat16`."""
     batch, out = x.shape[0], p.out_features
-    y = empty_on_cpu((batch, out), (out, 1), _FLOAT32)
+    y = empty_on_cpu((batch, out), (out, 1), x.dtype)
     panels = row_panels(p, batch)
     layout = p.slots.data_ptr(), None if panels is None else panels.data_ptr()
     library: Any = native.load()
-    function = library.dynsparse_linear_forward
-    return _call_forward(function, x, (values.data_ptr(),), layout, p, bias, y)
-
-
-def _call_backward_by_slots(
-    function: Any,
-    dy: Tensor,
-    x: Tensor,
-    values: tuple[int, ...],
-    p: LayerIndex,
-    dx: Tensor | None,
-    dvalues: Tensor | None,
-    dbias: Tensor | None,
-) -> None:
-    """Call `_call_backward` of a kind over the non-zeros, with the layout of the index."""
-    batch = dy.shape[0]
-    rows = None if dvalues is None else row_panels(p, batch)
-    order = (p.cols, p.cols) if dx is None else p.column_order()  # not read without dx
-    columns = None if dx is None else column_panels(p, batch, order)
-    layout = (
-        p.slots.data_ptr(),
-        p.col_ptr.data_ptr(),
-        order[0].data_ptr(),
-        order[1].data_ptr(),
-        None if rows is None else rows.data_ptr(),
-        None if columns is None else columns.data_ptr(),
-    )
-    _call_backward(function, dy, x, values, layout, p, dx, dvalues, dbias)
+    if x.dtype is _FLOAT32:
+        function = library.dynsparse_linear_forward
+        return _call_forward(function, x, (values.data_ptr(),), layout, p, bias, y)
+    values = values.contiguous()
+    bias = None if bias is None else bias.to(_FLOAT32).contiguous()
+    function = library.dynsparse_linear_forward_bf16
+    operand = values.data_ptr(), values.dtype is _BFLOAT16
+    return _call_forward(function, x, operand, layout, p, bias, y)
 
 
 def _sparse_backward(
@@ -169,14 +150,31 @@ def _sparse_backward(
     need_values: bool,
     dbias: Tensor | None = None,
 ) -> _Gradients:
+    """Backward of the kinds `sparse` and `bfloat16`."""
     if not (need_input or need_values or dbias is not None):
         return None, None
-    width = p.in_features
-    dx = empty_on_cpu((dy.shape[0], width), (width, 1), _FLOAT32) if need_input else None
-    dvalues = empty_on_cpu(*p.values_layout, _FLOAT32) if need_values else None
+    batch, width = dy.shape[0], p.in_features
+    dx = empty_on_cpu((batch, width), (width, 1), dy.dtype) if need_input else None
+    dvalues = empty_on_cpu(*p.values_layout, values.dtype) if need_values else None
+    rows = row_panels(p, batch) if need_values else None
+    order = p.column_order() if need_input else (p.cols, p.cols)  # not read without dx
+    columns = column_panels(p, batch, order) if need_input else None
+    layout = (
+        p.slots.data_ptr(),
+        p.col_ptr.data_ptr(),
+        order[0].data_ptr(),
+        order[1].data_ptr(),
+        None if rows is None else rows.data_ptr(),
+        None if columns is None else columns.data_ptr(),
+    )
     library: Any = native.load()
     function = library.dynsparse_linear_backward
-    _call_backward_by_slots(function, dy, x, (values.data_ptr(),), p, dx, dvalues, dbias)
+    operand: tuple[int, ...] = (values.data_ptr(),)
+    if dy.dtype is _BFLOAT16:
+        values = values.contiguous()
+        function = library.dynsparse_linear_backward_bf16
+        operand = values.data_ptr(), values.dtype is _BFLOAT16
+    _call_backward(function, dy, x, operand, layout, p, dx, dvalues, dbias)
     return dx, dvalues
 
 
@@ -212,39 +210,6 @@ def _small_backward(
     return dx, None if dvalues is None else to_slot_order(dvalues, p.slots)
 
 
-def _bfloat16_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
-    values = values.contiguous()
-    bias = None if bias is None else bias.to(_FLOAT32).contiguous()
-    y = x.new_empty(x.shape[0], p.out_features)
-    panels = row_panels(p, x.shape[0])
-    layout = p.slots.data_ptr(), None if panels is None else panels.data_ptr()
-    library: Any = native.load()
-    function = library.dynsparse_linear_forward_bf16
-    operand = values.data_ptr(), values.dtype is _BFLOAT16
-    return _call_forward(function, x, operand, layout, p, bias, y)
-
-
-def _bfloat16_backward(
-    dy: Tensor,
-    x: Tensor,
-    values: Tensor,
-    p: LayerIndex,
-    need_input: bool,
-    need_values: bool,
-    dbias: Tensor | None = None,
-) -> _Gradients:
-    if not (need_input or need_values or dbias is not None):
-        return None, None
-    values = values.contiguous()
-    dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
-    dvalues = torch.empty_like(values) if need_values else None
-    library: Any = native.load()
-    function = library.dynsparse_linear_backward_bf16
-    operand = values.data_ptr(), values.dtype is _BFLOAT16
-    _call_backward_by_slots(function, dy, x, operand, p, dx, dvalues, dbias)
-    return dx, dvalues
-
-
 def _torch_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     return naive.forward(x, values, p.index, bias)
 
@@ -268,7 +233,7 @@ KERNELS = {
     "sparse": Kernels(_sparse_forward, _sparse_backward),
     "small": Kernels(_small_forward, _small_backward),
     "dense": Kernels(cpu_dense.forward, cpu_dense.backward),
-    "bfloat16": Kernels(_bfloat16_forward, _bfloat16_backward),
+    "bfloat16": Kernels(_sparse_forward, _sparse_backward),
     "torch": Kernels(_torch_forward, _torch_backward),
 }
 
