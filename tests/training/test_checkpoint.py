@@ -502,3 +502,17 @@ def test_unloadable_values_are_not_saved(tmp_path, extra, error, message):
     with pytest.raises(TypeError, match=r"no tensors of torch\.float32, torch\.sparse_coo"):
         save_checkpoint(tmp_path / "c", model=model, optimizer=optimizer)
     assert not list(tmp_path.iterdir())
+
+
+def test_background_saves_share_one_process_group():
+    from dynsparse.ranks import GroupRanks
+    from dynsparse.training.checkpoint.save_load import _cpu_ranks
+
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        # Of other backends than gloo, each save makes new ranks of the same group.
+        first, second = (_cpu_ranks(GroupRanks(dist.group.WORLD)) for _ in range(2))
+        assert first is second
+    finally:
+        dist.destroy_process_group()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -245,17 +246,17 @@ def _draw_token(ranks: Ranks) -> str:
     return f"{int(ranks.broadcast(drawn)):08x}"
 
 
-_cpu_groups: dict[int, tuple[Ranks, Ranks]] = {}
+_cpu_groups: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
+"""By the process group of a training; weak, so that `destroy_process_group` ends both."""
 
 
 def _cpu_ranks(ranks: Ranks) -> Ranks:
     """The same ranks with a CPU process group, for a thread beside the training."""
     if not isinstance(ranks, GroupRanks):
         return ranks
-    known = _cpu_groups.get(id(ranks))
-    if known is None or known[0] is not ranks:
+    if ranks.group not in _cpu_groups:
         dist = torch.distributed
         numbers = dist.get_process_group_ranks(ranks.group)
         group = dist.new_group(numbers, backend="gloo", use_local_synchronization=True)
-        known = _cpu_groups[id(ranks)] = ranks, GroupRanks(group)
-    return known[1]
+        _cpu_groups[ranks.group] = GroupRanks(group)
+    return _cpu_groups[ranks.group]
