@@ -15,7 +15,7 @@ from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.products import check_operand
 from dynsparse.ops.linear.autograd import register_autocast
-from dynsparse.ops.linear.layer_index import TensorCache
+from dynsparse.ops.linear.layer_index import check_rows
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
 
@@ -30,30 +30,20 @@ _library.define(
     f"{_REST}, bool[] needed) -> (Tensor, Tensor, Tensor)"
 )
 
-_checked = TensorCache()
-
 
 def _check_index(row_ptr: Tensor, cols: Tensor, queries: int, keys: int, block: int) -> None:
     """Raise RuntimeError if kernels would read out of bounds with this index."""
     sizes = row_ptr.dim() == cols.dim() == 1 and len(row_ptr) * block == queries + block
     kinds = row_ptr.dtype == cols.dtype == torch.int32
-    if block < 1 or keys % block or not sizes or not kinds or not row_ptr.is_contiguous():
+    contiguous = row_ptr.is_contiguous() and cols.is_contiguous()
+    if block < 1 or keys % block or not sizes or not kinds or not contiguous:
         raise RuntimeError(
-            f"row_ptr must be int32 [{queries} queries / block + 1] and cols int32 [nnz], for "
-            f"blocks that divide the {keys} keys, got {row_ptr.dtype} {list(row_ptr.shape)}, "
-            f"{cols.dtype} {list(cols.shape)} and a block of {block}"
+            f"row_ptr must be int32 [{queries} queries / block + 1] and cols int32 [nnz], "
+            f"contiguous, for blocks that divide the {keys} keys, got {row_ptr.dtype} "
+            f"{list(row_ptr.shape)}, {cols.dtype} {list(cols.shape)} and a block of {block}"
         )
-    if not cols.is_cpu or _checked.get((row_ptr, cols)) == (keys, block):
-        return
-    steps = row_ptr.diff()
-    ascends = not int(row_ptr[0]) and int(row_ptr[-1]) == len(cols) and int(steps.min()) >= 0
-    first, last = (int(cols.min()), int(cols.max())) if len(cols) else (0, 0)
-    if not ascends or first < 0 or last >= keys // block or not cols.is_contiguous():
-        raise RuntimeError(
-            "row_ptr must ascend from 0 to the number of blocks, and cols point to keys: take them "
-            "from SparsePattern.index"
-        )
-    _checked.put((row_ptr, cols), (keys, block))
+    if cols.is_cpu:
+        check_rows(row_ptr, cols, keys // block)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse.ops.linear.layer_index import TensorCache
+from dynsparse.ops.linear.layer_index import check_rows
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 
 QUAD = 4
@@ -45,10 +45,6 @@ def block_size_of(values: Tensor) -> int:
     return 1 if values.dim() == 1 else values.shape[2]
 
 
-# (row_ptr, cols) -> one more than the largest column, of tensors whose contents were checked.
-_checked = TensorCache()
-
-
 def check_input(x: Tensor, in_features: int) -> None:
     """Raise RuntimeError unless x is [..., in_features], float32 and on the CPU."""
     if x.dtype is not torch.float32 or not (x.is_cpu or x.is_meta) or x.layout is not torch.strided:
@@ -73,7 +69,7 @@ def check_weight(
 ) -> None:
     """Raise RuntimeError unless the operands fit each other; the kernels do not check.
 
-    `check_index` checks the contents of the index.
+    `check_rows` checks the contents of the index.
     """
     b = block_size_of(values)
     blocks = {1: (), 3: (b, b), 4: (b // QUAD, b, QUAD)}
@@ -96,26 +92,6 @@ def check_weight(
             "the tensors of this layer do not fit int8 weights on the CPU: scale and bias must be "
             "float32 [out_features], so do not convert or move a quantized model"
         )
-
-
-def check_index(row_ptr: Tensor, cols: Tensor, columns: int) -> None:
-    """Raise RuntimeError unless this is the index of a matrix with so many columns of blocks.
-
-    The tensors are checked once while they are unmodified.
-    """
-    width = _checked.get((row_ptr, cols))
-    if width is None:
-        counts, nnz = row_ptr.diff(), len(cols)
-        is_whole = len(row_ptr) > 0 and int(row_ptr[0]) == 0 and int(row_ptr[-1]) == nnz
-        if not is_whole or bool((counts < 0).any()) or (nnz and int(cols.min()) < 0):
-            raise RuntimeError(
-                f"row_ptr must ascend from 0 to the number of blocks, {nnz}, and cols from 0 on in "
-                "each row: take them from a SparsePattern"
-            )
-        width = int(cols.max()) + 1 if nnz else 0
-        _checked.put((row_ptr, cols), width)
-    if width > columns:
-        raise RuntimeError(f"cols must lie in [0, {columns}), got {width - 1}")
 
 
 def linear_int8(
@@ -146,7 +122,7 @@ def linear_int8(
         MemoryError: no scratch memory.
     """
     check_weight(values, scale, row_ptr, cols, bias, in_features)
-    check_index(row_ptr, cols, in_features // block_size_of(values))
+    check_rows(row_ptr, cols, in_features // block_size_of(values))
     return compute(x, values, scale, row_ptr, cols, bias, in_features, int8_activations)
 
 

@@ -296,6 +296,38 @@ def check_contents(index: PatternIndex) -> None:
         _checked.put(index, lambda: None)
 
 
+_widths = TensorCache()
+
+
+def check_rows(row_ptr: Tensor, cols: Tensor, columns: int) -> None:
+    """Check the entries of an index by rows alone, once while they are unmodified.
+
+    Args:
+        row_ptr, cols: int32 [rows + 1] and [nnz], on the CPU.
+        columns: number of columns of the matrix, in blocks.
+
+    Raises:
+        RuntimeError: pointers that do not ascend from 0 to the number of blocks, or a column out of
+            range.
+    """
+    width = _widths.get((row_ptr, cols))
+    if width is None:
+        nnz = len(cols)
+        ends = [int(row_ptr[0]), int(row_ptr[-1])] if len(row_ptr) else []
+        if ends != [0, nnz] or bool((row_ptr.diff() < 0).any()) or (nnz and int(cols.min()) < 0):
+            raise RuntimeError(
+                f"row_ptr must ascend from 0 to the number of blocks, {nnz}, and cols from 0 on in "
+                "each row: take them from a SparsePattern"
+            )
+        width = int(cols.max()) + 1 if nnz else 0
+        _widths.put((row_ptr, cols), width)
+    if width > columns:
+        raise RuntimeError(
+            f"cols must lie in [0, {columns}), got {width - 1}: take row_ptr and cols from a "
+            "SparsePattern"
+        )
+
+
 def register_index(p: LayerIndex) -> None:
     """Let `find_index` return this index by its tensors, which come from a `SparsePattern`."""
     _checked.put(p.index, weakref.ref(p))
