@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Geometry(NamedTuple):
@@ -40,6 +41,11 @@ class Geometry(NamedTuple):
         """Return the geometry of a `to_list`."""
         kh, kw, sh, sw, top, left, bottom, right, dh, dw, groups = numbers
         return cls((kh, kw), (sh, sw), (top, left, bottom, right), (dh, dw), groups)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return x [..., height, width] with the zeros of the padding; itself without padding."""
+        top, left, bottom, right = self.padding
+        return pad(x, (left, right, top, bottom)) if any(self.padding) else x
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of the output for an input of this size.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.naive import block_size_of, cols_of, rows_of
@@ -37,16 +36,11 @@ def _window(padded: Tensor, down: int, across: int, size: tuple[int, ...], g: Ge
     return padded[:, :, rows, cols]
 
 
-def _pad(x: Tensor, g: Geometry) -> Tensor:
-    top, left, bottom, right = g.padding
-    return pad(x, (left, right, top, bottom))
-
-
 def forward(
     x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None, g: Geometry
 ) -> Tensor:
     """Return y [batch, out, ...] of x [batch, in, height, width]; values [nnz] or [nnz, b, b]."""
-    b, padded = block_size_of(values), _pad(x, g)
+    b, padded = block_size_of(values), g.pad(x)
     size = g.output_size(*x.shape[2:])
     y = x.new_zeros(x.shape[0], (len(index.row_ptr) - 1) * b, *size)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
@@ -61,7 +55,7 @@ def grad_input(
     """Return dX [batch, in, *size] of dy [batch, out, ...]."""
     b = block_size_of(values)
     channels = (len(index.col_ptr) - 1) * b // g.taps * g.groups
-    dx = _pad(dy.new_zeros(dy.shape[0], channels, *size), g)
+    dx = g.pad(dy.new_zeros(dy.shape[0], channels, *size))
     for slot, outputs, inputs, down, across in _entries(values, index, g):
         part = torch.einsum("oi,nohw->nihw", values[slot].view(b, b), dy[:, outputs])
         _window(dx, down, across, tuple(dy.shape[2:]), g)[:, inputs] += part
@@ -71,7 +65,7 @@ def grad_input(
 
 def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex, g: Geometry) -> Tensor:
     """Return the gradient of the weight at the pattern's positions: the shape of `values`."""
-    b, padded = block_size_of(values), _pad(x, g)
+    b, padded = block_size_of(values), g.pad(x)
     out = x.new_zeros(len(values), b, b)
     for slot, outputs, inputs, down, across in _entries(values, index, g):
         patches = _window(padded, down, across, tuple(dy.shape[2:]), g)[:, inputs]

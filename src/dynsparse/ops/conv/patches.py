@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dynsparse.ops.conv.geometry import Geometry
 
@@ -28,8 +27,7 @@ CHUNK_BYTES = 8 << 20
 
 def patches_of(x: Tensor, dy: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
     """Return x [batch, in, height, width] and dY [batch, out, ...] as a pair of patches."""
-    top, left, bottom, right = g.padding
-    padded = pad(x, (left, right, top, bottom)) if any(g.padding) else x
+    padded = g.pad(x)
     batch, channels = x.shape[:2]
     n, c, h, w = padded.stride()
     (sh, sw), (dh, dw) = g.stride, g.dilation

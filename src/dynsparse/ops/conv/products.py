@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dynsparse._core import native
 from dynsparse.ops import capture
@@ -107,7 +106,7 @@ def _pad(x: Tensor, g: Geometry) -> tuple[Tensor, tuple[int, int]]:
     top, left, bottom, right = g.padding
     if (top, left) == (bottom, right):
         return x, (top, left)
-    return pad(x, (left, right, top, bottom)), (0, 0)
+    return g.pad(x), (0, 0)
 
 
 def _dense_forward(
