@@ -24,7 +24,7 @@ from dynsparse.nn import (
 )
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.index_arrays import slots_of
-from dynsparse.ranks import Placement, RankGrid, Ranks
+from dynsparse.ranks import Placement, RankGrid
 
 
 @check_types
@@ -290,16 +290,8 @@ def place_layers(chain: Chain, borders: Borders, grid: RankGrid) -> dict[str, Pl
     input_axis = None
     for position, bundle in enumerate(chain):
         rows, cols = ("x", "y") if position % 2 == 0 else ("y", "x")
-        over_rows = (
-            rows
-            if _is_divisible(borders.of_rows, position, bundle, grid.ranks_along(rows))
-            else None
-        )
-        over_cols = (
-            cols
-            if _is_divisible(borders.of_cols, position, bundle, grid.ranks_along(cols))
-            else None
-        )
+        over_rows = _shardable_axis(rows, borders.of_rows, position, bundle, grid)
+        over_cols = _shardable_axis(cols, borders.of_cols, position, bundle, grid)
         is_last = position == len(chain) - 1
         placement = Placement(over_rows, over_cols, input_axis, gather_output=is_last)
         placements |= dict.fromkeys(bundle.names, placement)
@@ -307,18 +299,20 @@ def place_layers(chain: Chain, borders: Borders, grid: RankGrid) -> dict[str, Pl
     return placements
 
 
-def _is_divisible(
+def _shardable_axis(
+    axis: str,
     borders_of: Callable[[int, str, int], Any],
     position: int,
     bundle: Bundle,
-    line: Ranks,
-) -> bool:
-    """Whether there are several ranks, and a shard for each."""
+    grid: RankGrid,
+) -> str | None:
+    """The axis if it has several ranks and each layer a shard for each of them; otherwise None."""
+    line = grid.ranks_along(axis)
     if line.alone:
-        return False
+        return None
     try:
         for name in bundle.names:
             borders_of(position, name, line.size)
     except ValueError:
-        return False
-    return True
+        return None
+    return axis

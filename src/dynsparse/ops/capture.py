@@ -203,9 +203,7 @@ def needs_check(row_ptr: Tensor) -> bool:
     It must if a capture is open, or if the pass may be one half of the two that torch's pipelines
     make.
     """
-    return (
-        bool(_open) and row_ptr.data_ptr() in _open
-    ) or "torch.distributed.pipelining" in sys.modules
+    return is_open(row_ptr) or "torch.distributed.pipelining" in sys.modules
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
