@@ -58,12 +58,31 @@ def describe_next_update(schedule: Schedule | None, step: int) -> str:
 
 
 def _has_next_due(kind: type[Any]) -> bool:
-    """Whether one class defines both `next_due` and `is_due`: a subclass may replace only one."""
+    """Whether `next_due` fits `is_due`: a subclass may replace only one of them."""
 
     def home(name: str) -> type[Any] | None:
         return next((k for k in kind.__mro__ if name in vars(k)), None)
 
-    return home("next_due") is not None and home("next_due") is home("is_due")
+    return home("next_due") is not None and home("is_due") in (home("next_due"), _BaseSchedule)
+
+
+class _BaseSchedule:
+    """What all schedules below share: checked arguments, and updates where `next_due` has them."""
+
+    total_steps: int
+    update_interval: int
+    drop_fraction: float
+
+    def __post_init__(self) -> None:
+        check_integer("total_steps", self.total_steps, 1)
+        check_integer("update_interval", self.update_interval, 1)
+        check_fraction("drop_fraction", self.drop_fraction, zero=True)
+
+    def next_due(self, step: int) -> int | None:
+        raise NotImplementedError
+
+    def is_due(self, step: int) -> bool:
+        return self.next_due(step) == step
 
 
 def _next_multiple(interval: int, step: int) -> int:
@@ -72,17 +91,12 @@ def _next_multiple(interval: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class _PeriodicSchedule:
-    """The arguments of all schedules: how long, how often, and how much at most."""
+class _PeriodicSchedule(_BaseSchedule):
+    """The arguments of most schedules: how long, how often, and how much at most."""
 
     total_steps: int
     update_interval: int = 100
     drop_fraction: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_integer("total_steps", self.total_steps, 1)
-        check_integer("update_interval", self.update_interval, 1)
-        check_fraction("drop_fraction", self.drop_fraction, zero=True)
 
 
 @dataclass(frozen=True)
@@ -143,10 +157,6 @@ class CosineSchedule(_PeriodicSchedule):
         """The share of a layer's blocks that an update after `step` replaces."""
         return self.drop_fraction * self.share(step)
 
-    def is_due(self, step: int) -> bool:
-        due = step % self.update_interval == 0 and self.zero_steps <= step < self.end
-        return due and self.drop_fraction > 0
-
     def next_due(self, step: int) -> int | None:
         due = _next_multiple(self.update_interval, max(step, self.zero_steps))
         return due if due < self.end and self.drop_fraction > 0 else None
@@ -165,10 +175,6 @@ class ConstantSchedule(_PeriodicSchedule):
     Source: Mocanu et al. 2018 (SET) replace the share zeta = 0.3 after every epoch.
     """
 
-    def is_due(self, step: int) -> bool:
-        due = step % self.update_interval == 0 and step < self.total_steps
-        return due and self.drop_fraction > 0
-
     def next_due(self, step: int) -> int | None:
         due = _next_multiple(self.update_interval, step)
         return due if due < self.total_steps and self.drop_fraction > 0 else None
@@ -184,16 +190,13 @@ class ElasticSchedule(CosineSchedule):
     It cuts layers that have grown beyond their budget back to it.
     """
 
-    def is_due(self, step: int) -> bool:
-        return super().is_due(step) or (step == math.ceil(self.end) and self.drop_fraction > 0)
-
     def next_due(self, step: int) -> int | None:
         due, last = super().next_due(step), math.ceil(self.end)
         return last if due is None and step <= last and self.drop_fraction > 0 else due
 
 
 @dataclass(frozen=True)
-class GradualSchedule:
+class GradualSchedule(_BaseSchedule):
     """The cubic of gradual pruning, and the share that is replaced at the same updates.
 
     From `start_fraction` to `end_fraction` of `total_steps` the remaining part of the way to the
@@ -213,9 +216,7 @@ class GradualSchedule:
     drop_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        check_integer("total_steps", self.total_steps, 1)
-        check_integer("update_interval", self.update_interval, 1)
-        check_fraction("drop_fraction", self.drop_fraction, zero=True)
+        super().__post_init__()
         check_fraction("start_fraction", self.start_fraction, zero=True)
         check_fraction("end_fraction", self.end_fraction, zero=False)
         if self.start >= self.end:
@@ -239,12 +240,6 @@ class GradualSchedule:
         """The remaining part, in [0, 1], of the way from first to final density."""
         passed = (step - self.start) / (self.end - self.start)
         return (1 - min(max(passed, 0.0), 1.0)) ** 3
-
-    def is_due(self, step: int) -> bool:
-        regular = step % self.update_interval == 0
-        prunes = self.start < step <= self.end and (regular or step == self.end)
-        regrows = self.drop_fraction > 0 and regular and self.start < step < self.total_steps
-        return prunes or regrows
 
     def next_due(self, step: int) -> int | None:
         regular = _next_multiple(self.update_interval, max(step, self.start + 1))
