@@ -21,7 +21,7 @@ from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.linear.cuda.dense import expand, gather
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.products import check_dtype
+from dynsparse.ops.linear.products import check_bias, check_dtype, compute_dtype_of
 
 
 class Kernels(NamedTuple):
@@ -165,11 +165,7 @@ def check_forward(
             f"{list(x.shape)}"
         )
     check_dtype(x, values, "x")
-    if bias is not None and (bias.shape != (out,) or bias.device != values.device):
-        raise RuntimeError(
-            f"bias must be [{out}] on {values.device}, got the shape {list(bias.shape)} "
-            f"on {bias.device}"
-        )
+    check_bias(bias, values, out)
     return g.output_size(x.shape[2], x.shape[3])
 
 
@@ -202,12 +198,6 @@ def check_backward(
         )
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: float32 for 16-bit dtypes on a CPU, otherwise that of x."""
-    low = x.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if low and x.is_cpu else x.dtype
-
-
 def layout_of(x: Tensor) -> torch.memory_format:
     """Return the memory format of the output, as torch's convolutions choose it."""
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
@@ -216,7 +206,7 @@ def layout_of(x: Tensor) -> torch.memory_format:
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, g: Geometry) -> Tensor:
     """Return y [batch, out, ...] of x [batch, in, height, width], in its dtype and layout."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype_of(x)
     b = None if bias is None else bias.to(dtype)
     w, size = values.to(dtype), g.output_size(x.shape[2], x.shape[3])
     kind = route(p, g, x.shape[0], size, False, x.dtype)
@@ -235,7 +225,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dX [batch, in, *size], in the layout of dy, if needed, and dW, like values, if x is
     given."""
-    dtype = _compute_dtype(dy)
+    dtype = compute_dtype_of(dy)
     w = values.to(dtype)
     kind = route(p, g, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype)
     dx, dw = KERNELS[kind].backward(
@@ -248,5 +238,5 @@ def backward(
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor, g: Geometry) -> None:
     """Pass x and dY to the capture of this layer, as the patches that growth reads."""
-    dtype = _compute_dtype(dy)
+    dtype = compute_dtype_of(dy)
     capture.record(row_ptr, *patches_of(x.detach().to(dtype), dy.detach().to(dtype), g))

@@ -164,6 +164,15 @@ def check_dtype(x: Tensor, values: Tensor, what: str) -> None:
         )
 
 
+def check_bias(bias: Tensor | None, values: Tensor, features: int) -> None:
+    """Raise RuntimeError unless the bias is None or has so many features, where `values` are."""
+    if bias is not None and (bias.shape != (features,) or bias.device != values.device):
+        raise RuntimeError(
+            f"bias must be [{features}] on {values.device}, got the shape {list(bias.shape)} "
+            f"on {bias.device}"
+        )
+
+
 def _check_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> None:
     if values.shape != p.values_shape or values.device != p.row_ptr.device:
         if p.is_overwritten:
@@ -174,11 +183,7 @@ def _check_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None
             f"got {list(values.shape)} on {values.device}"
         )
     check_input(x, values, p.in_features, "x")
-    if bias is not None and (bias.shape != (p.out_features,) or bias.device != values.device):
-        raise RuntimeError(
-            f"bias must be [{p.out_features}] on {values.device}, "
-            f"got the shape {list(bias.shape)} on {bias.device}"
-        )
+    check_bias(bias, values, p.out_features)
 
 
 def check_backward(dy: Tensor, x: Tensor | None, values: Tensor, p: LayerIndex) -> None:
@@ -194,8 +199,10 @@ def check_backward(dy: Tensor, x: Tensor | None, values: Tensor, p: LayerIndex) 
         )
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+def compute_dtype_of(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float32 for 16-bit dtypes on a CPU, otherwise that of x."""
+    low = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if low and x.is_cpu else x.dtype
 
 
 def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -252,7 +259,7 @@ def forward(
     if is_simple:
         return KERNELS[kind].forward(x, values, p, bias)
     takes_all = kind == "bfloat16" or not p.on_cpu  # values and bias of any dtype
-    compute_dtype = dtype if takes_all else _compute_dtype(dtype)
+    compute_dtype = dtype if takes_all else compute_dtype_of(x)
     w = values if takes_all else values.to(compute_dtype).contiguous()
     b = bias if takes_all or bias is None else bias.to(compute_dtype).contiguous()
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
@@ -298,7 +305,7 @@ def backward(
         passes, dbias = KERNELS[kind].backward, _allocate_sums(p, sums)
         return passes(dy, dy if x is None else x, values, p, need_input, x is not None, dbias)
     takes_all = kind == "bfloat16" or not p.on_cpu
-    compute_dtype = dtype if takes_all else _compute_dtype(dtype)
+    compute_dtype = dtype if takes_all else compute_dtype_of(dy)
     dy2d = _matrix(dy, compute_dtype)
     x2d = dy2d if x is None else _matrix(x, compute_dtype)  # not read without x
     w = values if takes_all else values.to(compute_dtype).contiguous()
@@ -333,5 +340,5 @@ def _allocate_sums(p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
     """Pass x and dY to the capture of this layer, as matrices."""
-    dtype = _compute_dtype(dy.dtype) if dy.is_cpu else dy.dtype
+    dtype = compute_dtype_of(dy)
     capture.record(row_ptr, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))
