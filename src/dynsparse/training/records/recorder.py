@@ -46,9 +46,6 @@ class Recorder:
     devices are written once they have been copied to the CPU: at the next call, at the latest when
     a trainer's state is taken, a record is read, or the process ends; `flush` waits for them.
 
-    Attributes:
-        earlier: the metadata of an existing record.
-
     Raises:
         RecordError: the folder holds other files, or a record of another format version.
         TypeError: metadata that JSON cannot hold.
@@ -64,12 +61,11 @@ class Recorder:
         self._updates = 0
         self._step = -1
         self._pending: deque[tuple[int, dict[str, Rewiring]]] = deque()
-        self.earlier: dict[str, Any] = {}
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"expected a folder for the record, got the file {self.path}")
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / HEAD).exists():
-            _, self.earlier = read_head(self.path)
+            read_head(self.path)  # raises for what is no record
         elif any(file.suffix not in LEFT_OVERS for file in self.path.iterdir()):
             raise RecordError(
                 f"{self.path} holds other files: choose another folder for the record"
