@@ -14,7 +14,9 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 from dynsparse.ops.conv.geometry import to_matrix
+from dynsparse.ops.conv.patches import patches_of
 from dynsparse.training.algorithms import BY_NAME
+from dynsparse.training.history import gradient_at
 
 STEPS, INTERVAL = 200, 30
 
@@ -221,3 +223,23 @@ def test_growth_of_grouped_and_1d_convolutions():
         assert len(grown)
         best = score.argsort(descending=True)[: len(grown)].sort().values
         assert torch.equal(grown, best)
+
+
+def test_snfs_follows_slots_of_grouped_convolutions():
+    g = torch.Generator().manual_seed(0)
+    layer = SparseConv2d(4, 8, 3, groups=2, density=0.3, generator=g, dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    trainer = ds.training.SNFS(layer, optimizer, total_steps=20, update_interval=2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        x = torch.randn(3, 4, 6, 6, generator=g, dtype=torch.float64, requires_grad=True)
+        layer(x).square().sum().backward()
+        trainer.step()
+    assert trainer.updates > 3
+    pattern = layer.pattern
+    assert pattern.flat.tolist() != sorted(pattern.flat.tolist())  # slots in an order of their own
+    x, dy = (torch.randn(2, c, 6, 6, generator=g, dtype=torch.float64) for c in (4, 8))
+    pair = patches_of(x, dy[:, :, :4, :4], layer.geometry)
+    dense = nn.grad.conv2d_weight(x, (8, 2, 3, 3), dy[:, :, :4, :4], groups=2)
+    expected = to_matrix(dense)[pattern.rows.long(), pattern.cols.long()]
+    assert torch.allclose(gradient_at([pair], pattern), expected)

@@ -21,6 +21,7 @@ from dynsparse.ops.grow.scores import Pair, add_rows
 from dynsparse.ops.linear import grad_weight
 from dynsparse.ops.linear.cuda.dense import lines_of
 from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import Ranks
 
 ChangeFeatures = Callable[[str, Tensor, int | None, int | None], Tensor]
@@ -311,24 +312,26 @@ def gradient_at(pairs: Sequence[Pair], pattern: SparsePattern) -> Tensor:
     index = pattern._index_on(device)
     for x, dy in pairs:
         for first, left, right in matrices(x, dy, 0, pattern.shape[0]):
-            part, to = index, total
-            if len(left) != pattern.shape[0]:  # a group of a convolution's channels
-                part, slots = _rows_of(pattern, first, len(left), device)
-                to = total[slots]
-            to += grad_weight(left.t().to(dtype), right.to(dtype), torch.empty_like(to), part)
+            left, right = left.t().to(dtype), right.to(dtype)
+            if left.shape[1] == pattern.shape[0]:
+                total += grad_weight(left, right, torch.empty_like(total), index)
+            else:  # a group of a convolution's channels
+                part, slots = _rows_of(pattern, first, left.shape[1], device)
+                values = total.new_empty(len(slots), *total.shape[1:])
+                total.index_add_(0, slots, grad_weight(left, right, values, part))
     return total
 
 
 def _rows_of(
     pattern: SparsePattern, first: int, count: int, device: torch.device
-) -> tuple[PatternIndex, slice]:
-    """The index of the pattern's rows [first, first + count), and the slice of their slots."""
+) -> tuple[PatternIndex, Tensor]:
+    """The index of the pattern's rows [first, first + count), and the slots of its entries."""
     b, width = pattern.block_size, pattern.grid[1]
-    begin, end = pattern.row_ptr[first // b], pattern.row_ptr[(first + count) // b]
-    slots = slice(int(begin), int(end))
-    flat = pattern.flat[slots] - first // b * width
+    begin, end = int(pattern.row_ptr[first // b]), int(pattern.row_ptr[(first + count) // b])
+    flat = pattern.sorted_flat[begin:end] - first // b * width
     part = SparsePattern.from_flat(flat, shape=(count, pattern.shape[1]), block_size=b)
-    return PatternIndex(*(tensor.to(device) for tensor in part.index)), slots
+    slots = slots_of(torch.arange(begin, end, device="cpu"), pattern.slots)
+    return PatternIndex(*(tensor.to(device) for tensor in part.index)), slots.to(device)
 
 
 def gradient_of(history: History, layer: str, pattern: SparsePattern, ranks: Ranks) -> Tensor:
