@@ -145,6 +145,18 @@ def test_extra_round_trips_plain_types(tmp_path):
         saved(tmp_path, extra={"x": object()})
 
 
+def test_dense_momentum_of_layers_that_only_some_ranks_reached_is_redistributed():
+    from dynsparse.training.history import DenseMomentum
+
+    a, b, c = torch.randn(3, 4, 4)
+    states = [{"momentum": {"0": a, "1": b}}, {"momentum": {"0": a, "2": c}}]
+    merged = DenseMomentum().share_of(states, 0, 1)["momentum"]
+    expected = {"0": a, "1": b / 2, "2": c / 2}
+    assert merged.keys() == expected.keys()
+    for name, matrix in merged.items():
+        torch.testing.assert_close(matrix, expected[name])
+
+
 def test_gradient_history_is_redistributed_over_ranks():
     _, _, trainer = training()
     history = trainer.history

@@ -271,8 +271,9 @@ class DenseMomentum(History):
             return states[rank]
         merged = {name: torch.zeros_like(m) for name, m in states[0]["momentum"].items()}
         for state in states[rank::size]:
-            for name, matrix in merged.items():
-                matrix.add_(state["momentum"][name], alpha=size / len(states))
+            for name, matrix in state["momentum"].items():
+                total = merged.setdefault(name, torch.zeros_like(matrix))
+                total.add_(matrix, alpha=size / len(states))
         return {"momentum": merged}
 
     def with_features(self, state: Any, change: ChangeFeatures) -> Any:
