@@ -167,3 +167,14 @@ def test_ddp_with_one_rank_follows_changes_of_size(own, tmp_path):
         assert apart(*found) == (True, 0.0)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_replicate_needs_ranks():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(TypeError, match="got None"):
+            ds.distributed.replicate(model_of(), ranks=None)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -68,6 +68,8 @@ def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> Distr
     for name in ("process_group", "device_mesh"):
         if name in options:
             raise TypeError(f"{name} must be given as ranks")
+    if ranks is None:
+        raise TypeError('ranks must be "auto", a process group or a device mesh, got None')
     broadcast_layers(ranks_of(ranks), model)
     group = None
     if ranks != "auto":
