@@ -193,7 +193,8 @@ class OptimizerSteps:
                 self._mark_step()
         self._result = result
         if update:
-            owner._trace_counters(result)
+            count_density(owner.layers)
+            _count_churn(() if result is None else result.values())
         return result
 
     def _mark_step(self) -> None:
@@ -391,7 +392,7 @@ def count_density(layers: Mapping[str, SparseLinear]) -> None:
     counter("density", present / total if layers else 1.0)
 
 
-def count_churn(rewirings: Iterable[Rewiring]) -> None:
+def _count_churn(rewirings: Iterable[Rewiring]) -> None:
     """Set the trace's counter "churn": the share of the blocks that an update dropped.
 
     Waits for updates on a device.

@@ -37,13 +37,7 @@ from dynsparse.training.rank_consistency import (
 )
 from dynsparse.training.records.files import write_pending_updates
 from dynsparse.training.schedule import Schedule, describe_next_update, is_due_within
-from dynsparse.training.steps import (
-    OptimizerSteps,
-    count_churn,
-    count_density,
-    unscale,
-    unwrap_optimizer,
-)
+from dynsparse.training.steps import OptimizerSteps, unscale, unwrap_optimizer
 from dynsparse.training.update import (
     Change,
     UpdateRequest,
@@ -360,10 +354,6 @@ class SparseTrainer:
 
     def _is_due(self, step: int) -> bool:
         return self.schedule is not None and self.schedule.is_due(step)
-
-    def _trace_counters(self, rewirings: dict[str, Rewiring] | None) -> None:
-        count_density(self.layers)
-        count_churn((rewirings or {}).values())
 
     def _start_capture(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
