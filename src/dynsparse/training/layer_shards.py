@@ -172,24 +172,21 @@ def sum_shards(
 def gather_full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:
     """Turn requests for shards into requests for full layers, for growth that needs only their
     patterns. All ranks call this."""
-    sharded = [r for r in requests if r.spec is not None]
-    shards = [LayerShard(r.spec, r.pattern) for r in sharded if r.spec is not None]
+    shards = {
+        i: LayerShard(r.spec, r.pattern) for i, r in enumerate(requests) if r.spec is not None
+    }
+    if not shards:
+        return list(requests)
     local = [
-        s.positions(0, s.pattern.nnz if ranks.is_lead_rank(s.spec.axes) else 0) for s in shards
+        s.positions(0, s.pattern.nnz if ranks.is_lead_rank(s.spec.axes) else 0)
+        for s in shards.values()
     ]
-    flats = iter(gather_sorted(ranks.all_ranks, local, [s.limit for s in shards]) if shards else [])
-    return [
-        r
-        if r.spec is None
-        else dataclasses.replace(
-            r,
-            pattern=SparsePattern.from_flat(
-                next(flats), shape=r.spec.shape, block_size=r.pattern.block_size
-            ),
-            spec=None,
-        )
-        for r in requests
-    ]
+    flats = gather_sorted(ranks.all_ranks, local, [s.limit for s in shards.values()])
+    full = list(requests)
+    for (i, s), flat in zip(shards.items(), flats, strict=True):
+        pattern = SparsePattern.from_flat(flat, shape=s.spec.shape, block_size=s.pattern.block_size)
+        full[i] = dataclasses.replace(full[i], pattern=pattern, spec=None)
+    return full
 
 
 @torch.no_grad()

@@ -172,17 +172,16 @@ def _broadcast_counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
 
 @dataclass
 class _LayerPlan:
-    """One layer, with the slots to drop and the positions to grow once they are chosen."""
+    """One layer, and what is chosen for it: the slots to drop, where nothing can grow, and the
+    positions to grow."""
 
     name: str
     layer: SparseLinear
     counts: Counts
     shard: LayerShard | None
-    drop: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
-    grow: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
-
-    def __post_init__(self) -> None:
-        self.occupied = self.layer.pattern  # where nothing can grow
+    drop: Tensor = field(init=False)
+    occupied: SparsePattern = field(init=False)
+    grow: Tensor = field(init=False)
 
     @property
     def pattern(self) -> SparsePattern:
@@ -258,7 +257,7 @@ def _choose_drops(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
     )
     del scores
     for plan, drop in zip(plans, drops, strict=True):
-        plan.drop = drop
+        plan.drop, plan.occupied = drop, plan.pattern
         if request.regrow_dropped and plan.counts.drop:
             stays = torch.ones(plan.pattern.nnz, dtype=torch.bool, device="cpu")
             stays[drop] = False
