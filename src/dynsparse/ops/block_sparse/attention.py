@@ -87,14 +87,10 @@ def _prepare(q: Tensor, rest: tuple[Any, ...]) -> tuple[Any, torch.dtype, tuple[
     return kernels if fast else plain, dtype, (row_ptr, cols, bias, settings)
 
 
-def _is_empty(*tensors: Tensor) -> bool:
-    return any(tensor.numel() == 0 for tensor in tensors)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, rest)
     _check_index(rest[0], rest[1], q.shape[2], k.shape[2], rest[4])
-    if _is_empty(q, k, v):
+    if any(tensor.numel() == 0 for tensor in (q, k, v)):
         raise RuntimeError("there must be sequences, heads and features")
     module, dtype, arguments = _prepare(q, rest)
     out, sums = module.forward(q.to(dtype), k.to(dtype), v.to(dtype), *arguments)

@@ -48,7 +48,7 @@ class _Layer:
     """A tensor-parallel layer, and where a checkpoint has what belongs to it.
 
     Attributes:
-        part: this rank's shard.
+        spec: this rank's shard.
         prefixes: of its entries in the model's state, one for each name of the layer.
         number: of its values in the optimizer's state; None without an optimizer that holds them.
         trainer_name: its name in the trainer; None where the trainer does not have it.

@@ -197,7 +197,9 @@ class Recorder:
         if not self._updates:
             raise RecordError("call start or truncate before log")
         self._write_pending(wait=False)
-        line = to_json({"step": _check_step(step), **_check_figures(figures)}, "figures")
+        if "step" in figures:
+            raise ValueError('figures must not hold the key "step": it is the first argument')
+        line = to_json({"step": _check_step(step), **figures}, "figures")
         with (self.path / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -297,9 +299,3 @@ def _check_step(step: Any) -> int:
     if number < 0:
         raise ValueError(f"step must be at least 0, got {number}")
     return number
-
-
-def _check_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    if "step" in figures:
-        raise ValueError('figures must not hold the key "step": it is the first argument')
-    return dict(figures)
