@@ -61,7 +61,7 @@ def is_plain_eager(x: Tensor, autocast: bool = False) -> bool:
     return not (
         is_dynamo_compiling()  # other compilers use modes or their own tensors
         or type(x) is not Tensor
-        or not (x.is_cpu or not x.is_meta)  # autocast does not know meta tensors
+        or x.is_meta  # autocast does not know meta tensors
         or (not autocast and is_autocast(x))
         or _count_modes()
         or _transforms() is not None

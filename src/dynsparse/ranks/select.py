@@ -135,21 +135,21 @@ def select_over_ranks(
         bits = int(ranks.max(widest))  # a rank without samples may have other types
     aligned = [key if width == bits else key.long() << (bits - width) for key, width in keys]
     last, left, equal = kth_over_ranks(ranks, aligned, counts, bits, most=below)
-    open_ = [i for i in range(len(keys)) if left[i] < equal[i]]
+    with_ties = [i for i in range(len(keys)) if left[i] < equal[i]]
     chosen = [
-        key > end if i in open_ else key >= end
+        key > end if i in with_ties else key >= end
         for i, (key, end) in enumerate(zip(aligned, last, strict=True))
     ]
-    if open_:
+    if with_ties:
         # Among equal scores smaller positions win: search once more, among these.
-        tied = [aligned[i] == last[i] for i in open_]
+        tied = [aligned[i] == last[i] for i in with_ties]
         negated = [
             -masked_positions(positions[i], mask).to(mask.device)
-            for i, mask in zip(open_, tied, strict=True)
+            for i, mask in zip(with_ties, tied, strict=True)
         ]
-        missing = [left[i] for i in open_]
+        missing = [left[i] for i in with_ties]
         ends, _, _ = kth_over_ranks(ranks, negated, missing, below.bit_length() + 1, most=below)
-        for i, mask, key, end in zip(open_, tied, negated, ends, strict=True):
+        for i, mask, key, end in zip(with_ties, tied, negated, ends, strict=True):
             chosen[i][mask.nonzero().flatten()[key >= end]] = True
     return chosen
 

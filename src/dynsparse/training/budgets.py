@@ -389,23 +389,23 @@ def apportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list
     if total > sum(most):
         raise ValueError(f"cannot share {total} among layers with room for {sum(most)}")
     shares = [0] * len(weights)
-    open_ = [i for i in range(len(weights)) if most[i] > 0]
+    with_room = [i for i in range(len(weights)) if most[i] > 0]
     left = total
     while left:
-        scale = math.fsum(weights[i] for i in open_)
-        quota = {i: left * (weights[i] / scale if scale else 1 / len(open_)) for i in open_}
-        full = [i for i in open_ if quota[i] >= most[i]]
+        scale = math.fsum(weights[i] for i in with_room)
+        quota = {i: left * (weights[i] / scale if scale else 1 / len(with_room)) for i in with_room}
+        full = [i for i in with_room if quota[i] >= most[i]]
         if not full:
-            for i in open_:
+            for i in with_room:
                 shares[i] = math.floor(quota[i])
-            order = sorted(open_, key=lambda i: (math.floor(quota[i]) - quota[i], i))
+            order = sorted(with_room, key=lambda i: (math.floor(quota[i]) - quota[i], i))
             for i in order[: total - sum(shares)]:
                 shares[i] += 1
             break
         for i in full:
             shares[i] = most[i]
             left -= most[i]
-        open_ = [i for i in open_ if i not in full]
+        with_room = [i for i in with_room if i not in full]
     return shares
 
 

@@ -383,10 +383,10 @@ def screen_positions(
         raise MemoryError("no memory to look for the largest gradients")
     if status:
         return None
-    opened, certain = numbers.tolist()
-    cols, sure = cols[:opened], sure[:certain].add_(offset * width)
+    scored, unscored = numbers.tolist()
+    cols, sure = cols[:scored], sure[:unscored].add_(offset * width)
     row_ptr = counts.cumsum(0, dtype=torch.int32)
     scores = dot_products(dy, x, row_ptr, cols).abs_()
     starts = torch.arange(offset, offset + height, device="cpu") * width
-    flat = starts.repeat_interleave(counts[1:], output_size=opened).add_(cols)
+    flat = starts.repeat_interleave(counts[1:], output_size=scored).add_(cols)
     return scores, flat, sure
