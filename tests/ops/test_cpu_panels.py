@@ -247,9 +247,9 @@ def test_panels_are_rebuilt_after_a_change() -> None:
 
 
 def test_panels_of_deleted_patterns_are_freed() -> None:
-    before = len(panels._cache)
+    before = len(panels._cache._entries)
     pattern, p = prepared()
     by_columns(p, 1000)
     del pattern, p
     gc.collect()
-    assert len(panels._cache) == before
+    assert len(panels._cache._entries) == before

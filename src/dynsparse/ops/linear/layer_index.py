@@ -21,12 +21,6 @@ from dynsparse.pattern.index_arrays import SortedEntries, slots_of, sort_by_colu
 from dynsparse.pattern.on_device import sort_by_columns as sort_by_columns_on_device
 
 
-class _Entry(NamedTuple):
-    sources: list[weakref.ref[Tensor]]
-    versions: list[int]
-    value: Any
-
-
 class TensorCache:
     """A cache of values by the tensors they were made from, while these are alive and unmodified.
 
@@ -35,31 +29,25 @@ class TensorCache:
     """
 
     def __init__(self) -> None:
-        # Keyed weakly by the first tensor; no value may reference it.
+        # By the first tensor, held weakly, which no value may reference: the versions of all
+        # tensors, and the value.
         self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def get(self, sources: Sequence[Tensor]) -> Any:
         """Return the value for exactly these tensors, or None."""
-        entry = self._entries.get(sources[0])
-        if entry is None or len(entry.sources) != len(sources):
+        versions, value = self._entries.get(sources[0], ((), None))
+        if len(versions) != len(sources):
             return None
-        for reference, version, source in zip(entry.sources, entry.versions, sources, strict=True):
+        for (reference, version), source in zip(versions, sources, strict=True):
             if reference() is not source or source._version != version:
                 return None
-        return entry.value
+        return value
 
     def put(self, sources: Sequence[Tensor], value: Any) -> None:
         """Store a value; not for inference tensors, which have no version counter."""
-        references, versions = [], []
-        for source in sources:
-            if source.is_inference():
-                return
-            references.append(weakref.ref(source))
-            versions.append(source._version)
-        self._entries[sources[0]] = _Entry(references, versions, value)
+        if not any(source.is_inference() for source in sources):
+            versions = [(weakref.ref(source), source._version) for source in sources]
+            self._entries[sources[0]] = versions, value
 
     def discard(self, first: Tensor) -> None:
         """Remove values that were made from tensors of which this is the first."""
