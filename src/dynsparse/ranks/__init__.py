@@ -18,7 +18,7 @@ from dynsparse.ranks.consistency import (
     min_max_digest,
     sum_over_ranks,
 )
-from dynsparse.ranks.grid import AXES, DimShard, Placement, RankGrid, ShardSpec, check_axes
+from dynsparse.ranks.grid import AXES, DimShard, Placement, RankGrid, ShardSpec
 from dynsparse.ranks.grow import GrowRequest, comm_volume, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
@@ -43,7 +43,6 @@ __all__ = [
     "ShardSpec",
     "are_all_equal",
     "broadcast_from_first",
-    "check_axes",
     "check_consistent",
     "chunk",
     "chunk_of",

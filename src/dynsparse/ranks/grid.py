@@ -18,19 +18,6 @@ AXES = ("x", "y", "z")
 """The axes of a mesh: features are sharded along x and y, samples along z."""
 
 
-def check_axes(names: Any) -> tuple[str, ...]:
-    """Return the axis names of a mesh, after checking them.
-
-    Raises:
-        ValueError: names other than x, y and z.
-    """
-    if not names or not {*names} <= {*AXES}:
-        raise ValueError(
-            f"mesh must have axes named x, y and z, or some of them, got {shorten(names)}"
-        )
-    return tuple(names)
-
-
 @dataclass(frozen=True)
 class RankGrid:
     """This rank's groups in a mesh, one along each axis.
@@ -65,7 +52,11 @@ class RankGrid:
             return mesh
         if not hasattr(mesh, "mesh_dim_names"):
             raise TypeError(f"mesh must be a DeviceMesh of torch.distributed, got {shorten(mesh)}")
-        names = check_axes(mesh.mesh_dim_names)
+        names = mesh.mesh_dim_names
+        if not names or not {*names} <= {*AXES}:
+            raise ValueError(
+                f"mesh must have axes named x, y and z, or some of them, got {shorten(names)}"
+            )
         groups = {axis: ranks_of(mesh[axis]) for axis in AXES if axis in names}
         flat = mesh[names[0]] if len(names) == 1 else mesh._flatten()
         return cls(**groups, all_ranks=ranks_of(flat))

@@ -65,7 +65,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
     check_writable(path)
     if active_recorder() is not None:
         raise ValueError("a trace is active already: end it before you begin another")
-    recorder = Recorder.start(limit)
+    recorder = Recorder(limit, [], time.perf_counter_ns())
     set_recorder(recorder)
     try:
         with hook_models():

@@ -64,11 +64,6 @@ class Recorder(threading.local):
         lanes.append(lane)
         self.mark: Callable[[Mark], None] = lane.marks.append
 
-    @classmethod
-    def start(cls, limit: int) -> Recorder:
-        """Make a recorder that begins now."""
-        return cls(limit, [], time.perf_counter_ns())
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
