@@ -90,15 +90,6 @@ DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int
 DYNSPARSE_API int64_t dynsparse_rank_places(const uint8_t* chosen, int64_t count, int64_t offset,
                                             int64_t* places);
 
-/* bits [bytes]: bit number - first, counted from the lowest of the first byte on, is 1 for each of
- * numbers [count], which ascend, and others are 0. */
-DYNSPARSE_API void dynsparse_rank_pack(const int64_t* numbers, int64_t count, int64_t first,
-                                       uint8_t* bits, int64_t bytes);
-
-/* The way back: numbers get `first` and the place of each bit that is 1; returns how many. */
-DYNSPARSE_API int64_t dynsparse_rank_unpack(const uint8_t* bits, int64_t bytes, int64_t first,
-                                            int64_t* numbers);
-
 /* merged [count + others] = the numbers of one [count] and other [others], all ascending. */
 DYNSPARSE_API void dynsparse_grow_merge(const int64_t* one, int64_t count, const int64_t* other,
                                         int64_t others, int64_t* merged);

@@ -85,22 +85,3 @@ i64 dynsparse_rank_places(const uint8_t* chosen, i64 count, i64 offset, i64* pla
     if (chosen[i]) places[n++] = offset + i;
   return n;
 }
-
-void dynsparse_rank_pack(const i64* numbers, i64 count, i64 first, uint8_t* bits, i64 bytes) {
-  std::memset(bits, 0, bytes);
-  for (i64 i = 0; i < count; i++) {
-    const i64 at = numbers[i] - first;
-    bits[at / 8] = static_cast<uint8_t>(bits[at / 8] | 1 << at % 8);
-  }
-}
-
-i64 dynsparse_rank_unpack(const uint8_t* bits, i64 bytes, i64 first, i64* numbers) {
-  i64 n = 0, i = 0;
-  for (; i + 8 <= bytes; i += 8) {
-    uint64_t word = 0;
-    for (i64 b = 0; b < 8; b++) word |= uint64_t{bits[i + b]} << 8 * b;
-    n = place(word, first + 8 * i, numbers, n);
-  }
-  for (; i < bytes; i++) n = place(bits[i], first + 8 * i, numbers, n);
-  return n;
-}

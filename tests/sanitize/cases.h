@@ -56,9 +56,7 @@ using i64 = int64_t;
   FUNCTION(rank_keys) \
   FUNCTION(rank_digits) \
   FUNCTION(rank_narrow) \
-  FUNCTION(rank_pack) \
   FUNCTION(rank_places) \
-  FUNCTION(rank_unpack) \
   FUNCTION(dropout)
 
 // They, in the library under test.

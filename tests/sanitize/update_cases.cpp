@@ -331,13 +331,6 @@ void selection_case(const Library& library, Random& random) {
     Array<i64> placed(random, k);
     expect(library.rank_places(chosen.data(), count, 7, placed.data()) == k, "how many are set");
     for (i64 i = 0; i < k; i++) expect(placed[i] == order[i] + 7, "where they are set");
-    Array<uint8_t> bits(random, (count + 7) / 8 + random.below(9));
-    library.rank_pack(placed.data(), k, 7, bits.data(), bits.size());
-    for (i64 i = 0; i < bits.size() * 8; i++)
-      expect((bits[i / 8] >> i % 8 & 1) == (i < count && chosen[i]), "numbers as bits");
-    Array<i64> unpacked(random, k);
-    expect(library.rank_unpack(bits.data(), bits.size(), 7, unpacked.data()) == k, "bits");
-    expect(unpacked == placed, "bits as numbers");
     if (!largest) continue;
     const std::vector<float> before = vector_of(scores);
     expect(library.grow_compact(scores.data(), flat.data(), count, k, threads) == 0, "status");

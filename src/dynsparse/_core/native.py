@@ -121,9 +121,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_rank_keys": (None, [_POINTER, _SIZE, _INT, _POINTER]),
     "dynsparse_rank_digits": (None, [_POINTER, _SIZE, _INT, _INT, _POINTER]),
     "dynsparse_rank_narrow": (None, [_POINTER, _SIZE, *[_INT] * 3, _POINTER, _SIZE]),
-    "dynsparse_rank_pack": (None, [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE]),
     "dynsparse_rank_places": (_SIZE, [_POINTER, _SIZE, _SIZE, _POINTER]),
-    "dynsparse_rank_unpack": (_SIZE, [_POINTER, _SIZE, _SIZE, _POINTER]),
     "dynsparse_small_masks": (None, [*[_POINTER] * 3, *[_SIZE] * 2, _INT]),
     "dynsparse_small_masks_samples": (_SIZE, [*[_SIZE] * 3, _INT]),
     "dynsparse_small_forward": (

@@ -270,14 +270,17 @@ class _Run(NamedTuple):
         """Return the numbers as they are sent, uint8 [bytes]."""
         if not self.is_mask:
             return numbers.to(torch.int32 if self.small else torch.int64).view(torch.uint8)
-        return _pack_bits(numbers, self.first, self.end)
+        mask = np.zeros(self.end - self.first, np.uint8)
+        mask[(numbers - self.first).cpu().numpy()] = 1
+        return torch.from_numpy(np.packbits(mask, bitorder="little"))
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         if not self.is_mask:
             dtype = torch.int32 if self.small else torch.int64
             out.copy_(packed.clone().view(dtype))
             return
-        _unpack_bits(packed, self.first, out)
+        mask = torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
+        nonzero_positions(mask.view(torch.bool), self.first, out)
 
 
 def _concatenate(runs: Sequence[_Run], packed: Sequence[Tensor]) -> Tensor:
@@ -290,25 +293,3 @@ def _concatenate(runs: Sequence[_Run], packed: Sequence[Tensor]) -> Tensor:
     if all(run.end <= other.first for run, other in itertools.pairwise(filled)):
         return numbers
     return numbers.sort().values
-
-
-def _pack_bits(numbers: Tensor, first: int, end: int) -> Tensor:
-    """Pack ascending int64 numbers in [first, end) to a bit mask, uint8 [ceil of an eighth]."""
-    if not numbers.is_cpu or native.load() is None:
-        mask = np.zeros(end - first, np.uint8)
-        mask[(numbers - first).cpu().numpy()] = 1
-        return torch.from_numpy(np.packbits(mask, bitorder="little"))
-    numbers = numbers.contiguous()
-    bits = torch.empty(-(-(end - first) // 8), dtype=torch.uint8, device="cpu")
-    native.call("dynsparse_rank_pack", numbers, len(numbers), first, bits, len(bits))
-    return bits
-
-
-def _unpack_bits(bits: Tensor, first: int, out: Tensor) -> None:
-    """Unpack a bit mask, on the CPU, to `out`, whose length is the number of set bits."""
-    if native.load() is None:
-        mask = np.unpackbits(bits.numpy(), bitorder="little")
-        nonzero_positions(torch.from_numpy(mask).view(torch.bool), first, out)
-        return
-    bits = bits.contiguous()
-    native.call("dynsparse_rank_unpack", bits, len(bits), first, out)
