@@ -90,10 +90,6 @@ DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int
 DYNSPARSE_API int64_t dynsparse_rank_places(const uint8_t* chosen, int64_t count, int64_t offset,
                                             int64_t* places);
 
-/* merged [count + others] = the numbers of one [count] and other [others], all ascending. */
-DYNSPARSE_API void dynsparse_grow_merge(const int64_t* one, int64_t count, const int64_t* other,
-                                        int64_t others, int64_t* merged);
-
 /* Whether dynsparse_grow_screen is there on this machine: 1 or 0. */
 DYNSPARSE_API int32_t dynsparse_grow_screens(void);
 

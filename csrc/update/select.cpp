@@ -254,16 +254,3 @@ int dynsparse_grow_compact(float* scores, i64* flat, i64 count, i64 k, i32 threa
   }
   return 0;
 }
-
-void dynsparse_grow_merge(const i64* one, i64 count, const i64* other, i64 others, i64* merged) {
-  i64 i = 0, j = 0, n = 0;
-  while (i < count && j < others) {  // without branches: which comes first is random
-    const i64 a = one[i], b = other[j];
-    const bool first = a < b;
-    merged[n++] = first ? a : b;
-    i += first;
-    j += !first;
-  }
-  std::copy(one + i, one + count, merged + n);
-  std::copy(other + j, other + others, merged + n + count - i);
-}

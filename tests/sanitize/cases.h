@@ -50,7 +50,6 @@ using i64 = int64_t;
   FUNCTION(grow_scan) \
   FUNCTION(grow_select) \
   FUNCTION(grow_compact) \
-  FUNCTION(grow_merge) \
   FUNCTION(grow_screen) \
   FUNCTION(grow_screens) \
   FUNCTION(rank_keys) \

@@ -269,14 +269,6 @@ void screen_case(const Library& library, Random& random) {
     else if (score > low) expect(both.count(i), "a screen leaves nothing out");
     if (certain.count(i)) expect(score > high, "what is sure");
   }
-
-  std::vector<i64> expected(seen);
-  expected.insert(expected.end(), certain.begin(), certain.end());
-  std::sort(expected.begin(), expected.end());
-  const Array<i64> one(random, seen);
-  Array<i64> merged(random, expected.size());
-  library.grow_merge(one.data(), one.size(), sure.data(), found[1], merged.data());
-  expect(vector_of(merged) == expected, "two lists in one");
 }
 
 void selection_case(const Library& library, Random& random) {

@@ -99,7 +99,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_pattern_move": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _INT]),
     "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
     "dynsparse_grow_compact": (ctypes.c_int, [_POINTER, _POINTER, _SIZE, _SIZE, _INT]),
-    "dynsparse_grow_merge": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER]),
     "dynsparse_grow_pool": (None, [_POINTER, *[_SIZE] * 3, _INT, _POINTER, _INT]),
     "dynsparse_grow_scan": (
         _SIZE,
