@@ -76,3 +76,16 @@ def test_conversion_and_loading_ignore_the_default_device(other_default, tmp_pat
     ds.densify(model)
     assert model[0].weight.device.type == "cpu"
     assert torch.equal(other[0].to_dense(), model[0].weight)
+
+
+def test_int8_layers_ignore_the_default_device(other_default, tmp_path):
+    model = nn.Sequential(nn.Linear(16, 16, device="cpu"))
+    ds.sparsify(model, density=0.3, verbose=False)
+    pattern, weight = model[0].pattern, model[0].to_dense()
+    ds.quantize(model)
+    assert model[0].pattern == pattern
+    assert torch.allclose(model[0].to_dense(), weight, atol=weight.abs().max().item() / 254)
+    ds.save_safetensors(model, tmp_path / "model.safetensors")
+    loaded = nn.Sequential(nn.Linear(16, 16, device="cpu"))
+    ds.load_pretrained(loaded, tmp_path / "model.safetensors")
+    assert torch.equal(loaded[0].to_dense(), model[0].to_dense())

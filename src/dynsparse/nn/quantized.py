@@ -17,6 +17,7 @@ from dynsparse.nn.sharded import is_sharded
 from dynsparse.nn.transformers_import import set_quantizers
 from dynsparse.ops.linear import int8
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.on_device import flat_positions
 from dynsparse.pattern.packed import pack
 
 ACTIVATIONS = ("float32", "int8")
@@ -125,10 +126,9 @@ class QuantizedSparseLinear(nn.Module):
     @property
     def pattern(self) -> SparsePattern:
         """Which blocks are present."""
-        rows = torch.arange(len(self.row_ptr) - 1, dtype=torch.int32)
-        rows = rows.repeat_interleave(self.row_ptr.diff())
+        flat = flat_positions(self.row_ptr, self.cols, self.in_features // self.block_size)
         shape = self.out_features, self.in_features
-        return SparsePattern(rows, self.cols, shape=shape, block_size=self.block_size)
+        return SparsePattern.from_flat(flat, shape=shape, block_size=self.block_size)
 
     @property
     def density(self) -> float:
@@ -151,8 +151,7 @@ class QuantizedSparseLinear(nn.Module):
         These are "values", [nnz] or [nnz, b, b], and "gaps" or "mask".
         """
         pattern = self.pattern
-        flat = pattern.rows.long() * pattern.grid[1] + pattern.cols
-        form, packed = pack(flat, pattern.grid[0] * pattern.grid[1])
+        form, packed = pack(pattern.sorted_flat, pattern.total)
         return {"values": int8.from_kernel_order(self.values), form: packed}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import check_rows
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
+from dynsparse.pattern.on_device import expand_row_pointers
 
 QUAD = 4
 """Columns of a block that lie together in `to_kernel_order`."""
@@ -182,7 +183,7 @@ def to_dense(
     """Return W [out, in_features], float32."""
     b = block_size_of(values)
     blocks = from_kernel_order(values).reshape(-1, b, b).float()
-    rows = torch.arange(len(row_ptr) - 1).repeat_interleave(row_ptr.diff())
+    rows = expand_row_pointers(row_ptr, len(cols))
     dense = scale.new_zeros(len(row_ptr) - 1, in_features // b, b, b)
     dense[rows, cols.long()] = blocks
     return dense.transpose(1, 2).reshape(len(scale), in_features) * scale[:, None]
