@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -63,43 +64,37 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
     int8 = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedSparseLinear)}
     by_weight = {candidate.key: candidate for candidate in reversed(candidates.values())}
     dense = {candidate.name: candidate for candidate in by_weight.values()}
-    lines: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     saved, now = 0, sum(parameter.numel() for parameter in model.parameters())
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     sparse = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
     order = {name: i for i, name in enumerate(names)}
-    listed = (*sparse, *dense, *int8)
+    layers: dict[str, Any] = {**sparse, **dense, **int8}
     # A projection of a dense attention is not a module: it has the place of the attention.
-    for name in sorted(listed, key=lambda n: order.get(n, order.get(n.rpartition(".")[0], 0))):
-        if name in sparse:
-            layer = sparse[name]
-            kept, bias = layer.values.numel(), 0 if layer.bias is None else layer.bias.numel()
-            full = layer.out_features * layer.in_features
-            saved += full - kept
-            shape, block = layer.weight_shape, str(layer.block_size)
-            line = _make_row(name, shape, block, f"{layer.density:.4f}", kept, full, bias)
-            if batch is not None:
-                *kernels, speedup = _describe_kernels(layer, batch)
-                line += (*kernels, "-" if speedup is None else f"{speedup:.1f}x")
-                if speedup is not None and speedup <= 1:
-                    slow.append(name)
-            lines.append(line)
-        elif name in int8:
-            module = int8[name]
-            pattern, biases = module.pattern, 0 if module.bias is None else len(module.bias)
-            kept, full = module.values.numel(), pattern.shape[0] * pattern.shape[1]
-            saved += full - kept
-            now += kept + biases
-            block, density = str(pattern.block_size), f"{pattern.density:.4f}"
-            line = _make_row(name, pattern.shape, block, density, kept, full, biases)
-            lines.append(line if batch is None else (*line, "int8", "-", "-"))
+    for name in sorted(layers, key=lambda n: order.get(n, order.get(n.rpartition(".")[0], 0))):
+        layer, block, density = layers[name], "-", "dense"
+        bias = 0 if layer.bias is None else layer.bias.numel()
+        kernels: tuple[str, ...] = ("int8" if name in int8 else "-", "-", "-")
+        if name in dense:
+            shape, kept = layer.shape, layer.weight.numel()
         else:
-            candidate = dense[name]
-            bias = 0 if candidate.bias is None else candidate.bias.numel()
-            full = candidate.weight.numel()
-            line = _make_row(name, candidate.shape, "-", "dense", full, full, bias)
-            lines.append(line if batch is None else (*line, "-", "-", "-"))
-    lines = lines if len(lines) <= _MOST_ROWS else _merge_similar_rows(lines)
+            shape = getattr(layer, "weight_shape", (layer.out_features, layer.in_features))
+            block, density, kept = (
+                f"{layer.block_size}",
+                f"{layer.density:.4f}",
+                layer.values.numel(),
+            )
+            saved += prod(shape) - kept
+        if name in int8:
+            now += kept + bias  # buffers, not parameters
+        if name in sparse and batch is not None:
+            *passes, speedup = _describe_kernels(layer, batch)
+            kernels = (*passes, "-" if speedup is None else f"{speedup:.1f}x")
+            if speedup is not None and speedup <= 1:
+                slow.append(name)
+        row = _make_row(name, shape, block, density, kept, bias)
+        rows.append(row if batch is None else (*row, *kernels))
+    rows = rows if len(rows) <= _MOST_ROWS else _merge_similar_rows(rows)
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
     below = [total, *_describe_dense(model, candidates, now + saved)]
     if slow:
@@ -110,15 +105,15 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
             "unstructured values have one dimension, like biases: if weight decay depends on "
             "dimensions, use dynsparse.param_groups"
         )
-    description = Description("\n".join([*_align_columns([head, *lines]), *below]))
-    description.head, description.rows, description.below = head, lines, below
+    description = Description("\n".join([*_align_columns([head, *rows]), *below]))
+    description.head, description.rows, description.below = head, rows, below
     return description
 
 
-def _merge_similar_rows(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _merge_similar_rows(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Merge the rows of layers that differ only in the numbers in their names."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in lines:
+    for name, *cells in rows:
         alike.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name)
     return [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names):,})", *cells)
@@ -197,8 +192,9 @@ def _format_count(parameters: int) -> str:
 
 
 def _make_row(
-    name: str, shape: tuple[int, ...], block: str, density: str, kept: int, full: int, bias: int
+    name: str, shape: tuple[int, ...], block: str, density: str, kept: int, bias: int
 ) -> tuple[str, ...]:
+    full = prod(shape)
     parameters = f"{full + bias:,} -> {kept + bias:,}" if kept < full else f"{full + bias:,}"
     return name, " x ".join(map(str, shape)), block, density, f"{kept:,}", parameters
 

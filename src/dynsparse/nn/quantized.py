@@ -111,9 +111,8 @@ class QuantizedSparseLinear(nn.Module):
         check_choice("activations", activations, ACTIVATIONS)
         _check_layer("layer", layer)
         pattern, b = layer.pattern, layer.block_size
-        order = (layer.rows.long() * pattern.grid[1] + layer.cols).argsort()
-        blocks = layer.values.detach()[order].view(-1, b, b)
-        rows = layer.rows.long()[order]
+        blocks = pattern.by_rows(layer.values.detach()).reshape(-1, b, b)
+        rows = pattern.by_rows(pattern.rows).long()
         largest = blocks.new_zeros(pattern.grid[0], b)
         index = rows[:, None].expand(-1, b)
         largest.scatter_reduce_(0, index, blocks.abs().amax(2), "amax")
