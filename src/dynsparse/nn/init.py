@@ -19,18 +19,19 @@ from dynsparse.pattern.coordinates import block_grid
 def select_largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
     """Return the pattern of the `nnz` blocks of `weight` [out, in] with the largest magnitudes.
 
-    Blocks are ranked by the sum of their magnitudes.
-
-    Ties go to the first in row-major order.
+    Blocks are ranked by the sum of their magnitudes. Ties go to the first in row-major order.
     """
-    b = block_size
-    height, width = weight.shape[0] // b, weight.shape[1] // b
-    magnitude = weight.detach().abs().double()
-    score = magnitude.view(height, b, width, b).sum((1, 3)).flatten()
-    if bool(torch.isnan(score).any()):
+    score = sum_blocks(weight.detach().abs(), block_size).flatten()
+    if bool(score.isnan().any()):
         raise ValueError("the weights contain NaN, so blocks cannot be ranked by magnitude")
     flat = select(score, nnz).cpu()
-    return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=b)
+    return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=block_size)
+
+
+def sum_blocks(scores: Tensor, b: int) -> Tensor:
+    """Return the sums [out / b, in / b], float64, of the scores [out, in] in each block."""
+    height, width = scores.shape[0] // b, scores.shape[1] // b
+    return scores.double().view(height, b, width, b).sum((1, 3))
 
 
 def count_blocks(shape: tuple[int, ...], density: float, block_size: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dynsparse.allocation import check_block
 from dynsparse.nn.candidates import Candidate
+from dynsparse.nn.init import sum_blocks
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 
@@ -52,12 +53,6 @@ def _is_whole(present: Tensor, b: int) -> bool:
     return torch.equal(blocks.any(3).any(1), blocks.all(3).all(1))
 
 
-def _sum_blocks(scores: Tensor, b: int) -> Tensor:
-    """Return the sums [out / b, in / b], float64, of the scores [out, in] in each block."""
-    height, width = scores.shape[0] // b, scores.shape[1] // b
-    return scores.double().view(height, b, width, b).sum((1, 3))
-
-
 def score_blocks(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
     """Return the scores [out / b, in / b] of the blocks of a weight [out, in], float64.
 
@@ -69,7 +64,7 @@ def score_blocks(weight: Tensor, squares: Tensor | None, b: int) -> Tensor:
         squares: the sum of the squares of each input, [in].
     """
     scores = weight.abs() if squares is None else weight.abs().to(squares.dtype) * squares.sqrt()
-    return _sum_blocks(scores, b)
+    return sum_blocks(scores, b)
 
 
 def select_best_blocks(scores: Tensor, nnz: int, per_row: bool) -> Tensor:
@@ -115,7 +110,7 @@ def sparsegpt(
     kept = torch.zeros(w.shape[0] // b, columns // b, dtype=torch.bool, device=w.device)
     for start in range(0, columns, width):
         end = min(start + width, columns)
-        scores = _sum_blocks((w[:, start:end] / scale[start:end]).square(), b)
+        scores = sum_blocks((w[:, start:end] / scale[start:end]).square(), b)
         count = round(nnz * end / columns) - round(nnz * start / columns)
         part = torch.zeros_like(scores, dtype=torch.bool)
         part.view(-1)[select_best_blocks(scores, count, per_row)] = True
