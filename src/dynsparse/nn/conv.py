@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -66,11 +67,9 @@ class _SparseConv(SparseLinear):
                 f"{out_channels} channels"
             )
         kernel = self._check_sizes("kernel_size", kernel_size, 1)
-        steps, spread = (
-            self._check_sizes("stride", stride, 1),
-            self._check_sizes("dilation", dilation, 1),
-        )
-        around = self._resolve_padding(padding, kernel, steps, spread)
+        stride = self._check_sizes("stride", stride, 1)
+        dilation = self._check_sizes("dilation", dilation, 1)
+        around = self._resolve_padding(padding, kernel, stride, dilation)
         check_choice("padding_mode", padding_mode, _MODES)
         if block_size is not None:
             check_integer("block_size", block_size, 1)
@@ -81,9 +80,8 @@ class _SparseConv(SparseLinear):
                 f"{in_channels // groups} in and {out_channels // groups} out: blocks cover "
                 "channels of one tap of the kernel"
             )
-        taps = kernel[0] if self.dimensions == 1 else kernel[0] * kernel[1]
         super().__init__(
-            taps * in_channels // groups,
+            prod(kernel) * in_channels // groups,
             out_channels,
             density,
             block_size,
@@ -95,7 +93,7 @@ class _SparseConv(SparseLinear):
             dtype=dtype,
         )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = kernel, steps, spread
+        self.kernel_size, self.stride, self.dilation = kernel, stride, dilation
         self.padding = (
             padding if isinstance(padding, str) else self._check_sizes("padding", padding, 0)
         )
@@ -106,9 +104,9 @@ class _SparseConv(SparseLinear):
         before, after = zip(*(around if zeros else [(0, 0)] * self.dimensions), strict=True)
         self.geometry = Geometry(
             self._to_2d(kernel, 1),
-            self._to_2d(steps, 1),
+            self._to_2d(stride, 1),
             (*self._to_2d(before, 0), *self._to_2d(after, 0)),
-            self._to_2d(spread, 1),
+            self._to_2d(dilation, 1),
             groups,
         )
 
@@ -156,6 +154,26 @@ class _SparseConv(SparseLinear):
     def to_dense(self) -> Tensor:
         """Return the weight [out, in / groups, *kernel], differentiable in the values."""
         return to_weight(super().to_dense(), self.kernel_size)
+
+    def to_dense_layer(self) -> nn.Module:
+        dense = self.dense_class(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,  # type: ignore[arg-type]
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.dilation,  # type: ignore[arg-type]
+            self.groups,
+            False,
+            self.padding_mode,  # type: ignore[arg-type]
+            device="meta",
+        )
+        weight = self.to_dense()
+        if self.dimensions == 2:
+            weight = weight.contiguous(memory_format=self.memory_format)
+        dense.weight = self._make_parameter(weight)
+        dense.register_parameter("bias", self.bias)
+        return dense.train(self.training)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _SparseConv:
         # The values have no memory format; a tensor of four dimensions in their place gets the one
@@ -379,27 +397,6 @@ def from_dense_conv(
     if is_2d and not weight.is_contiguous() and weight.is_contiguous(memory_format=last):
         layer.memory_format = last
     return layer
-
-
-def to_dense_conv(layer: _SparseConv) -> nn.Module:
-    """Make a dense layer with the options, the weight and the bias Parameter of a sparse one."""
-    dense = layer.dense_class(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]
-        layer.stride,  # type: ignore[arg-type]
-        layer.padding,  # type: ignore[arg-type]
-        layer.dilation,  # type: ignore[arg-type]
-        layer.groups,
-        False,
-        layer.padding_mode,  # type: ignore[arg-type]
-        device="meta",
-    )
-    weight = layer.to_dense().detach()
-    weight = weight.contiguous(memory_format=layer.memory_format) if weight.dim() == 4 else weight
-    dense.weight = nn.Parameter(weight, requires_grad=layer.values.requires_grad)
-    dense.register_parameter("bias", layer.bias)
-    return dense.train(layer.training)
 
 
 @check_types

@@ -28,10 +28,10 @@ from dynsparse.nn.candidates import (
     resolve_overrides,
     select_candidates,
 )
-from dynsparse.nn.conv import SparseConv1d, SparseConv2d, from_dense_conv, to_dense_conv
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, from_dense_conv
 from dynsparse.nn.embedding import SparseEmbedding, TiedHead
 from dynsparse.nn.exclusions import OVERRIDABLE, check_no_adapters, default_exclusions
-from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
+from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear, make_linear
 from dynsparse.nn.models import describe
 from dynsparse.nn.prune import (
     LEAST_SPARSITY,
@@ -371,7 +371,7 @@ def densify(model: nn.Module) -> nn.Module:
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     warn_of_active_sets(model)
     made: dict[int, nn.Module] = {}
-    names: dict[str, nn.Module] = {}
+    names: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SparseLinear) and isinstance(module.executor, ShardSpec):
             raise ValueError(
@@ -416,7 +416,7 @@ def densify(model: nn.Module) -> nn.Module:
             elif isinstance(module, SparseMultiheadAttention):
                 dense = _make_dense_attention(module)
             else:
-                dense = _make_dense_layer(module)
+                dense = module.to_dense_layer()
             made[id(module)] = dense.train(module.training)
         model.set_submodule(name, made[id(module)])
     restore_fast_paths(model)
@@ -424,25 +424,11 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _make_dense_layer(layer: nn.Module) -> nn.Module:
-    """Return a dense layer with the weights of a sparse one; dense layers unchanged."""
-    if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
-        return layer.to_dense_layer()
-    if isinstance(layer, (SparseConv1d, SparseConv2d)):
-        return to_dense_conv(layer)
-    if isinstance(layer, SparseEmbedding):
-        freeze = not layer.values.requires_grad
-        return nn.Embedding.from_pretrained(layer.to_dense(), freeze, layer.padding_idx)
-    if isinstance(layer, SparseLinear):
-        weight = nn.Parameter(layer.to_dense(), requires_grad=layer.values.requires_grad)
-        return make_linear(weight, layer.bias, layer.training)
-    return layer
-
-
 def _make_dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
-    parts: dict[str, Any] = {
-        part: _make_dense_layer(getattr(attention, part)) for part in PROJECTIONS
-    }
+    parts: dict[str, Any] = {part: getattr(attention, part) for part in PROJECTIONS}
+    for part, layer in parts.items():
+        if isinstance(layer, SparseLinear):
+            parts[part] = layer.to_dense_layer()
     bias_k, bias_v = attention.bias_k, attention.bias_v
     run = attention.interleave_length
     if run is not None:
@@ -569,15 +555,6 @@ def _as_parameter(tensor: Tensor | None, parameter: Tensor | None) -> nn.Paramet
     if tensor is None or parameter is None or isinstance(tensor, nn.Parameter):
         return tensor  # type: ignore[return-value]
     return nn.Parameter(tensor.detach().clone(), requires_grad=parameter.requires_grad)
-
-
-def make_linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
-    """Make an `nn.Linear` with the given Parameters, without initialising others."""
-    out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = weight
-    linear.register_parameter("bias", bias)
-    return linear.train(training)
 
 
 def _make_dense_projection(candidate: Candidate) -> nn.Module:

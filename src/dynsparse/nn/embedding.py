@@ -11,6 +11,7 @@ from torch.nn.functional import gelu
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse._core.checks import check_integer, check_types
+from dynsparse.nn.init import count_blocks, select_largest_blocks
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import trace_call
 from dynsparse.ops.embedding import embedding
@@ -75,19 +76,21 @@ class SparseEmbedding(SparseLinear):
                     f"the table has {name}={getattr(table, name)}, which sparse tables do not "
                     "support: leave it dense"
                 )
-        linear = nn.Linear(1, 1, bias=False, device="meta")
-        linear.out_features, linear.in_features = table.weight.shape
-        linear.weight = nn.Parameter(table.weight.detach())
-        sparse = SparseLinear.from_dense(linear, density, block_size)
+        weight = table.weight
+        nnz = count_blocks(tuple(weight.shape), density, block_size)
+        pattern = select_largest_blocks(weight, nnz, block_size)
         return cls(
-            table.num_embeddings,
-            table.embedding_dim,
-            pattern=sparse.pattern,
-            values=sparse.values,
+            *weight.shape,
+            pattern=pattern,
+            values=pattern.values_of(weight),
             padding_idx=table.padding_idx,
-            device=table.weight.device,
-            dtype=table.weight.dtype,
+            device=weight.device,
+            dtype=weight.dtype,
         )
+
+    def to_dense_layer(self) -> nn.Module:
+        freeze = not self.values.requires_grad
+        return nn.Embedding.from_pretrained(self.to_dense().detach(), freeze, self.padding_idx)
 
     @property
     def num_embeddings(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse._core.checks import check_kind
+from dynsparse.nn.linear import make_linear
 from dynsparse.nn.transformers_import import set_quantizers
 
 IMPLEMENTATION = "dynsparse"
@@ -149,14 +150,10 @@ def _split(module: Any, source: str, target: str) -> None:
     weights, biases = getattr(module, source), getattr(module, f"{source}_bias", None)
     layers = nn.ModuleList()
     for i, weight in enumerate(weights.mT if module.is_transposed else weights):
-        layer = nn.Linear(1, 1, bias=False, device="meta")
-        layer.out_features, layer.in_features = weight.shape
-        layer.weight = nn.Parameter(
-            weight.clone(memory_format=torch.contiguous_format), weights.requires_grad
-        )
-        if biases is not None:
-            layer.bias = nn.Parameter(biases[i].clone(), biases.requires_grad)
-        layers.append(layer.train(module.training))
+        copied = weight.clone(memory_format=torch.contiguous_format)
+        bias = None if biases is None else nn.Parameter(biases[i].clone(), biases.requires_grad)
+        parameter = nn.Parameter(copied, weights.requires_grad)
+        layers.append(make_linear(parameter, bias, module.training))
     delattr(module, source)
     if biases is not None:
         delattr(module, f"{source}_bias")

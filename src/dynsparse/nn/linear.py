@@ -154,6 +154,15 @@ def _advice(layer: Any) -> str:
     return f"keep it dense with sparsify(..., exclude=[{layer._module_name!r}])"
 
 
+def make_linear(weight: Parameter, bias: Parameter | None, training: bool) -> nn.Linear:
+    """Make an `nn.Linear` with the given Parameters, without initialising others."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear.train(training)
+
+
 class SparseLinear(SparseModule):
     """Y = X W^T + b with a sparse W [out, in] of which only the present blocks are stored.
 
@@ -485,6 +494,14 @@ class SparseLinear(SparseModule):
             layer.bias.copy_(linear.bias)
         return layer
 
+    def to_dense_layer(self) -> nn.Module:
+        """Make a dense layer with this layer's weights and its bias Parameter."""
+        return make_linear(self._make_parameter(self.to_dense()), self.bias, self.training)
+
+    def _make_parameter(self, weight: Tensor) -> Parameter:
+        """Make a Parameter of a dense weight, which is trained if the values are."""
+        return Parameter(weight.detach(), requires_grad=self.values.requires_grad)
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -527,11 +544,9 @@ class SparseConv1D(SparseLinear):
         raise self._assignment_error()
 
     def to_dense_layer(self) -> nn.Module:
-        """A layer of the replaced class with this layer's weights and its bias Parameter."""
         with torch.device("meta"):  # skips the initialisation
             layer = self.dense_class(self.out_features, self.in_features)
-        weight = self.to_dense().detach().t().contiguous()
-        layer.weight = nn.Parameter(weight, requires_grad=self.values.requires_grad)
+        layer.weight = self._make_parameter(self.to_dense().t().contiguous())
         layer.bias = self.bias
         return layer
 
@@ -567,12 +582,10 @@ class SparseGraphLinear(SparseLinear):
         return self.out_features
 
     def to_dense_layer(self) -> nn.Module:
-        """A layer of the replaced class with this layer's weights and its bias Parameter."""
         with torch.device("meta"):  # skips the initialisation
             layer = self.dense_class(
                 self.in_features, self.out_features, bias=self.bias is not None
             )
-        weight = self.to_dense().detach()
-        layer.weight = nn.Parameter(weight, requires_grad=self.values.requires_grad)
+        layer.weight = self._make_parameter(self.to_dense())
         layer.bias = self.bias
         return layer

@@ -80,7 +80,7 @@ def make_optimizer(
         raise ValueError(f"--optimizer-arg: {error}") from None
 
 
-def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear]) -> None:
+def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Module]) -> None:
     """Replace every sparse layer of a network by dense(layer), as `--method dense` does."""
     for module in list(network.modules()):
         for name, layer in list(module.named_children()):
@@ -137,22 +137,22 @@ def build_trainer(
     if options.method not in BY_NAME:
         return Static(network, optimizer)
     algorithm = BY_NAME[options.method]
-    known: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "pooling": options.pooling_type.lower(),
         "densities": final,
         "scope": "layer",
     }
     if "schedule" in algorithm.arguments:
-        known["schedule"] = _get_schedule(options, total_steps, update_interval)
+        settings["schedule"] = _get_schedule(options, total_steps, update_interval)
     else:
-        known |= {
+        settings |= {
             "total_steps": total_steps,
             "update_interval": update_interval,
             "drop_fraction": options.prune_ratio,
         }
     if "seed" in algorithm.arguments:
-        known["seed"] = int(torch.randint(2**62, (), generator=generator))
-    arguments = {name: v for name, v in known.items() if name in algorithm.arguments}
+        settings["seed"] = int(torch.randint(2**62, (), generator=generator))
+    arguments = {name: v for name, v in settings.items() if name in algorithm.arguments}
     trainer = algorithm.trainer(network, optimizer, **arguments)
     trainer.warns_at_end = False  # the training goes on with patterns that stay
     return trainer

@@ -145,15 +145,8 @@ def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
     network = Network(options, generator)
     if not options.has_sparse_layers:
-        replace_sparse(network, _make_dense_layer)
+        replace_sparse(network, SparseLinear.to_dense_layer)
     return network
-
-
-def _make_dense_layer(layer: SparseLinear) -> nn.Linear:
-    dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    dense.weight = nn.Parameter(layer.to_dense().detach())
-    dense.register_parameter("bias", layer.bias)
-    return dense
 
 
 def position_encoding(tokens: int, features: int) -> Tensor:

@@ -22,9 +22,9 @@ from dynsparse.integrations.onnx.graph import (
     write_model,
 )
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
-from dynsparse.nn.conv import SparseConv1d, SparseConv2d, to_dense_conv
-from dynsparse.nn.convert import make_linear
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d
 from dynsparse.nn.embedding import TiedHead
+from dynsparse.nn.linear import make_linear
 from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.pattern import SparsePattern
 
@@ -137,7 +137,7 @@ def _dense_copy(
 
 def _dense_layer(layer: SparseLinear | QuantizedSparseLinear) -> nn.Module:
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
-        return to_dense_conv(layer)
+        return layer.to_dense_layer()
     weight = layer.to_dense().detach()
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(weight)

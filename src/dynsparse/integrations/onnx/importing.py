@@ -22,7 +22,7 @@ from dynsparse.integrations.onnx.graph import (
     read_model,
     transpose_pattern,
 )
-from dynsparse.nn.convert import make_linear
+from dynsparse.nn.linear import make_linear
 from dynsparse.pattern import SparsePattern
 
 
