@@ -239,14 +239,14 @@ def override(base: Any, name: str, **changes: Any) -> Any:
     """Return the option `name` of `base` with another `default` or attributes of `Option`."""
     old = base.__dataclass_fields__[name]
     default = changes.pop("default", default_of(old))
-    known = dataclasses.replace(old.metadata["option"], optional=default is None, **changes)
-    return _field(default, known)
+    option = dataclasses.replace(old.metadata["option"], optional=default is None, **changes)
+    return _field(default, option)
 
 
-def _field(default: Any, known: Option) -> Any:
+def _field(default: Any, option: Option) -> Any:
     if isinstance(default, dict):
-        return field(default_factory=lambda: copy.copy(default), metadata={"option": known})
-    return field(default=default, metadata={"option": known})
+        return field(default_factory=lambda: copy.copy(default), metadata={"option": option})
+    return field(default=default, metadata={"option": option})
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -262,8 +262,8 @@ def options_of(options_type: type) -> dict[str, Option]:
 
 def methods_of(options_type: type) -> tuple[str, ...]:
     """Return the choices of `method`; empty if there is no such option."""
-    known = options_of(options_type).get("method")
-    return () if known is None else known.kind.choices
+    option = options_of(options_type).get("method")
+    return () if option is None else option.kind.choices
 
 
 def list_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
@@ -272,14 +272,14 @@ def list_options(options_type: type) -> Iterator[tuple[str, Option, Any]]:
     The panels are in the order of the attribute `panels`, or else of the fields.
     """
     options = options_of(options_type)
-    panels = list(dict.fromkeys(known.panel for known in options.values()))
+    panels = list(dict.fromkeys(option.panel for option in options.values()))
     panels = list(getattr(options_type, "panels", panels))
     defaults = {f.name: default_of(f) for f in fields(options_type)}
     for name in sorted(options, key=lambda name: panels.index(options[name].panel)):
-        known = options[name]
-        if known.complement is not None:
-            yield known.complement, *known.make_complement(name, defaults[name])
-        yield name, known, defaults[name]
+        option = options[name]
+        if option.complement is not None:
+            yield option.complement, *option.make_complement(name, defaults[name])
+        yield name, option, defaults[name]
 
 
 def flag(name: str) -> str:
@@ -299,9 +299,9 @@ def _one_minus(share: float) -> float:
 
 def check_values(options: Any) -> None:
     """Raise ValueError, naming the flag, for the first value that its kind does not take."""
-    for name, known in options_of(type(options)).items():
-        if (value := getattr(options, name)) is not None or not known.optional:
-            known.kind.check(flag(name), value)
+    for name, option in options_of(type(options)).items():
+        if (value := getattr(options, name)) is not None or not option.optional:
+            option.kind.check(flag(name), value)
 
 
 def check_applies(options: Any, given: Collection[str]) -> None:
@@ -312,17 +312,17 @@ def check_applies(options: Any, given: Collection[str]) -> None:
         given: the names of the options that the user gave; defaults, and those that a preset or a
             checkpoint sets, may have no effect.
     """
-    for name, known in options_of(type(options)).items():
+    for name, option in options_of(type(options)).items():
         if name not in given:
             continue
-        flags = f"--{flag(name)}" + (f", --{flag(known.complement)}" if known.complement else "")
-        if known.methods and options.method not in known.methods:
+        flags = f"--{flag(name)}" + (f", --{flag(option.complement)}" if option.complement else "")
+        if option.methods and options.method not in option.methods:
             raise ValueError(
-                f"{flags}: applies to --method {join_words(known.methods)}, got --method "
+                f"{flags}: applies to --method {join_words(option.methods)}, got --method "
                 f"{options.method}: leave it out"
             )
-        for need in known.needs:
-            if not need.holds(options) and not need.is_waived(options, known):
+        for need in option.needs:
+            if not need.holds(options) and not need.is_waived(options, option):
                 raise ValueError(
                     f"{flags}: applies to {need.words}, got {need.got(options)}: leave it out"
                 )
@@ -346,8 +346,8 @@ def add_flags(
     options, methods = options_of(options_type), methods_of(options_type)
     annotations: dict[str, Any] = dict(first or {})
     required = set()
-    for name, known, default in list_options(options_type):
-        annotations[name] = _annotation(name, known, default, methods)
+    for name, option, default in list_options(options_type):
+        annotations[name] = _annotation(name, option, default, methods)
         if default is dataclasses.MISSING:
             required.add(name)
 
@@ -355,20 +355,20 @@ def add_flags(
         def command(**raw: Any) -> None:
             extra = {name: raw.pop(name) for name in first or {}}
             values = {name: value for name, value in raw.items() if value not in (None, [])}
-            for name, known in options.items():
-                if known.complement in values:
+            for name, option in options.items():
+                if option.complement in values:
                     if name in values:
-                        both = f"--{flag(known.complement)} or --{flag(name)}"
+                        both = f"--{flag(option.complement)} or --{flag(name)}"
                         raise ValueError(f"expected {both}, got both: leave one out")
-                    share = values.pop(known.complement)
+                    share = values.pop(option.complement)
                     if not 0 < share <= 1:
                         raise ValueError(
-                            f"--{flag(known.complement)}: expected a number in (0, 1], got "
+                            f"--{flag(option.complement)}: expected a number in (0, 1], got "
                             f"{share!r}"
                         )
                     values[name] = _one_minus(share)
                 if name in values:
-                    values[name] = _read(known.kind, flag(name), values[name])
+                    values[name] = _read(option.kind, flag(name), values[name])
             function(values, **extra)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
@@ -387,11 +387,11 @@ def add_flags(
     return decorate
 
 
-def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) -> Any:
+def _annotation(name: str, option: Option, default: Any, methods: Sequence[str]) -> Any:
     """Return the declaration of a flag for typer."""
     import typer
 
-    kind = known.kind
+    kind = option.kind
     more: dict[str, Any] = {}
     plain: Any = str if kind.type is dict else kind.type
     if plain in (int, float):
@@ -405,11 +405,11 @@ def _annotation(name: str, known: Option, default: Any, methods: Sequence[str]) 
         more["metavar"] = "<text>"
     elif plain is bool:
         more["metavar"] = " "  # a flag takes no value
-    default_text = known.describe_default(default)
+    default_text = option.describe_default(default)
     annotation = typer.Option(
-        *known.flags(name),
-        help=known.describe(methods) + (f" Default: {default_text}." if default_text else ""),
-        rich_help_panel=known.panel or None,
+        *option.flags(name),
+        help=option.describe(methods) + (f" Default: {default_text}." if default_text else ""),
+        rich_help_panel=option.panel or None,
         show_default=False,  # typer would put it into brackets
         **more,
     )

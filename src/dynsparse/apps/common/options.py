@@ -53,7 +53,7 @@ TRAINS = Need(
     lambda o: o.trains,
     lambda o: o.how_it_runs,
     is_shown=False,
-    is_waived=lambda o, known: known.defines in o.binding,
+    is_waived=lambda o, option: option.defines in o.binding,
 )
 _HALF = Need(
     "--data-type float16",
@@ -325,8 +325,8 @@ class TrainingOptions:
         """The options that define the network, or the training, as plain types."""
         values = {
             name: getattr(self, name)
-            for name, known in options_of(type(self)).items()
-            if known.defines in kinds
+            for name, option in options_of(type(self)).items()
+            if option.defines in kinds
         }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 

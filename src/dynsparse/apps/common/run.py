@@ -391,9 +391,9 @@ def resume_command(training: Training, path: Path) -> str:
     options = training.options
     words = ["dynsparse", training.app, "--restore", str(path)]
     fields = type(options).__dataclass_fields__
-    for name, known in options_of(type(options)).items():
+    for name, option in options_of(type(options)).items():
         value = getattr(options, name)
-        left_out = name in ("restore", "overwrite") or known.defines != "run"
+        left_out = name in ("restore", "overwrite") or option.defines != "run"
         if left_out or value == default_of(fields[name]):
             continue
         words.append(f"--{flag(name)}")
