@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -157,32 +157,17 @@ def sparsify(
     candidates = find_candidates(model)
     excluded = default_exclusions(model, candidates)
     selected = select_candidates(model, candidates, excluded, include, exclude)
-    densities = resolve_overrides("densities", {} if densities is None else densities, selected)
-    block_sizes = {} if block_sizes is None else block_sizes
-    block_sizes = resolve_overrides("block_sizes", block_sizes, selected)
+    densities = resolve_overrides("densities", densities or {}, selected)
+    block_sizes = resolve_overrides("block_sizes", block_sizes or {}, selected)
     settings = {n: (densities.get(n), block_sizes.get(n, block_size)) for n in selected}
     fixed = {name: reason for name, reason in excluded.items() if reason not in OVERRIDABLE}
     groups = {group[0].name: group for group in group_tied(candidates, fixed, settings)}
     for group in groups.values():
-        for candidate in group:
-            _check_candidate(candidate)
-            is_linear = candidate.kind not in ("conv", "attention", "embedding")
-            is_tied = candidate.kind == "embedding" and any(c.kind == "Linear" for c in group)
-            if batches is not None and not (is_linear or is_tied):
-                raise ValueError(
-                    f"start={start!r} is for linear layers, and {candidate.name!r} belongs to a "
-                    f"{type(candidate.module).__name__}: exclude it, or use start='magnitude'"
-                )
+        _check_group(group, start)
     blocks: dict[str, Any] = {name: settings[name][1] for name in groups}
     if start == "nonzero":
-        patterns = {n: find_nonzero_pattern(group[0], blocks[n]) for n, group in groups.items()}
-        # A sparse layer without weights would never learn.
-        groups = {name: group for name, group in groups.items() if patterns[name].nnz}
-        patterns = {name: patterns[name] for name in groups}
-        blocks = {name: pattern.block_size for name, pattern in patterns.items()}
-        counts = {name: pattern.nnz for name, pattern in patterns.items()}
-        is_dense = {name: p.density > 1 - LEAST_SPARSITY for name, p in patterns.items()}
-        if not groups or (all(is_dense.values()) and not keep_sparse):
+        plans = _find_nonzero_plans(groups, blocks)
+        if not plans or (all(plan.is_dense for plan in plans.values()) and not keep_sparse):
             raise ValueError(
                 "none of the selected layers has 1 % zeros or more beside other values: prune the "
                 "model first, or use a start other than 'nonzero'"
@@ -191,23 +176,20 @@ def sparsify(
         if density is None and len(densities) < len(selected):
             density = 0.1
         counts = _allocate(model, groups, density, allocation, blocks, densities, batches)
-        is_dense = {
-            name: counts[name] * blocks[name] ** 2 == group[0].weight.numel()
-            for name, group in groups.items()
-        }
-    converted = {n: group for n, group in groups.items() if keep_sparse or not is_dense[n]}
+        plans = {n: _Plan(group, counts[n], blocks[n]) for n, group in groups.items()}
+    converted = {n: plan for n, plan in plans.items() if keep_sparse or not plan.is_dense}
     steps: Iterable[Mapping[str, Tensor | None]] = [dict.fromkeys(converted)]
     if batches is not None:
-        steps = sum_inputs(model, converted, batches, products=start == "sparsegpt")
+        calibrated = {name: plan.group for name, plan in converted.items()}
+        steps = sum_inputs(model, calibrated, batches, products=start == "sparsegpt")
     replaced: dict[str, nn.Module] = {}
     try:
         for step in steps:
             layers: dict[str, nn.Module] = {}
             for name, sums in step.items():
-                group, plan = converted[name], (counts[name], blocks[name], per_row)
-                pattern, matrix = _make_initial_weight(group[0], start, plan, sums, generator)
-                values = pattern.values_of(matrix)
-                layers |= make_sparse_layers(group, pattern, values)
+                plan = converted[name]
+                pattern, matrix = _make_initial_weight(plan, start, per_row, sums, generator)
+                layers |= make_sparse_layers(plan.group, pattern, pattern.values_of(matrix))
             if target is not None or target_options is not None:
                 _put_on_target(layers, target, target_options)
             replaced |= replace_layers(model, candidates, layers)
@@ -218,15 +200,37 @@ def sparsify(
     disable_fast_paths(model)
     set_quantizers(model)
     if verbose:
-        elements = sum(group[0].weight.numel() for group in groups.values())
-        nnz = sum(counts[name] * blocks[name] ** 2 for name in groups)
-        requested = "as found" if density is None else f"requested: {density:g}"
-        if density is None and start != "nonzero":
-            requested = "requested: by layer"
+        elements = sum(plan.group[0].weight.numel() for plan in plans.values())
+        nonzeros = sum(plan.nnz * plan.block_size**2 for plan in plans.values())
+        requested = "as found" if start == "nonzero" else "requested: by layer"
+        if density is not None:
+            requested = f"requested: {density:g}"
         print(describe(model, batch=None if start == "random" else _BATCH))
-        chosen = "selected layer" if len(groups) == 1 else f"{len(groups)} selected layers"
-        print(f"density of the {chosen}: {nnz / elements:.6g} ({requested})")
+        chosen = "selected layer" if len(plans) == 1 else f"{len(plans)} selected layers"
+        print(f"density of the {chosen}: {nonzeros / elements:.6g} ({requested})")
     return model
+
+
+class _Plan(NamedTuple):
+    """How the layers of one weight begin.
+
+    Attributes:
+        group: the candidates.
+        nnz, block_size: the number of blocks and their size.
+        pattern: the pattern, if the zeros of the weight determine it.
+    """
+
+    group: Sequence[Candidate]
+    nnz: int
+    block_size: int
+    pattern: SparsePattern | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the layers stay dense unless `keep_sparse` is set."""
+        if self.pattern is not None:
+            return self.pattern.density > 1 - LEAST_SPARSITY
+        return self.nnz * self.block_size**2 == self.group[0].weight.numel()
 
 
 _INAPPLICABLE = {
@@ -238,13 +242,16 @@ _INAPPLICABLE = {
 }
 """start -> the arguments that it does not use."""
 
+_CALIBRATED = ("wanda", "sparsegpt")
+"""The starts that need `calibration`."""
+
 
 def _check_start(start: Any, **arguments: Any) -> None:
     check_choice("start", start, _INAPPLICABLE)
     for name in _INAPPLICABLE[start]:
         if arguments[name] is not None:
             raise ValueError(f"{name} does not apply to start={start!r}: leave it out")
-    if start in ("wanda", "sparsegpt") and arguments["calibration"] is None:
+    if start in _CALIBRATED and arguments["calibration"] is None:
         raise ValueError(f"start={start!r} needs calibration=, batches for the model")
     if arguments["allocation"] == "global" and start not in ("magnitude", "wanda"):
         raise ValueError(
@@ -252,18 +259,35 @@ def _check_start(start: Any, **arguments: Any) -> None:
         )
 
 
-def _check_candidate(candidate: Candidate) -> None:
-    check_replaceable(candidate)
-    if candidate.weight.is_meta:
-        raise ValueError(
-            f"the layer {candidate.name!r} is on the meta device: give the model its weights first"
-        )
-    if not candidate.weight.is_floating_point():
-        raise TypeError(
-            f"the weight of {candidate.name!r} must be floating point, got {candidate.weight.dtype}"
-        )
-    if not bool(candidate.weight.isfinite().all()):
-        raise ValueError(f"the weight of {candidate.name!r} has entries that are NaN or infinite")
+def _check_group(group: Sequence[Candidate], start: str) -> None:
+    """Raise ValueError or TypeError if `start` cannot convert the layers of one weight."""
+    for candidate in group:
+        name, weight = candidate.name, candidate.weight
+        check_replaceable(candidate)
+        if weight.is_meta:
+            raise ValueError(
+                f"the layer {name!r} is on the meta device: give the model its weights first"
+            )
+        if not weight.is_floating_point():
+            raise TypeError(f"the weight of {name!r} must be floating point, got {weight.dtype}")
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"the weight of {name!r} has entries that are NaN or infinite")
+        is_linear = candidate.kind not in ("conv", "attention", "embedding")
+        is_tied = candidate.kind == "embedding" and any(c.kind == "Linear" for c in group)
+        if start in _CALIBRATED and not (is_linear or is_tied):
+            raise ValueError(
+                f"start={start!r} is for linear layers, and {name!r} belongs to a "
+                f"{type(candidate.module).__name__}: exclude it, or use start='magnitude'"
+            )
+
+
+def _find_nonzero_plans(
+    groups: Mapping[str, Sequence[Candidate]], blocks: Mapping[str, int | None]
+) -> dict[str, _Plan]:
+    """Return the plans that keep what is not zero, of weights with anything but zeros: a sparse
+    layer without values would never learn."""
+    patterns = {n: find_nonzero_pattern(group[0], blocks[n]) for n, group in groups.items()}
+    return {n: _Plan(groups[n], p.nnz, p.block_size, p) for n, p in patterns.items() if p.nnz}
 
 
 def _put_on_target(
@@ -317,22 +341,22 @@ def _allocate(
 
 
 def _make_initial_weight(
-    candidate: Candidate,
+    plan: _Plan,
     start: str,
-    plan: tuple[int, int, bool],
+    per_row: bool,
     sums: Tensor | None,
     generator: torch.Generator | None,
 ) -> tuple[SparsePattern, Tensor]:
     """Return the initial pattern of a layer, and a matrix [out, in] that has its values.
 
     Args:
-        plan: number of blocks, block size, and whether rows keep the same number.
+        per_row: whether rows keep the same number of blocks.
         sums: the sums over the inputs of the layer, see `sum_inputs`.
     """
-    matrix, shape = candidate.matrix, candidate.matrix_shape
-    nnz, b, per_row = plan
-    if start == "nonzero":
-        return find_nonzero_pattern(candidate, b), matrix
+    matrix, shape = plan.group[0].matrix, plan.group[0].matrix_shape
+    nnz, b = plan.nnz, plan.block_size
+    if plan.pattern is not None:
+        return plan.pattern, matrix
     if start == "sparsegpt":
         assert sums is not None
         return sparsegpt(matrix, sums, nnz, b, per_row)
