@@ -33,20 +33,24 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
     adapters = _find_adapters(model)
     reasons: dict[str, str] = {}
     for group in group_by_weight(candidates):
-        reason = _untieable_reason(group, owners[id(group[0].parameter)])
-        if any(map(_has_hooks, group)):
-            reason = _HOOKS
-        if reason is None and any(
-            n in adapters for candidate in group for n in _iterate_parents(candidate.name)
-        ):
-            reason = ADAPTER
-        if reason is None and any(candidate.kind == "embedding" for candidate in group):
-            reason = EMBEDDING
-        if reason is None and any(_is_depthwise(candidate) for candidate in group):
-            reason = DEPTHWISE
+        reason = _find_reason(group, owners[id(group[0].parameter)], adapters)
         if reason is not None:
             reasons |= {candidate.name: reason for candidate in group}
     return {name: reasons[name] for name in candidates if name in reasons}
+
+
+def _find_reason(
+    group: list[Candidate], owners: list[tuple[str, nn.Module]], adapters: set[str]
+) -> str | None:
+    if any(map(_has_hooks, group)):
+        return _HOOKS
+    if reason := _untieable_reason(group, owners):
+        return reason
+    if any(n in adapters for candidate in group for n in _iterate_parents(candidate.name)):
+        return ADAPTER
+    if any(candidate.kind == "embedding" for candidate in group):
+        return EMBEDDING
+    return DEPTHWISE if any(map(_is_depthwise, group)) else None
 
 
 def _untieable_reason(group: list[Candidate], owners: list[tuple[str, nn.Module]]) -> str | None:
