@@ -119,11 +119,9 @@ class Rewiring:
                 slots_after, free = assign_slots(source)
                 source = torch.where(free, -1, same)
                 if unless is not None:
-                    flat = torch.where(unless, before, flat)
-                    source = torch.where(unless, same, source)
                     slots_before = slots if len(slots) else same
                     slots_after = torch.where(unless, slots_before, slots_after)
-            elif unless is not None:
+            if unless is not None:
                 flat = torch.where(unless, before, flat)
                 source = torch.where(unless, same, source)
         after = SparsePattern._from_device(flat, pattern, slots_after)
