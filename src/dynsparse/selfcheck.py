@@ -127,9 +127,7 @@ def run_checks(
         if tell is not None:
             tell(where, made)
 
-    available = native.describe()["available"]
-    assert isinstance(available, list)
-    for isa in (*available, "none"):
+    for isa in (*native.describe()["available"], "none"):
         add(isa, _check_isa(isa, generator))
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)

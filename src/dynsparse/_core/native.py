@@ -400,7 +400,7 @@ def expands_masks() -> bool:
     return library is not None and bool(library.dynsparse_masks_expand())
 
 
-def describe() -> dict[str, object]:
+def describe() -> dict[str, Any]:
     """Describe the kernels in use, for `dynsparse info` and for records of measurements.
 
     Returns:

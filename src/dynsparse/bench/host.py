@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def product_dtype(product: Tensor, x: Tensor, w: Tensor) -> str:
     return "bfloat16" if (product - exact).norm() > _ERROR_LIMIT * exact.norm() else "float32"
 
 
-def describe_host() -> dict[str, object]:
+def describe_host() -> dict[str, Any]:
     """The machine's processor, versions and load, in plain types for JSON."""
     kernels = native.describe()
     return {

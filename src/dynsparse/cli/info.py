@@ -40,18 +40,16 @@ def info(
         print(dumps(facts(), indent=2))
         return
     kernels = native.describe()
-    available = kernels["available"]
-    assert isinstance(available, list)
     rows = {
         "dynsparse": __version__,
         "kernels": {
             "native": "native: compiled C++",
             "fallback": "fallback: plain torch, several times slower",
-        }[str(kernels["backend"])],
-        "because": str(kernels["reason"]),
-        "instruction set": str(kernels["isa"]),
-        "bfloat16 blocks": str(kernels["bfloat16"]),
-        "available": ", ".join(available) or "none",
+        }[kernels["backend"]],
+        "because": kernels["reason"],
+        "instruction set": kernels["isa"],
+        "bfloat16 blocks": kernels["bfloat16"],
+        "available": ", ".join(kernels["available"]) or "none",
         "this machine runs": ", ".join(native.supported_isas()) or "none",
         "processor": processor().name,
         "kernels' costs": _describe_costs(),
