@@ -492,6 +492,18 @@ def test_nodes_that_share_a_matrix_in_different_orientations(nodes, square, spar
         assert layer.pattern.nnz == len(layer.values) == int((layer.values != 0).sum())
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gemm_with_one_number_as_its_bias(sparse, tmp_path):
+    one_matrix(tmp_path / "m.onnx", [(1, True)], True, sparse)
+    proto = onnx.load(str(tmp_path / "m.onnx"))
+    entry = next(e for e in proto.graph.initializer if e.name == "b0")
+    entry.CopyFrom(onnx.numpy_helper.from_array(np.array([3.0], np.float32), "b0"))
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    x = torch.randn(5, 6)
+    expected = torch.as_tensor(computed(tmp_path / "m.onnx", x))
+    torch.testing.assert_close(import_(tmp_path / "m.onnx")(x), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["../../x.weight", "a..weight"])
 def test_invalid_module_names_raise(name, tmp_path):
     make, floats = onnx.helper, onnx.TensorProto.FLOAT

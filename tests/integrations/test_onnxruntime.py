@@ -22,7 +22,13 @@ with warnings.catch_warnings():
 
 from onnx import TensorProto, helper
 
-from dynsparse.integrations.onnx import export, sparsify_onnx, weights_from_onnx, weights_to_onnx
+from dynsparse.integrations.onnx import (
+    export,
+    import_,
+    sparsify_onnx,
+    weights_from_onnx,
+    weights_to_onnx,
+)
 from dynsparse.integrations.onnxruntime import library, register
 
 pytestmark = [
@@ -293,6 +299,32 @@ def test_networks_export_with_the_operator(tmp_path, kind, count, relus):
     torch.testing.assert_close(torch.from_numpy(y), model(x).detach(), rtol=1e-5, atol=1e-5)
     with pytest.raises(Exception, match="SparseLinear"):
         onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+
+class Shifted(nn.Module):
+    """A layer without bias, and a single number added to its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 8, bias=False)
+        self.shift = nn.Parameter(torch.full((1,), 3.0))
+
+    def forward(self, x):
+        return self.layer(x) + self.shift
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 4, 16)])
+@pytest.mark.parametrize("weights", ["sparse", "operator"])
+def test_number_added_to_all_outputs_is_no_bias(tmp_path, shape, weights):
+    torch.manual_seed(0)
+    model, x = ds.sparsify(Shifted().eval(), 0.3, verbose=False), torch.randn(shape)
+    expected = model(x).detach()
+    export(model, (x,), tmp_path / "model.onnx", weights=weights)
+    run = session(tmp_path / "model.onnx")
+    (y,) = run.run(None, {run.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), expected)
+    if weights == "sparse":
+        torch.testing.assert_close(import_(tmp_path / "model.onnx")(x), expected)
 
 
 def test_files_are_as_small_as_their_weights(tmp_path):

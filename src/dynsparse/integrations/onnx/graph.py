@@ -358,8 +358,10 @@ def use_operator(
     fused = fuse_linears(model, frozenset(patterns))
     dense = {entry.name: entry for entry in graph.initializer}
     stored: dict[str, tuple[SparsePattern, str]] = {}
-    for node in [node for node in graph.node if node.name in fused and _is_plain(node, dense)]:
-        linear = fused[node.name]
+    nodes = [(node, fused[node.name]) for node in graph.node if node.name in fused]
+    for node, linear in nodes:
+        if not _is_plain(node, _out_features(linear, dense), dense):
+            continue
         name = linear.weight
         if name not in stored:
             stored[name] = _store_values(
@@ -394,14 +396,18 @@ def use_operator(
         model.opset_import.extend([onnx.helper.make_opsetid("dynsparse", 1)])
 
 
-def _is_plain(node: Any, constants: Mapping[str, Any]) -> bool:
-    """Whether a Gemm is x W^T + bias, with a vector as its bias."""
+def _is_plain(node: Any, out_features: int, constants: Mapping[str, Any]) -> bool:
+    """Whether a Gemm is x W^T + bias, with a bias [out_features] or none."""
     bias = constants.get(node.input[2]) if len(node.input) > 2 else None
     return (
         _get_attribute(node, "alpha", 1.0) == 1
         and _get_attribute(node, "beta", 1.0) == 1
-        and (len(node.input) < 3 or (bias is not None and len(bias.dims) == 1))
+        and (len(node.input) < 3 or (bias is not None and list(bias.dims) == [out_features]))
     )
+
+
+def _out_features(linear: LinearNode, constants: Mapping[str, Any]) -> int:
+    return constants[linear.weight].dims[1 if linear.transposed else 0]
 
 
 def _fuse_relu(graph: Any, node: Any) -> bool:
@@ -476,7 +482,8 @@ def fuse_linears(model: Any, weights: Container[str] | None = None) -> dict[str,
         node = linear.node
         if node.op_type == "MatMul":
             node.op_type = "Gemm"
-            add = _find_add(graph, node.output[0], uses, constants)
+            out_features = _out_features(linear, constants)
+            add = _find_add(graph, node.output[0], out_features, uses, constants)
             if add is not None:
                 node.input.append(next(name for name in add.input if name != node.output[0]))
                 node.output[0] = add.output[0]
@@ -524,15 +531,17 @@ def _linear_nodes(graph: Any) -> list[LinearNode]:
     return nodes
 
 
-def _find_add(graph: Any, value: str, uses: Counter[str], constants: dict[str, Any]) -> Any | None:
-    """The Add of a constant vector that is the only use of `value`, or None."""
+def _find_add(
+    graph: Any, value: str, out_features: int, uses: Counter[str], constants: dict[str, Any]
+) -> Any | None:
+    """The Add of a constant [out_features] that is the only use of `value`, or None."""
     if uses[value] != 1:
         return None
     for node in graph.node:
         if value in node.input:
             other = [name for name in node.input if name != value]
             if node.op_type == "Add" and len(other) == 1 and other[0] in constants:
-                return node if len(constants[other[0]].dims) == 1 else None
+                return node if list(constants[other[0]].dims) == [out_features] else None
     return None
 
 

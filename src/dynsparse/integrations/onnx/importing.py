@@ -178,7 +178,9 @@ def _converted_name(name: str) -> str:
 @torch.no_grad()
 def _copy_layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
     weight = linear.weight.detach().clone(memory_format=torch.contiguous_format)
-    bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+    bias = None
+    if linear.bias is not None:  # which may be a single number for all outputs
+        bias = nn.Parameter(linear.bias.detach().expand(len(weight)).clone())
     if pattern is None:
         return make_linear(nn.Parameter(weight), bias, training=True)
     return make_layer(weight, pattern, bias)
