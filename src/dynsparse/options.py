@@ -395,7 +395,7 @@ def _annotation(name: str, option: Option, default: Any, methods: Sequence[str])
     more: dict[str, Any] = {}
     plain: Any = str if kind.type is dict else kind.type
     if plain in (int, float):
-        parser = parse_integer if plain is int else parse_number
+        parser = parse_integer if plain is int else parse_float
         more = {"parser": parser, "metavar": f"<{plain.__name__}>"}
     elif kind.type is dict:
         more["metavar"] = "<name=json>" if kind.is_list else "<json>"
@@ -448,21 +448,18 @@ def _parse(text: str, otherwise: Any = None) -> Any:
 
 def parse_integer(text: str) -> int:
     """Parse an integer for typer; the error says what was expected."""
-    try:
-        return int(text)
-    except ValueError:
-        raise _bad_parameter(f"expected an integer, got {text!r}") from None
+    return _parse_number(int, "an integer", text)
 
 
-def parse_number(text: str) -> float:
+def parse_float(text: str) -> float:
     """Parse a number for typer; the error says what was expected."""
-    try:
-        return float(text)
-    except ValueError:
-        raise _bad_parameter(f"expected a number, got {text!r}") from None
+    return _parse_number(float, "a number", text)
 
 
-def _bad_parameter(message: str) -> Exception:
+def _parse_number(kind: type, expected: str, text: str) -> Any:
     import typer
 
-    return typer.BadParameter(message)
+    try:
+        return kind(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected {expected}, got {text!r}") from None

@@ -284,9 +284,7 @@ def load_gpt2(folder: Path | None = None, size: int | None = None) -> GPT2Tokeni
     """
     if folder is None:
         path = fetch(GPT2_URLS, MERGES_FILE, GPT2_CHECKSUM, cache_folder() / "gpt2")
-        return GPT2Tokenizer(read_merges(path), size)
-    path = folder / MERGES_FILE
-    if not path.is_file():
+    elif not (path := folder / MERGES_FILE).is_file():
         raise FileNotFoundError(
             f"--bpe-dir: expected a folder with {MERGES_FILE}, got {folder} without one: put "
             "GPT-2's file there, or leave --bpe-dir out to download it"
