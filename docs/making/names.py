@@ -24,8 +24,8 @@ class _ListsOfParameters(logging.Filter):
     """Lets through what griffe says of docstrings, but for its not knowing `rows, cols: ...`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        said = record.getMessage()
-        return not ("No type or annotation for parameter '" in said and ", " in said.split("'")[1])
+        text = record.getMessage()
+        return not ("No type or annotation for parameter '" in text and ", " in text.split("'")[1])
 
 
 def on_startup(*, command: str, dirty: bool) -> None:

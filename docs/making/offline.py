@@ -20,5 +20,5 @@ log = logging.getLogger("mkdocs.hooks.offline")
 def on_post_build(*, config: Any) -> None:
     for file in sorted(Path(config.site_dir).rglob("*")):
         if file.suffix in (".html", ".css"):
-            for found in FETCHED.findall(file.read_text("utf-8")):
-                log.warning("%s fetches from elsewhere: %s", file.name, found)
+            for tag in FETCHED.findall(file.read_text("utf-8")):
+                log.warning("%s fetches from elsewhere: %s", file.name, tag)

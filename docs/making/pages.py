@@ -116,14 +116,14 @@ def notebook_as_markdown(notebook: nbformat.NotebookNode) -> str:
         elif cell.cell_type == "code":
             parts.append(f"~~~~python\n{cell.source}\n~~~~")
             # What a cell prints may come in pieces.
-            said = "".join(output.text for output in cell.outputs if "text" in output)
-            parts += [as_text(said)] if said else []
+            text = "".join(output.text for output in cell.outputs if "text" in output)
+            parts += [as_text(text)] if text else []
             parts += [as_shown(output.data) for output in cell.outputs if "data" in output]
     return "\n\n".join(parts) + "\n"
 
 
-def as_text(said: str) -> str:
-    return f"~~~~{{.text .output}}\n{said.rstrip()}\n~~~~"
+def as_text(text: str) -> str:
+    return f"~~~~{{.text .output}}\n{text.rstrip()}\n~~~~"
 
 
 def as_shown(data: dict[str, str]) -> str:

@@ -152,7 +152,7 @@ def _is_in_law(point: Point) -> bool:
 def most_threads(results: dict[str, Any]) -> int:
     """The largest number of threads of a training step in the results; 0 if there is none."""
     steps = [b for b in results["benchmarks"].values() if b.get("measure") == "step"]
-    return max((cell["threads"] for one in steps for cell in one["cells"]), default=0)
+    return max((cell["threads"] for step in steps for cell in step["cells"]), default=0)
 
 
 def fit_laws(results: dict[str, Any]) -> dict[str, Law]:

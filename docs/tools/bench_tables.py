@@ -43,14 +43,14 @@ def summaries_of(
     results: Figures, names: list[str]
 ) -> dict[tuple[int, float], tuple[int, Summary]]:
     """(block, density) -> number of cells, and their ratios."""
-    found: dict[tuple[int, float], list[Figures]] = {}
+    by_size: dict[tuple[int, float], list[Figures]] = {}
     for cell in collect_cells(results, names):
-        found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
+        by_size.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
     groups = {}
-    for key, ratios in found.items():
+    for key, ratios in by_size.items():
         summary = {}
         for who in NAMES:
-            medians = [one[who]["median"] for one in ratios if who in one]
+            medians = [cell[who]["median"] for cell in ratios if who in cell]
             if medians:
                 summary[who] = statistics.median(medians), min(medians), max(medians)
         groups[key] = len(ratios), summary
@@ -123,9 +123,9 @@ def _break_even(results: Figures, names: list[str]) -> str:
         for c in collect_cells(results, names)
     }
     crossings = break_even(list(points(results, "dense", most_threads(results))))
-    found = [one for one in crossings if (one.n, one.batch) in layers]
-    blocks = sorted({one.block for one in found})
-    by_key = {(one.n, one.batch, one.block): one for one in found}
+    shown = [c for c in crossings if (c.n, c.batch) in layers]
+    blocks = sorted({c.block for c in shown})
+    by_key = {(c.n, c.batch, c.block): c for c in shown}
     rows = []
     for (n, batch), layer in layers.items():
         row = [layer, f"{batch}"]
@@ -135,15 +135,15 @@ def _break_even(results: Figures, names: list[str]) -> str:
     return table(["features", "batch", *[f"block {block}" for block in blocks]], rows)
 
 
-def _break_even_text(one: BreakEven | None) -> str:
-    if one is None or (not one.crosses and one.speedup_there > 2):
+def _break_even_text(crossing: BreakEven | None) -> str:
+    if crossing is None or (not crossing.crosses and crossing.speedup_there > 2):
         return ""  # measured only where dense is far behind
-    there = f"{one.speedup_there:.2f} at {one.densest:g}"
-    if one.density is None:
-        return f"slower everywhere; {there}"
-    if not one.crosses:
-        return f"above {one.densest:g}; {there}"
-    return f"{one.density:.2f}; {there}"
+    densest = f"{crossing.speedup_there:.2f} at {crossing.densest:g}"
+    if crossing.density is None:
+        return f"slower everywhere; {densest}"
+    if not crossing.crosses:
+        return f"above {crossing.densest:g}; {densest}"
+    return f"{crossing.density:.2f}; {densest}"
 
 
 def _overhead(results: Figures, names: list[str]) -> str:
@@ -152,8 +152,8 @@ def _overhead(results: Figures, names: list[str]) -> str:
     head, sizes = size_columns(cells)
     rows = []
     for cell in cells:
-        own, other = (cell["times"][name]["median"] * 1e6 for name in ("dynsparse", "dense"))
-        rows.append([*sizes(cell), f"{own:.1f}", f"{other:.1f}", f"{own - other:.1f}"])
+        sparse, dense = (cell["times"][name]["median"] * 1e6 for name in ("dynsparse", "dense"))
+        rows.append([*sizes(cell), f"{sparse:.1f}", f"{dense:.1f}", f"{sparse - dense:.1f}"])
     columns = ["dynsparse, µs", "F.linear in nn.Linear, µs", "difference, µs"]
     return table([*head, *columns], rows) + footnotes(results, names, cells)
 
@@ -232,7 +232,7 @@ def _law(results: Figures, names: list[str]) -> str:
 def _with_figures(results: Figures) -> Figures:
     """The results with the figures that commands wrote in place of cells."""
     entries = results["benchmarks"].items()
-    return {**results, "benchmarks": {name: one.get("figures", one) for name, one in entries}}
+    return {**results, "benchmarks": {name: entry.get("figures", entry) for name, entry in entries}}
 
 
 def _trainings(results: Figures, names: list[str]) -> str:
@@ -245,7 +245,7 @@ def _trainings(results: Figures, names: list[str]) -> str:
             sparse, masked = (training["contenders"][name] for name in ("dynsparse", "masked"))
             sparsity = f"{100 * (1 - training['density']):.1f} %"
             row = [cell["layer"], sparsity, f"{cell['block']}", f"{training['seed']}"]
-            row += [_steps(sparse, training), _steps(masked, training)]
+            row += [_format_steps(sparse), _format_steps(masked)]
             reached = sparse["seconds"] and masked["seconds"]
             row.append(f"{masked['seconds'] / sparse['seconds']:.1f}" if reached else "")
             share = sparse["update_seconds"] / sparse["curve"][-1][1]
@@ -256,10 +256,8 @@ def _trainings(results: Figures, names: list[str]) -> str:
     return table(head, rows) + footnotes(results, names, cells)
 
 
-def _steps(run: Figures, training: Figures) -> str:
-    if run["steps"] is None:
-        return f"not within {run['curve'][-1][0]}"
-    return f"{run['steps']}"
+def _format_steps(run: Figures) -> str:
+    return f"not within {run['curve'][-1][0]}" if run["steps"] is None else f"{run['steps']}"
 
 
 def model_view(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
@@ -278,14 +276,14 @@ def parts_table(cells: list[Figures]) -> Table:
         first = models.setdefault(cell["layer"], [cell])[0]
         if cell is not first and all(cell[key] == first[key] for key in ("density", "dtype")):
             models[cell["layer"]].append(cell)
-    blocks = sorted({cell["block"] for found in models.values() for cell in found})
+    blocks = sorted({cell["block"] for of_model in models.values() for cell in of_model})
     head = ["model", "part", *[f"dynsparse, block {block}" for block in blocks], "masked", "dense"]
     rows = []
-    for name, found in models.items():
-        own = {cell["block"]: cell["parts"]["dynsparse"] for cell in found}
-        columns = [own.get(block) for block in blocks]
-        columns += [found[0]["parts"][who] for who in ("masked", "dense")]
-        for part in found[0]["parts"]["dynsparse"]:
+    for name, of_model in models.items():
+        sparse = {cell["block"]: cell["parts"]["dynsparse"] for cell in of_model}
+        columns = [sparse.get(block) for block in blocks]
+        columns += [of_model[0]["parts"][who] for who in ("masked", "dense")]
+        for part in of_model[0]["parts"]["dynsparse"]:
             rows.append(
                 [name, part, *["" if c is None else milliseconds(c[part]) for c in columns]]
             )
@@ -315,15 +313,16 @@ def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
     """The machines by their median ratio to masked dense over all cells of the benchmarks."""
     return sorted(
         machines,
-        key=lambda one: statistics.median(
-            cell["ratios"]["masked"]["median"] for cell in collect_cells(one, names)
+        key=lambda machine: statistics.median(
+            cell["ratios"]["masked"]["median"] for cell in collect_cells(machine, names)
         ),
     )
 
 
 def _side_by_side(machines: list[Figures], names: list[str]) -> str:
     """By density and block: a row per machine, the median over cells with their range."""
-    ran = {machine_name(one): summaries_of(one, names) for one in worst_first(machines, names)}
+    machines = worst_first(machines, names)
+    ran = {machine_name(machine): summaries_of(machine, names) for machine in machines}
     keys = dict.fromkeys(key for groups in ran.values() for key in groups)
     blocks = len({block for block, _ in keys}) > 1
     who = present(summary for groups in ran.values() for _, summary in groups.values())
@@ -341,19 +340,18 @@ def _side_by_side(machines: list[Figures], names: list[str]) -> str:
 
 def _each(machines: list[Figures], names: list[str]) -> str:
     """A line per machine, in the order of `_side_by_side`."""
-    lines = []
-    for one in worst_first(machines, names):
-        lines.append(f"- {describe_measurement(one, names)}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"- {describe_measurement(machine, names)}" for machine in worst_first(machines, names)
+    )
 
 
 def _memory(machines: list[Figures], names: list[str]) -> str:
     """Growth of peak memory in the benchmark `memory`, largest first."""
-    found = [(one, one["benchmarks"][name]) for one in machines for name in names]
-    found.sort(key=lambda pair: -pair[1]["figures"]["peak"])
+    pairs = [(machine, machine["benchmarks"][name]) for machine in machines for name in names]
+    pairs.sort(key=lambda pair: -pair[1]["figures"]["peak"])
     rows = [
-        [machine_name(one), f"{memory['figures']['peak'] / 1e6:.0f} MB", memory["measured"]]
-        for one, memory in found
+        [machine_name(machine), f"{memory['figures']['peak'] / 1e6:.0f} MB", memory["measured"]]
+        for machine, memory in pairs
     ]
     return table(["machine", "peak growth", "measured"], rows)
 
@@ -382,14 +380,14 @@ def fill_page(page: Path, results: Figures, others: Mapping[str, Figures] | None
     text = page.read_text(encoding="utf-8")
     filled = 0
 
-    def fill(found: re.Match[str]) -> str:
+    def fill(match: re.Match[str]) -> str:
         nonlocal filled
-        view, *names = found.group(2).split()
-        made = _made(page, view, names, results, others)
-        if made is None:
-            return found.group(0)
+        view, *names = match.group(2).split()
+        part = _make_part(page, view, names, results, others)
+        if part is None:
+            return match.group(0)
         filled += 1
-        return f"{found.group(1)}\n{made}\n\n{found.group(3)}"
+        return f"{match.group(1)}\n{part}\n\n{match.group(3)}"
 
     text = _PART.sub(fill, text)
     if not filled:
@@ -400,13 +398,15 @@ def fill_page(page: Path, results: Figures, others: Mapping[str, Figures] | None
     atomic_write_text(page, text)
 
 
-def _made(
+def _make_part(
     page: Path, view: str, names: list[str], results: Figures, others: Mapping[str, Figures]
 ) -> str | None:
     """The text between two comments; None if its figures are missing."""
     if view in MACHINE_VIEWS:
-        together = [results, *others.values()]
-        ran = [one for one in together if all(name in one["benchmarks"] for name in names)]
+        machines = [results, *others.values()]
+        ran = [
+            machine for machine in machines if all(name in machine["benchmarks"] for name in names)
+        ]
         return MACHINE_VIEWS[view](ran, names) if len(ran) > 1 else None
     if view not in VIEWS:
         raise ValueError(
@@ -428,11 +428,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Fill in the tables of pages from figures.")
     parser.add_argument("figures", type=Path, nargs="+", help="first those of the pages' machine")
     parser.add_argument("--page", type=Path, nargs="+", required=True)
-    asked = parser.parse_args(arguments)
-    results, *others = map(load_results, asked.figures)
-    beside = {file.stem: found for file, found in zip(asked.figures[1:], others, strict=True)}
-    for page in asked.page:
-        fill_page(page, results, beside)
+    options = parser.parse_args(arguments)
+    results = load_results(options.figures[0])
+    others = {file.stem: load_results(file) for file in options.figures[1:]}
+    for page in options.page:
+        fill_page(page, results, others)
 
 
 if __name__ == "__main__":

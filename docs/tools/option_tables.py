@@ -32,8 +32,8 @@ _MARKED = re.compile(
 def option_table(command: str, beside: str | None = None) -> str:
     """Markdown: a line per option of the command, under the headings of its help."""
     lines = ["| flag | default | meaning |", "|---|---|---|"]
-    known = set() if beside is None else set(_lines(beside))
-    lines += [line for line in _lines(command) if line not in known]
+    others = set() if beside is None else set(_lines(beside))
+    lines += [line for line in _lines(command) if line not in others]
     return "\n".join(lines)
 
 
@@ -67,7 +67,7 @@ def fill(text: str) -> str:
         ValueError: a command without such options.
     """
 
-    def made(match: re.Match[str]) -> str:
+    def render(match: re.Match[str]) -> str:
         begin, command, what, beside, end = match.groups()
         for name in filter(None, (command, beside)):
             if name not in COMMANDS:
@@ -75,7 +75,7 @@ def fill(text: str) -> str:
         body = restored_list(command) if what == " restored" else option_table(command, beside)
         return f"{begin}\n{body}\n\n{end}"
 
-    return _MARKED.sub(made, text)
+    return _MARKED.sub(render, text)
 
 
 def main(files: Sequence[str]) -> None:
