@@ -151,3 +151,13 @@ def test_compile_and_export(block_size, tmp_path):
     )
     compiled = torch._inductor.aoti_load_package(package)
     torch.testing.assert_close(compiled(X[:7]), y[:7], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_activation_keeps_its_hooks(register):
+    model = nn.Sequential(ds.nn.SparseLinear(8, 8, 0.5), nn.ReLU())
+    called = []
+    getattr(model[1], f"register_{register}")(lambda *arguments: called.append(arguments))
+    frozen = ds.freeze(model).requires_grad_()
+    frozen(torch.randn(2, 8)).sum().backward()
+    assert len(called) == 1

@@ -42,8 +42,10 @@ def default_exclusions(model: nn.Module, candidates: Mapping[str, Candidate]) ->
 def _find_reason(
     group: list[Candidate], owners: list[tuple[str, nn.Module]], adapters: set[str]
 ) -> str | None:
-    if any(map(_has_hooks, group)):
-        return _HOOKS
+    for candidate in group:
+        parts = candidate.module, candidate.owner
+        if candidate.parameter._backward_hooks or any(map(has_hooks, parts)):
+            return _HOOKS
     if reason := _untieable_reason(group, owners):
         return reason
     if any(n in adapters for candidate in group for n in _iterate_parents(candidate.name)):
@@ -86,16 +88,14 @@ def _is_depthwise(candidate: Candidate) -> bool:
     return candidate.kind == "conv" and candidate.weight.shape[1] == 1 and groups > 1
 
 
-def _has_hooks(candidate: Candidate) -> bool:
-    """Whether the modules or the Parameter of a candidate have hooks."""
-    if candidate.parameter._backward_hooks:
-        return True
-    return any(
-        hooks
-        for m in (candidate.module, candidate.owner)
-        for hooks in (m._forward_hooks, m._forward_pre_hooks,
-                      m._backward_hooks, m._backward_pre_hooks)
-    )  # fmt: skip
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own, which its replacement would lose."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def check_no_adapters(model: nn.Module, names: Iterable[str]) -> None:

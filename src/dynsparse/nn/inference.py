@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dynsparse._core.checks import check_types
+from dynsparse.nn.exclusions import has_hooks
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.nn.sparse_module import SparseModule
 
@@ -55,7 +56,7 @@ def _compute_in_place(sequence: nn.Sequential) -> None:
     """Let each ReLU that follows a sparse layer overwrite its output, which nothing else reads."""
     members = list(sequence._modules.items())
     for (_, layer), (name, activation) in pairwise(members):
-        is_plain = type(activation) is nn.ReLU and not activation._forward_hooks
+        is_plain = type(activation) is nn.ReLU and not has_hooks(activation)
         if is_plain and isinstance(layer, SparseModule) and not layer._forward_hooks:
             # A new one: the module may have other places in the model.
             setattr(sequence, name, nn.ReLU(inplace=True).eval())
