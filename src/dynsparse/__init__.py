@@ -4,6 +4,7 @@ A layer stores only its non-zero weights, the cost of its three passes is propor
 the pattern of non-zeros changes during training.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ __all__ = [
 _PACKAGES = ("distributed", "integrations", "training")
 _TRAINERS = ("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL", "Static", "TopKAST")
 
-logs.configure_quietly()
+with suppress(ValueError):  # the first use raises it
+    logs.configure()
 transformers_import.register_on_import()
 native.warn_if_absent()
 

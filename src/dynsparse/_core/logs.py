@@ -93,14 +93,6 @@ def configure() -> None:
     _configured = level, place
 
 
-def configure_quietly() -> None:
-    """Call `configure` at import and ignore its errors, which the first use raises."""
-    try:
-        configure()
-    except ValueError:
-        return
-
-
 def _make_handler(place: str) -> logging.Handler:
     if place in ("stderr", "stdout"):
         return _Stream(place)

@@ -86,14 +86,14 @@ def align_columns(pattern: SparsePattern, previous: SparsePattern) -> SparsePatt
     would read their constant outputs. The order of neurons is arbitrary, so this is free.
     """
     cols = _permute_by_count(pattern.cols, previous.rows, previous.grid[0])
-    return _replace_coordinates(pattern, pattern.rows, cols)
+    return SparsePattern(pattern.rows, cols, shape=pattern.shape, block_size=pattern.block_size)
 
 
 def align_rows(pattern: SparsePattern, other: SparsePattern) -> SparsePattern:
     """Permute the block rows of `pattern` so that the fullest are those of `other`, whose outputs
     are multiplied with its own."""
     rows = _permute_by_count(pattern.rows, other.rows, other.grid[0])
-    return _replace_coordinates(pattern, rows, pattern.cols)
+    return SparsePattern(rows, pattern.cols, shape=pattern.shape, block_size=pattern.block_size)
 
 
 def _permute_by_count(groups: Tensor, reference: Tensor, count: int) -> Tensor:
@@ -105,10 +105,6 @@ def _permute_by_count(groups: Tensor, reference: Tensor, count: int) -> Tensor:
     permutation = torch.empty_like(order)
     permutation[order] = reference_order
     return permutation[groups.long()]
-
-
-def _replace_coordinates(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePattern:
-    return SparsePattern(rows, cols, shape=pattern.shape, block_size=pattern.block_size)
 
 
 @contextmanager
