@@ -13,6 +13,7 @@ from dynsparse.data.text import (
     KINDS,
     STDLIB,
     Tokenizer,
+    encode_text,
     make_tokenizer,
     open_tokens,
     read_text,
@@ -83,10 +84,7 @@ def encode(values: dict[str, Any]) -> None:
         tokenizer = make_tokenizer(kind, text, request.bpe_dir, request.vocabulary_size)
     else:
         tokenizer = tokenizer_from_state(known, request.bpe_dir)
-    try:
-        ids = tokenizer.encode(text)
-    except ValueError as error:
-        raise ValueError(f"{request.data}: {error}") from None
+    ids = encode_text(tokenizer, text, request.data)
     write_tokens(request.output, ids, tokenizer, Path(request.data).name)
     Console().print(
         f"{request.output}: {len(ids):,} {tokenizer.kind} tokens of {len(text):,} characters "

@@ -433,6 +433,14 @@ def tokenizer_from_state(state: dict[str, Any], bpe_dir: Path | None = None) -> 
     return tokenizer
 
 
+def encode_text(tokenizer: Tokenizer, text: str, source: object) -> np.ndarray:
+    """Encode a text; errors begin with its source, a file or an option."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
 def _code_points(text: str) -> np.ndarray:
     # surrogatepass: a lone surrogate is then one unknown character rather than an encoding error
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

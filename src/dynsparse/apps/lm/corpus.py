@@ -15,8 +15,8 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.data.text import (
     KINDS,
     STDLIB,
-    Tokenizer,
     describe_vocabulary,
+    encode_text,
     is_token_file,
     make_tokenizer,
     open_tokens,
@@ -110,7 +110,7 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
         tokenizer = make_tokenizer(kind, text, options.bpe_dir, options.vocabulary_size)
     else:
         tokenizer = tokenizer_from_state(vocabulary, options.bpe_dir)
-    ids = {"train": _encode(tokenizer, text, source)}
+    ids = {"train": encode_text(tokenizer, text, source)}
     for part in _PARTS[1:]:
         file = getattr(options, f"{part}_data")
         if file is None:
@@ -119,7 +119,7 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
             raise ValueError(
                 f"--{part}-data: expected a text, as --data is one, got the token file {file}"
             )
-        ids[part] = _encode(tokenizer, read_text(file), file)
+        ids[part] = encode_text(tokenizer, read_text(file), file)
     return _make_corpus(options, source, describe_vocabulary(tokenizer), ids)
 
 
@@ -148,13 +148,6 @@ def _from_token_files(options: Options, source: Path, expected: dict[str, Any] |
         other.check_vocabulary(first.vocabulary["identity"])
         ids[part] = other.ids
     return _make_corpus(options, source, first.vocabulary, ids)
-
-
-def _encode(tokenizer: Tokenizer, text: str, source: str | Path) -> np.ndarray:
-    try:
-        return tokenizer.encode(text)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
 
 
 def _make_corpus(

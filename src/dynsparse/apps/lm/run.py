@@ -34,7 +34,7 @@ from dynsparse.apps.lm.model import (
 )
 from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
-from dynsparse.data.text import Tokenizer, tokenizer_from_state
+from dynsparse.data.text import Tokenizer, encode_text, tokenizer_from_state
 from dynsparse.nn import SparseLinear
 from dynsparse.tracing import span, spanned
 
@@ -138,7 +138,10 @@ def _run(
     if not writes_alone:
         _introduce(options, corpus, seed, console)
     tokenizer = tokenizer_from_state(corpus.vocabulary, options.bpe_dir) if options.sample else None
-    prompt = None if tokenizer is None else _encode_prompt(tokenizer, options.prompt)
+    prompt = None
+    if tokenizer is not None:
+        ids = encode_text(tokenizer, options.prompt, "--prompt")
+        prompt = torch.from_numpy(ids.astype("i8"))
 
     with span("build"):
         training = Training(options, corpus, seed)
@@ -223,13 +226,6 @@ def _cells(entry: dict[str, Any]) -> list[str]:
         f"{entry['replaced']:,}",
         f"{entry['tokens_per_second']:,.0f}",
     ]
-
-
-def _encode_prompt(tokenizer: Tokenizer, text: str) -> torch.Tensor:
-    try:
-        return torch.from_numpy(tokenizer.encode(text).astype("i8"))
-    except ValueError as error:
-        raise ValueError(f"--prompt: {error}") from None
 
 
 @spanned("sample")
