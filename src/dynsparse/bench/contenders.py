@@ -101,15 +101,9 @@ def step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
     return step
 
 
-def dense_layer(layer: SparseLinear) -> nn.Linear:
-    """A dense layer with the same weights, zeros included."""
-    has_bias, dtype = layer.bias is not None, layer.values.dtype
-    dense = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, dtype=dtype)
-    with torch.no_grad():
-        dense.weight.copy_(layer.to_dense())
-        if layer.bias is not None:
-            dense.bias.copy_(layer.bias)
-    return dense
+def dense_layer(layer: SparseLinear) -> nn.Module:
+    """A dense layer with the same weights, zeros included, and a bias of its own."""
+    return copy.deepcopy(layer.to_dense_layer())
 
 
 def _use_one_thread(work: Work) -> Work:

@@ -94,19 +94,17 @@ def _sizes(cell: Cell) -> dict[str, Any]:
 
 
 def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
-    model, work = _build_contenders(benchmark, cell)
+    model, work = _BUILDERS[benchmark.measure or ""](cell, benchmark.contenders)
     timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
     return {"kernel": _kernels_of(model, cell, benchmark.measure != "forward"), **asdict(timing)}
 
 
-def _build_contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, Work]]:
-    if benchmark.measure == "step":
-        return contenders.build_steps(cell, benchmark.contenders)
-    if benchmark.measure == "forward":
-        return contenders.build_forwards(cell, benchmark.contenders)
-    if benchmark.measure == "network":
-        return contenders.build_network_steps(cell, benchmark.contenders)
-    return contenders.build_update_parts(cell)
+_BUILDERS: dict[str, Callable[[Cell, tuple[str, ...]], tuple[nn.Module, dict[str, Work]]]] = {
+    "step": contenders.build_steps,
+    "forward": contenders.build_forwards,
+    "network": contenders.build_network_steps,
+    "update": lambda cell, _: contenders.build_update_parts(cell),
+}
 
 
 def _kernels_of(model: nn.Module, cell: Cell, backward: bool) -> str:

@@ -160,20 +160,12 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
 }
 """How benchmarks are shown: view(results, names) -> Markdown."""
 
-_VIEW_OF = {
-    "step": "speed-up",
-    "forward": "speed-up",
-    "network": "speed-up",
-    "update": "updates",
-    None: "command",
-}
-
 
 def full_report(results: Figures) -> str:
     """A report of all results in Markdown, with a section for each benchmark."""
     parts = ["# dynsparse bench", describe_measurement(results, [])]
     for name, benchmark in results["benchmarks"].items():
-        view = _VIEW_OF[benchmark.get("measure")]
+        view = {"update": "updates", None: "command"}.get(benchmark.get("measure"), "speed-up")
         parts += [f"## {name}", benchmark["about"], VIEWS[view](results, [name])]
     return "\n\n".join(parts) + "\n"
 
