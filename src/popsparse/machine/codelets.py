@@ -31,42 +31,31 @@ def _share(v: VertexView, count: int) -> int:
     return -(-count // v.target.workers)
 
 
-def _width(v: VertexView, dtype: np.dtype) -> int:
-    return v.target.data_path_bits // (8 * dtype.itemsize)
-
-
 def _fill(v: VertexView) -> None:
     v.out[...] = v.value
 
 
-def _copy(v: VertexView) -> None:
-    v.out[...] = v.src
-
-
 def _store_cycles(v: VertexView) -> int:
+    # Section 3.6 of docs/popsparse-formulas.md: one store of the data path each cycle.
     words = -(-_elements(v, v.out) * v.out.itemsize * 8 // v.target.data_path_bits)
     return 12 + _share(v, words)
 
 
-FILL = Codelet(
-    "fill",
-    {"out": Out()},
-    _fill,
-    # Section 3.6 of docs/popsparse-formulas.md: one store of the data path each cycle.
-    _store_cycles,
-    "workers",
-    scalars=("value",),
-)
+FILL = Codelet("fill", {"out": Out()}, _fill, _store_cycles, "workers", scalars=("value",))
+
+
+def _cast(v: VertexView) -> None:
+    v.out[...] = v.src
 
 
 def _cast_cycles(v: VertexView) -> int:
+    # Section 3.4 of docs/popsparse-formulas.md.
     share = _share(v, _elements(v, v.out))
-    widths = _width(v, v.src.dtype), _width(v, v.out.dtype)
-    return 26 + max(-(-share // width) for width in widths)
+    width = min(map(v.target.vector_width, (v.src.dtype, v.out.dtype)))
+    return 26 + -(-share // width)
 
 
-# Cast: section 3.4 of docs/popsparse-formulas.md.
-CAST = Codelet("cast", {"src": In(), "out": Out()}, _copy, _cast_cycles, "workers")
+CAST = Codelet("cast", {"src": In(), "out": Out()}, _cast, _cast_cycles, "workers")
 
 
 def _add(v: VertexView) -> None:
@@ -82,7 +71,7 @@ def _add_scaled(v: VertexView) -> None:
 def _add_cycles(v: VertexView) -> int:
     # Section 7.3 of docs/popsparse-formulas.md: 11 + workers x (58 + 3 for each vector); the
     # supervisor's 11 cycles are spread over the workers' 6 slots, rounded up.
-    return 58 + 2 + 3 * -(-_share(v, _elements(v, v.a)) // _width(v, v.a.dtype))
+    return 58 + 2 + 3 * -(-_share(v, _elements(v, v.a)) // v.target.vector_width(v.a.dtype))
 
 
 ADD = Codelet(
@@ -122,24 +111,28 @@ def _dot(v: VertexView) -> None:
     v.out[...] = np.einsum("...n,...n->...", v.a, v.b, dtype=np.float32).reshape(v.out.shape)
 
 
-# One worker's dot product of two [n] rows: the estimate of Poplar's tutorial on matrix-vector
-# products, 5 + (n + 1) / 2 for float, twice as wide for half.
+def _dot_cycles(v: VertexView) -> int:
+    # The estimate of Poplar's tutorial on matrix-vector products: 5 + (n + 1) / 2 for float, twice
+    # as wide for half.
+    return 5 + -(-v.a.shape[-1] // v.target.vector_width(v.a.dtype))
+
+
+# One worker's dot product of two [n] rows.
 DOT = Codelet(
     "dot product",
     {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
     _dot,
-    lambda v: 5 + (v.a.shape[-1] + _width(v, v.a.dtype) - 1) // _width(v, v.a.dtype),
+    _dot_cycles,
     flops=lambda v: 2 * v.a.shape[-1],
 )
 
 
-_WHOLE = (INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT)
+_INTEGERS = (INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT)
 
 
-def _cycles(v: VertexView) -> int:
+def _control_cycles(v: VertexView) -> int:
     # Entry and exit of a worker vertex (3), then load, operate and store for each element.
-    first = next(iter(v._writable.values()))
-    return 3 + 3 * (first.size // max(v.count, 1))
+    return 3 + 3 * _elements(v, v.value)
 
 
 def _increment(v: VertexView) -> None:
@@ -154,6 +147,8 @@ def _not_zero(v: VertexView) -> None:
     v.out[...] = v.value != 0
 
 
-INCREMENT = Codelet("increment", {"value": InOut(*_WHOLE)}, _increment, _cycles)
-DECREMENT = Codelet("decrement", {"value": InOut(*_WHOLE)}, _decrement, _cycles)
-NOT_ZERO = Codelet("not zero", {"value": In(*_WHOLE), "out": Out(BOOL)}, _not_zero, _cycles)
+INCREMENT = Codelet("increment", {"value": InOut(*_INTEGERS)}, _increment, _control_cycles)
+DECREMENT = Codelet("decrement", {"value": InOut(*_INTEGERS)}, _decrement, _control_cycles)
+NOT_ZERO = Codelet(
+    "not zero", {"value": In(*_INTEGERS), "out": Out(BOOL)}, _not_zero, _control_cycles
+)

@@ -62,7 +62,7 @@ def pool_codelet(pooling: str) -> Codelet:
         v.scores[...] = pool_magnitudes(v.blocks, pooling)
 
     def cycles(v: VertexView) -> int:
-        width = v.target.data_path_bits // (8 * v.blocks.itemsize)
+        width = v.target.vector_width(v.blocks.dtype)
         vectors = -(-v.blocks.shape[-1] * v.blocks.shape[-2] // width)
         share = -(-v.blocks.shape[-3] // v.target.workers)
         return _START + share * (_BLOCK + _VECTOR * vectors)
