@@ -318,11 +318,8 @@ class Graph:
         flat = self._machine_tiles(where.reshape(-1), f"{tensor.name} is mapped to")
         if tensor.numel == 0:
             return
-        runs = tensor.runs(where.ndim)
-        if tensor.is_regular:
-            owner = np.repeat(flat, len(runs.starts) // len(flat))
-        else:
-            owner = flat[(np.cumsum(runs.lengths) - 1) // (tensor.numel // len(flat))]
+        runs, entry = tensor.runs_by_entry(where.ndim)
+        owner = flat[entry]
         # Adjacent runs on one tile are joined into one: programs map row by row.
         ends = runs.ends[:-1]
         new = np.append(True, (owner[1:] != owner[:-1]) | (runs.starts[1:] != ends))

@@ -149,6 +149,12 @@ class Tensor:
         starts = head.addresses().reshape(-1)
         return Runs(starts, np.full(len(starts), length, np.int64))
 
+    def runs_by_entry(self, leading: int) -> tuple[Runs, np.ndarray]:
+        """The runs of each entry of the first `leading` dimensions, and the entry of each run."""
+        runs = self.runs(leading)
+        size = max(math.prod(self.shape[leading:]), 1)
+        return runs, (np.cumsum(runs.lengths) - 1) // size
+
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """The least and the greatest address of parts that together are the tensor: int64 [parts]
         each. Parts may overlap. There are far fewer parts than runs, and they are found faster."""

@@ -6,7 +6,6 @@ arrays have one leading entry per vertex. So a compute set of 1,472 tiles is one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from dynsparse._core.checks import (
     shorten,
 )
 from popsparse.machine.dtypes import HALF, DType, ProgramError, as_dtype
-from popsparse.machine.intervals import Runs
+from popsparse.machine.intervals import Runs, refine
 from popsparse.machine.tensor import Tensor
 
 _RUNS_ON = ("worker", "workers", "supervisor")
@@ -201,28 +200,6 @@ class VertexView:
         setattr(self, name, shown if offsets is None else RaggedView(shown, offsets))
 
 
-def _per_vertex_runs(
-    tensor: Tensor, offsets: np.ndarray | None, rank: int
-) -> tuple[Runs, np.ndarray]:
-    """The runs of an edge and the vertex of each."""
-    if offsets is None:
-        runs = tensor.runs(rank)
-        count = max(math.prod(tensor.shape[:rank]), 1)
-        if tensor.is_regular:
-            return runs, np.repeat(np.arange(count), len(runs.starts) // count)
-        ends = np.cumsum(runs.lengths)
-        return runs, (ends - 1) // max(tensor.numel // count, 1)
-    bounds = Runs(offsets[:-1], np.diff(offsets))
-    if tensor.is_regular:
-        runs = tensor.runs()
-        if len(runs.starts) == 1:
-            keep = np.flatnonzero(bounds.lengths)
-            return Runs(bounds.starts[keep] + runs.starts[0], bounds.lengths[keep]), keep
-    owner = np.repeat(np.arange(len(bounds.lengths)), bounds.lengths)
-    addresses = tensor.addresses()[bounds.addresses()]
-    return Runs(addresses, np.ones(len(addresses), np.int64)), owner
-
-
 @dataclass(eq=False)
 class VertexSet:
     """Vertices of one codelet in one compute set. Made by `Graph.add_vertices`.
@@ -252,7 +229,14 @@ class VertexSet:
 
     def runs(self, name: str) -> tuple[Runs, np.ndarray]:
         """The runs of memory an edge covers, and the vertex of each."""
-        return _per_vertex_runs(self.edges[name], self.offsets.get(name), self.grid.ndim)
+        tensor, offsets = self.edges[name], self.offsets.get(name)
+        if offsets is None:
+            return tensor.runs_by_entry(self.grid.ndim)
+        lengths = np.diff(offsets)
+        filled = np.flatnonzero(lengths)
+        edges = Runs(offsets[filled], lengths[filled])
+        starts, at, lengths = refine(tensor[offsets[0] : offsets[-1]].runs(), edges)
+        return Runs(starts, lengths), filled[np.searchsorted(edges.starts, at, "right") - 1]
 
 
 def round_at_random(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
