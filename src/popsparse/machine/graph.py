@@ -215,7 +215,16 @@ class Graph:
 
     # Variables.
 
-    def _add_tensor(self, dtype: Any, shape: Any, name: str | None, is_constant: bool) -> Tensor:
+    def _add_tensor(
+        self,
+        dtype: Any,
+        shape: Any,
+        name: str | None,
+        tiles: Any,
+        values: np.ndarray | None = None,
+    ) -> Tensor:
+        """Add a variable, or a constant with these values; none if an argument is invalid."""
+        is_constant = values is not None
         dtype = as_dtype(dtype)
         dimensions = list(shape) if isinstance(shape, Sequence) else [shape]
         sizes = [check_integer("a size of a shape", n) for n in dimensions]
@@ -233,6 +242,14 @@ class Graph:
         end = start + tensor.numel + 1
         self.sizes[dtype] = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._maps.pop(dtype, None)
+        try:
+            if tiles is not None:
+                self.set_tile_mapping(tensor, tiles)
+            if is_constant:
+                self.set_initial_value(tensor, values)
+        except Exception:
+            group.pop()
+            raise
         return tensor
 
     def add_variable(
@@ -242,10 +259,7 @@ class Graph:
 
         `tiles` maps it as `set_tile_mapping` does.
         """
-        tensor = self._add_tensor(dtype, shape, name, is_constant=False)
-        if tiles is not None:
-            self.set_tile_mapping(tensor, tiles)
-        return tensor
+        return self._add_tensor(dtype, shape, name, tiles)
 
     def add_constant(
         self, dtype: Any, shape: Any, values: Any, name: str | None = None, tiles: Any = None
@@ -254,11 +268,8 @@ class Graph:
 
         It needs a mapping like any other variable.
         """
-        tensor = self._add_tensor(dtype, shape, name, is_constant=True)
-        self.set_initial_value(tensor, values)
-        if tiles is not None:
-            self.set_tile_mapping(tensor, tiles)
-        return tensor
+        array = check_array("values", values, "fiub", "numbers")
+        return self._add_tensor(dtype, shape, name, tiles, array)
 
     def set_initial_value(self, tensor: Tensor, values: Any) -> None:
         """Set the values that the tensor holds when an engine is created."""

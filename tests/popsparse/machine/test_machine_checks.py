@@ -66,6 +66,21 @@ def test_unmapped_elements():
     assert graph.tiles_of(v).tolist() == [1, 1, 1, 1, 3, 3, 3, 1, 1, 1]
 
 
+def test_refused_variables_are_not_added():
+    graph = Graph(Target.mk2(tiles=4))
+    with pytest.raises(MappingError):
+        graph.add_variable(FLOAT, [4], "x", tiles=4)
+    with pytest.raises(MappingError):
+        graph.add_constant(FLOAT, [4], 1, "x", tiles=4)
+    with pytest.raises(ValueError, match="broadcast"):
+        graph.add_constant(FLOAT, [4], [1, 2], "x", tiles=3)
+    graph.add_variable(FLOAT, [4], "x", tiles=3)
+    engine = Engine(graph, Sequence())
+    engine.write("x", 2)
+    assert engine.read("x").tolist() == [2] * 4
+    assert engine.counts["variables"] == 1
+
+
 def test_nonexistent_tiles():
     graph = Graph(SMALL)
     v = graph.add_variable(FLOAT, [2, 3], "v")
