@@ -458,41 +458,31 @@ class Lowering:
         ]
         bound = replicas[0]
         schedule = _Schedule(bound, state.target.tiles, state.target.workers)
-        fixed: list[np.ndarray | None] = [
-            None if b.codelet.data_dependent else b.cycles() for b in bound
-        ]
-        flops = [None if b.codelet.data_dependent else b.flops() for b in bound]
+        fixed = [None if b.codelet.data_dependent else (b.cycles(), b.flops()) for b in bound]
         peak = max((state.target.peak_flops(dtype) for v in sets for dtype in v.read), default=0.0)
         computed = [self._is_computed(v, path) for v in sets if v.count]
-        settled = [f for f in fixed if f is not None]
-        known = schedule.tile_cycles(settled) if len(settled) == len(bound) else None
-        known_max = float(known.max()) if known is not None else 0.0
 
-        def run_replica(bound: list[BoundVertices], profile: Profile) -> list[np.ndarray]:
-            for b, is_computed in zip(bound, computed, strict=True):
-                if is_computed or b.codelet.data_dependent:
+        def run_replica(bound: list[BoundVertices], profile: Profile) -> np.ndarray:
+            """The cycles of each tile."""
+            all_cycles = []
+            for b, is_computed, estimates in zip(bound, computed, fixed, strict=True):
+                if is_computed or estimates is None:
                     b.load()
-            cycles = [b.cycles() if f is None else f for b, f in zip(bound, fixed, strict=True)]
-            work = [b.flops() if f is None else f for b, f in zip(bound, flops, strict=True)]
-            profile.steps[step].flops += sum(work)
-            profile.steps[step].peak_flops = peak
-            for b, spent, is_computed in zip(bound, cycles, computed, strict=True):
+                cycles, flops = estimates or (b.cycles(), b.flops())
+                all_cycles.append(cycles)
+                profile.steps[step].flops += flops
                 if is_computed:
                     with state.float_errors(path, b.codelet.name):
                         b.run()
                 row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
-                row.vertices += len(spent)
-                row.cycles += float(spent.sum())
-            return cycles
+                row.vertices += len(cycles)
+                row.cycles += float(cycles.sum())
+            return schedule.tile_cycles(all_cycles)
 
         def run(profile: Profile) -> None:
-            replica_cycles = [run_replica(bound, profile) for bound in replicas]
-            if known is not None:
-                profile.record(step, compute=known_max, tile_cycles=known)
-                return
-            tile_cycles = schedule.tile_cycles(replica_cycles[0])
-            for cycles in replica_cycles[1:]:  # The slowest replica counts.
-                tile_cycles = np.maximum(tile_cycles, schedule.tile_cycles(cycles))
+            profile.steps[step].peak_flops = peak
+            # The slowest replica counts.
+            tile_cycles = np.max([run_replica(bound, profile) for bound in replicas], axis=0)
             profile.record(step, compute=float(tile_cycles.max()), tile_cycles=tile_cycles)
 
         return run
