@@ -184,12 +184,10 @@ class _Analysis:
     def live_before(self, program: programs.Program, after: int) -> int:
         """The variables live before a program, given those live after it."""
         # Branches of Parallel use separate tiles: for each tile they are a sequence too.
-        if isinstance(program, (programs.Sequence, programs.Parallel)):
+        if isinstance(program, (programs.Sequence, programs.Parallel, programs.Call)):
             for part in reversed(program.parts()):
                 after = self.live_before(part, after)
             return after
-        if isinstance(program, programs.Call):
-            return self.live_before(program.function, after)
         if isinstance(program, programs.Repeat):
             if not program.count:
                 return after
@@ -207,24 +205,20 @@ class _Analysis:
                 if again == live:
                     return live
                 live = again
-        if isinstance(program, programs.If):
-            branches = [program.then, program.otherwise]
-            test = self.viewed_by([program.predicate])
-        elif isinstance(program, programs.Switch):
-            branches = [*program.cases.values(), program.default]
-            test = self.viewed_by([program.value])
-        else:
-            effect = self.effect(program)
-            live = (after & ~effect.replaces) | effect.reads
-            if not isinstance(program, (programs.WriteUndef, programs.Sync)):
-                # Results and operands are held together while a step runs.
-                self.moments.setdefault(live | after | effect.writes, program.name or "copy")
-            self._record_live(program, live | after | effect.writes)
+        if isinstance(program, (programs.If, programs.Switch)):
+            tested = program.predicate if isinstance(program, programs.If) else program.value
+            live = self.viewed_by([tested])
+            for branch in program.parts():
+                live |= self.live_before(branch, after)
+            self._record_live(program, live)
             return live
-        for branch in branches:
-            test |= self.live_before(branch, after)
-        self._record_live(program, test)
-        return test
+        effect = self.effect(program)
+        live = (after & ~effect.replaces) | effect.reads
+        if not isinstance(program, (programs.WriteUndef, programs.Sync)):
+            # Results and operands are held together while a step runs.
+            self.moments.setdefault(live | after | effect.writes, program.name or "copy")
+        self._record_live(program, live | after | effect.writes)
+        return live
 
     def _record_live(self, program: programs.Program, live: int) -> None:
         """Record what is live while a step runs; subsets of others come from unfinished rounds."""
