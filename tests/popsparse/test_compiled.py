@@ -135,6 +135,14 @@ def test_adam_in_blocks_with_a_schedule_of_rates():
         torch.testing.assert_close(weights(twin)[name], weight, atol=1e-5, rtol=1e-5)
 
 
+def test_variables_of_parameters_have_their_names():
+    model = nn.Sequential(nn.Linear(8, 4))
+    compiled = popsparse.compile(model, sgd(model), nn.functional.mse_loss, TARGET)
+    compiled.step(torch.rand(2, 8), torch.rand(2, 4))
+    names = {variable.name for variable in compiled.profiles["step"].contents.variables}
+    assert {"parameter 0.weight", "parameter 0.bias", "state 0.weight momentum_buffer"} <= names
+
+
 def test_iterations_on_the_device_with_a_scaled_loss():
     batches = digits(4)
     host, twin = (nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)) for _ in "ab")

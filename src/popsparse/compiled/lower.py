@@ -441,23 +441,18 @@ def place_weight(
     graph: Graph, node: Node, dtype: DType, partials: DType, name: str
 ) -> Tensor | None:
     """Create a parameter in the layout of the first product that reads it as a matrix."""
-    shape = tuple(node.meta["val"].shape)
-    readers = [(user, node, shape, False) for user in node.users]
-    for reader, operand, matrix, turned in readers:  # grows during the loop
-        name = name_of(reader)
-        if name in ("view", "_unsafe_view", "permute"):
-            result = tuple(reader.meta["val"].shape)
-            is_turn = name == "permute" and reader.args[1] == [1, 0]
-            if is_turn or (name != "permute" and not turned):
-                rows = matrix if is_turn else result
-                readers += [(user, reader, rows, turned != is_turn) for user in reader.users]
-        if name != "mm":
-            continue
-        a, b = (arg.meta["val"].shape for arg in reader.args)
-        (_, layout), *_ = plan_groups(graph, 1, a[0], a[1], b[1], dtype, partials)
-        which = "a" if reader.args[0] is operand else "b"
-        weight = create_operand(graph, layout, which, name, transposed=turned)
-        return keep_layout(weight, weight.reshape(*shape))
+    readers = [(user, node, False) for user in node.users]
+    for reader, operand, is_transposed in readers:  # grows during the loop
+        operation = name_of(reader)
+        if operation == "mm":
+            a, b = (arg.meta["val"].shape for arg in reader.args)
+            ((_, layout),) = plan_groups(graph, 1, a[0], a[1], b[1], dtype, partials)
+            which = "a" if reader.args[0] is operand else "b"
+            weight = create_operand(graph, layout, which, name, transposed=is_transposed)
+            return keep_layout(weight, weight.reshape(*node.meta["val"].shape))
+        transposes = operation == "permute" and reader.args[1] == [1, 0]
+        if transposes or (operation in ("view", "_unsafe_view") and not is_transposed):
+            readers += [(user, reader, is_transposed != transposes) for user in reader.users]
     return None
 
 
