@@ -266,30 +266,30 @@ class Lowering:
         )
         return result.reshape(*node.meta["val"].shape) if keep else result
 
+    def _factor(self, node: Node) -> tuple[Tensor, bool]:
+        """An operand of a product as [groups, rows, columns], and whether it is transposed."""
+        is_transposed = False
+        while name_of(node) == "permute" and node.args[1] in ([1, 0], [0, 2, 1]):
+            node, is_transposed = node.args[0], not is_transposed
+        tensor = self.tensor(node)
+        if tensor.ndim == 2:
+            tensor = keep_layout(tensor, tensor.expand_dims(0))
+        return tensor, is_transposed
+
     def _multiply(self, node: Node) -> Tensor:
         """A matrix product [m, k] [k, n], or a batch of them."""
-        sources: list[Tensor] = []
-        turns: list[bool] = []
-        for source in node.args:
-            turned = False
-            while name_of(source) == "permute" and source.args[1] in ([1, 0], [0, 2, 1]):
-                source, turned = source.args[0], not turned
-            tensor = self.tensor(source)
-            if tensor.ndim == 2:
-                tensor = keep_layout(tensor, tensor.expand_dims(0))
-            sources.append(tensor)
-            turns.append(turned)
-        sizes = [shape_of(tensor, turn) for tensor, turn in zip(sources, turns, strict=True)]
-        groups, (m, k, n) = sources[0].shape[0], (*sizes[0], sizes[1][1])
-        name = self._name(node, name_of(node))
-        layouts = plan_groups(self.graph, groups, m, k, n, sources[0].dtype, self.partials)
+        (a, a_is_transposed), (b, b_is_transposed) = map(self._factor, node.args)
+        groups, rows, columns = a.shape
+        m, k = (columns, rows) if a_is_transposed else (rows, columns)
+        n = b.shape[1 if b_is_transposed else 2]
+        name, transposed = self._name(node, name_of(node)), (a_is_transposed, b_is_transposed)
+        layouts = plan_groups(self.graph, groups, m, k, n, a.dtype, self.partials)
         results = []
         for first, layout in layouts:
             part = slice(first, first + layout.groups)
-            a, b = (t if layout.groups == groups else t[part] for t in sources)
-            transposed = (turns[0], turns[1])
+            factors = (a, b) if layout.groups == groups else (a[part], b[part])
             results.append(
-                add_product(self.graph, layout, a, b, self.program, name, transposed=transposed)
+                add_product(self.graph, layout, *factors, self.program, name, transposed=transposed)
             )
         shape = node.meta["val"].shape
         if len(results) == 1:
@@ -406,12 +406,6 @@ class Lowering:
         variable = self.graph.add_variable(FLOAT, list(shape), "layout")
         self.graph.map_linearly(variable, grain=2)
         return variable
-
-
-def shape_of(tensor: Tensor, turned: bool) -> tuple[int, int]:
-    """Rows and columns of matrices [groups, rows, columns], or of their transposes."""
-    rows, columns = tensor.shape[-2:]
-    return (columns, rows) if turned else (rows, columns)
 
 
 def plan_groups(
