@@ -201,7 +201,7 @@ class CompiledModel:
             for copy in to_host:
                 body.add(copy)
         else:
-            sums = [(key, held) for key, held in self._variables.items() if key[0] == "sum"]
+            sums = [(key, total) for key, total in self._variables.items() if key[0] == "sum"]
             body = pipeline.build(sums, loads, to_host[0])
         programs: dict[str, Program] = {"step": Repeat(how.device_iterations, body)}
         rates = [key for key in step.inputs if key[0] == "rate"]
@@ -217,9 +217,9 @@ class CompiledModel:
                     programs,
                 )
         self.engine = Engine(graph, programs, stochastic_rounding=how.stochastic_rounding)
-        for held in self._layers:
-            if held.update is not None:
-                held.update.connect(self.engine)
+        for sparse in self._layers:
+            if sparse.update is not None:
+                sparse.update.connect(self.engine)
         self._rates: list[float] = []
         self.copy_weights_to_device()
 
@@ -322,34 +322,33 @@ class CompiledModel:
 
     def _host_tensors(self) -> Iterator[tuple[Key, Tensor]]:
         """The tensors of model and optimizer that the machine holds."""
-        parameters = dict(self.model.named_parameters())
-        for name, parameter in parameters.items():
+        from popsparse.compiled.trace import optimizer_state
+
+        for name, parameter in self.model.named_parameters():
             yield ("parameter", name), parameter.detach()
         for name, buffer in self.model.named_buffers():
             yield ("buffer", name), buffer
-        from popsparse.compiled.trace import optimizer_state
-
         yield from optimizer_state(self.model, self.optimizer).items()
 
     def copy_weights_to_device(self) -> None:
         """Copy weights, buffers, patterns and the optimizer's state to the machine."""
-        sparse = {key: held for held in self._layers for key in held.tensors}
+        by_key = {key: sparse for sparse in self._layers for key in sparse.tensors}
         engine = self._require_engine()
-        for held in self._layers:
-            self._encode(held, held.layer.values.detach())
-            engine.write(held.weights.meta_info, self._patterns[held.name].meta_info)
+        for sparse in self._layers:
+            self._encode(sparse, sparse.layer.values.detach())
+            engine.write(sparse.weights.meta_info, self._patterns[sparse.name].meta_info)
         for key, tensor in self._host_tensors():
-            if key in sparse:
-                values = self._encode(sparse[key], tensor)
+            if key in by_key:
+                values = self._encode(by_key[key], tensor)
                 engine.write(self._variables[key], values)
             elif key in self._variables:
                 engine.write(self._variables[key], _array(tensor))
 
-    def _encode(self, held: _SparseWeights, values: Tensor) -> Any:
+    def _encode(self, sparse: _SparseWeights, values: Tensor) -> Any:
         """Encode values of a sparse layer for the machine, and keep the encoding of its pattern."""
-        partitioner = operations(held.weights.plan).partitioner(held.weights.plan)
-        encoded = partitioner.encode(held.layer.pattern, values.contiguous())
-        self._patterns[held.name] = encoded.pattern
+        partitioner = operations(sparse.weights.plan).partitioner(sparse.weights.plan)
+        encoded = partitioner.encode(sparse.layer.pattern, values.contiguous())
+        self._patterns[sparse.name] = encoded.pattern
         return encoded.nz_values
 
     def _require_engine(self) -> Engine:
@@ -375,15 +374,15 @@ class CompiledModel:
             if key[0] != "state":
                 tensor.copy_(values)
                 continue
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            for parameter in held if key[1] == "step" else [parameters[key[1]]]:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            for parameter in trained if key[1] == "step" else [parameters[key[1]]]:
                 self.optimizer.state[parameter][key[-1]] = values.clone()
 
     def _read(self, key: Key) -> np.ndarray:
         array = self._require_engine().read(self._variables[key])
-        for held in self._layers:
-            if key in held.tensors:
-                return self._patterns[held.name].gather(array)
+        for sparse in self._layers:
+            if key in sparse.tensors:
+                return self._patterns[sparse.name].gather(array)
         return array
 
     # Steps.
@@ -536,47 +535,49 @@ class CompiledModel:
             return
         engine = self._require_engine()
         self.copy_weights_to_host()
-        for held in self._layers:
-            if held.update is None or held.backward is None:
+        for sparse in self._layers:
+            if sparse.update is None or sparse.backward is None:
                 continue
-            self.profiles[f"scores {held.name}"] = engine.run(f"scores {held.name}")
-            pairs = trainer._captures.get(held.name)
+            self.profiles[f"scores {sparse.name}"] = engine.run(f"scores {sparse.name}")
+            pairs = trainer._captures.get(sparse.name)
             if pairs is not None:
-                parts = (held.backward.inputs, held.backward.gradient)
+                parts = (sparse.backward.inputs, sparse.backward.gradient)
                 x, dy = (torch.from_numpy(engine.read(part)) for part in parts)
                 pairs[:] = [(x, dy)]
-                gradient = self._patterns[held.name].gather(engine.read(held.backward.grad_weight))
-                held.layer.values.grad = torch.from_numpy(gradient)
-        before = {held.name: held.layer.pattern for held in self._layers}
+                gradient = self._patterns[sparse.name].gather(
+                    engine.read(sparse.backward.grad_weight)
+                )
+                sparse.layer.values.grad = torch.from_numpy(gradient)
+        before = {sparse.name: sparse.layer.pattern for sparse in self._layers}
         with self._use_scores():
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
-        for held in self._layers:
-            held.layer.values.grad = None
-            if held.update is not None and held.layer.pattern is not before[held.name]:
-                self._rewire(held)
+        for sparse in self._layers:
+            sparse.layer.values.grad = None
+            if sparse.update is not None and sparse.layer.pattern is not before[sparse.name]:
+                self._rewire(sparse)
 
     @contextmanager
     def _use_scores(self) -> Iterator[None]:
         """Let growth use the scores that the machine computed."""
-        executors = [(held.layer, held.layer.executor) for held in self._layers]
-        for held in self._layers:
-            if held.update is not None:
-                scored: Any = _ScoresExecutor(self.target, held.update.scores)
-                held.layer.executor = scored
+        executors = [(sparse.layer, sparse.layer.executor) for sparse in self._layers]
+        for sparse in self._layers:
+            if sparse.update is not None:
+                scored: Any = _ScoresExecutor(self.target, sparse.update.scores)
+                sparse.layer.executor = scored
         try:
             yield
         finally:
             for layer, executor in executors:
                 layer.executor = executor
 
-    def _rewire(self, held: _SparseWeights) -> None:
+    def _rewire(self, sparse: _SparseWeights) -> None:
         """Send a new pattern, its values and their optimizer state."""
-        assert held.update is not None
+        assert sparse.update is not None
         host = dict(self._host_tensors())
-        arrays = [self._encode(held, host[key]) for key in held.tensors]
-        held.update.send(self._patterns[held.name].meta_info, arrays)
-        self.profiles[f"rewire {held.name}"] = self._require_engine().run(f"rewire {held.name}")
+        arrays = [self._encode(sparse, host[key]) for key in sparse.tensors]
+        sparse.update.send(self._patterns[sparse.name].meta_info, arrays)
+        self.profiles[f"rewire {sparse.name}"] = self._require_engine().run(f"rewire {sparse.name}")
 
 
 def _array(tensor: Tensor) -> np.ndarray:
