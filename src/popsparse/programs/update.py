@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -79,14 +78,6 @@ def _sum_in_order(values: np.ndarray) -> np.ndarray:
     return total
 
 
-class _Part(NamedTuple):
-    """The data that one piece sends under a name: its scores (or gradient) [groups, *shape]."""
-
-    piece: GradientPiece
-    name: str
-    is_pooled: bool
-
-
 class UpdatePrograms:
     """The programs "scores" and "rewire" of a layer.
 
@@ -118,15 +109,14 @@ class UpdatePrograms:
     ) -> None:
         self.graph, self.weights, self.plan, self.update = graph, weights, weights.plan, update
         self.block = self.plan.params.sparsity_params.block_dimensions
+        self._is_pooled = update.pooling != "none" and self.block != (1, 1)
         self.dtype = self.plan.dtype
-        values = weights.nz_values
-        home = weights.values
-        self._state = [("values", values)]
+        self._state = [("values", weights.nz_values)]
         self._prefix = f"{name} " if name else ""
-        held = list(slots) or [self._add_slot(n, home) for n in range(update.optimizer_slots)]
+        held = list(slots) or [self._add_slot(n) for n in range(update.optimizer_slots)]
         for number, slot in enumerate(held):
             self._state.append((f"optimizer slot {number}", slot.flatten()))
-        self._parts: list[_Part] = []
+        self._pieces: list[tuple[str, GradientPiece]] = []  # with the names of their data
         self._streams: dict[str, Stream] = {}
         self.host: dict[str, np.ndarray] = {}
         self.programs = {
@@ -134,7 +124,8 @@ class UpdatePrograms:
             "rewire": self._rewire(),
         }
 
-    def _add_slot(self, number: int, home: Tensor) -> Tensor:
+    def _add_slot(self, number: int) -> Tensor:
+        home = self.weights.values
         name, tiles = f"optimizer slot {number}", self.graph.tiles_of(home)
         slot = self.graph.add_variable(self.dtype, home.shape, name, tiles=tiles)
         self.graph.set_initial_value(slot, 0)
@@ -167,12 +158,11 @@ class UpdatePrograms:
             )
             layout, name = Layout(piece.plan, sizes.groups), f"dense gradient{mark}"
             scores = add_product(self.graph, layout, a, b, steps, name, transposed=(True, False))
-            is_pooled = self.update.pooling != "none" and self.block != (1, 1)
-            if is_pooled:
+            if self._is_pooled:
                 scores = self._pool(scores, mark, steps)
             stream = self._stream(f"scores{mark}", scores, to_device=False)
             steps.add(Copy(scores, stream, name=f"scores to host{mark}"))
-            self._parts.append(_Part(piece, f"scores{mark}", is_pooled))
+            self._pieces.append((f"scores{mark}", piece))
 
     def _pool(self, gradient: Tensor, mark: str, steps: Sequence) -> Tensor:
         """Scores [groups * block rows * block columns] of a gradient [groups, in, out]."""
@@ -233,10 +223,10 @@ class UpdatePrograms:
         rows, cols = self.block
         sizes = self.plan.sizes
         scores = np.empty((sizes.groups, sizes.x // rows, sizes.y // cols), np.float32)
-        for piece, name, is_pooled in self._parts:
+        for name, piece in self._pieces:
             x, y = piece.x1 - piece.x0, piece.y1 - piece.y0
             scores_of_piece = self.host[name].astype(np.float32)
-            if is_pooled:
+            if self._is_pooled:
                 part = scores_of_piece.reshape(sizes.groups, x // rows, y // cols)
             else:
                 blocks = scores_of_piece.reshape(sizes.groups, y // cols, cols, x // rows, rows)
