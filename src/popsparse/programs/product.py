@@ -1,14 +1,13 @@
 """The program of a sparse product: propagation of buckets and the passes by rows.
 
-See sections 5.1 and 5.2 of docs/popsparse-formulas.md; Li, Z. et al., arXiv:2303.16999.
+See sections 5.1 and 5.2 of docs/popsparse-formulas.md; Li, Z. et al., arXiv:2303.16999. The order
+within a dimension is free.
 
 The loop visits the offsets (i, j) of the overflow record, and for each all Z partners. At offset
 (i, j) the tiles of (x, y) see the buckets whose home is (x - i, y - j). One exchange leads from a
 turn to the next, along z, then y, then x; buckets are not moved back: the next pass over a
 dimension begins where the last one ended. Unused offsets in X are passed without computing. All
 counters are on one tile, and every decision is a control value that it broadcasts.
-
-See section 5.2 of docs/popsparse-formulas.md; the order within a dimension is free.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ IDLE = 4
 
 # Fields of the loop's state.
 _X, _ROWS, _TURNS, _LEFT, _BUFFERS, _MOVE, _WORK, _FAR_X, _FAR_Y, _FAR_Z = range(10)
-_Z_MOVE, _Y_MOVE, _X_MOVE = 1, 2, 3
+_MOVES = {"z": 1, "y": 2, "x": 3}
+_Z_MOVE, _Y_MOVE, _X_MOVE = _MOVES.values()
 
 
 class Propagation:
@@ -92,8 +92,8 @@ class Propagation:
         self.graph = graph
         self.name = name
         self.homing = homing
-        changed = toggles or {"z": 1, "y": 1, "x": 1}
-        self.toggles = {_Z_MOVE: changed["z"], _Y_MOVE: changed["y"], _X_MOVE: changed["x"]}
+        toggles = toggles or dict.fromkeys(_MOVES, 1)
+        self.toggles = {_MOVES[dim]: bits for dim, bits in toggles.items()}
         self.first_buffers = first_buffers
         tile = control_tile(self.plan)
 
@@ -141,8 +141,7 @@ class Propagation:
         begin = self._execute(
             "begin", self._begin(), {"counts": self.counts, "state": self.state, "any": self.any}
         )
-        number = {"z": _Z_MOVE, "y": _Y_MOVE, "x": _X_MOVE}
-        cases = {4 * number[dim] + buffers: step for (dim, buffers), step in moves.items()}
+        cases = {4 * _MOVES[dim] + buffers: step for (dim, buffers), step in moves.items()}
         test = self._execute("more?", self._more(), {"state": self.state, "more": self.more})
         advance = self._execute(
             "advance", self._advance(), {"counts": self.counts, "state": self.state}
