@@ -70,15 +70,6 @@ class DecodedGroups(NamedTuple):
         )
 
 
-class SubGroupMatches(NamedTuple):
-    """Sub-groups that match the vertices which see them, in order of vertices. `vertex` and `slot`
-    (which of its buckets) are int64 [sub-groups]."""
-
-    vertex: np.ndarray
-    slot: np.ndarray
-    groups: DecodedGroups
-
-
 class BucketMatches(NamedTuple):
     """Blocks that match the vertices which see them, in order of vertices. int64 [blocks].
 
@@ -137,11 +128,13 @@ class BucketCodelets(ABC):
         each = 2 * bx * by * self.plan.elements_per_tile.z
         return each * np.bincount(self._find_matches(v).vertex, minlength=v.count).reshape(v.shape)
 
-    def _blocks(self, values: np.ndarray) -> np.ndarray:
-        """A view [vertices, blocks, rows of a block, columns] of values of buckets."""
+    def _blocks(self, values: np.ndarray, *, transposed: bool = False) -> np.ndarray:
+        """A view [..., blocks, rows of a block, columns] of values of buckets [..., values]; with
+        `transposed`, of transposed blocks."""
         bx, by = self.plan.block_dimensions
-        used = values.shape[1] // (bx * by) * bx * by
-        return values[:, :used].reshape(len(values), -1, bx, by)
+        used = values.shape[-1] // (bx * by) * bx * by
+        edges = (by, bx) if transposed else (bx, by)
+        return values[..., :used].reshape(*values.shape[:-1], -1, *edges)
 
     def _find_matches(self, v: VertexView) -> Any:
         """The matches of the vertices, kept until they are taken."""
@@ -184,12 +177,17 @@ class BucketReader:
 
     def find(
         self, words: np.ndarray, is_match: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    ) -> tuple[np.ndarray, SubGroupMatches]:
-        """The sub-groups that match each vertex, and its cycles for skipping the others.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, DecodedGroups]:
+        """The sub-groups that match the vertices which see them.
 
         Args:
             words: uint16 [vertices, buckets each sees, words].
             is_match: whether vertices and the rectangles of sub-groups match, both [pairs].
+
+        Returns:
+            The cycles [vertices] for skipping sub-groups that do not match; then the matches in
+            order of vertices: vertex and slot (which of its buckets), int64 [matches], and the
+            sub-groups.
         """
         count, slots = words.shape[:2]
         numbers = self._number(words.reshape(count * slots, -1))
@@ -198,8 +196,7 @@ class BucketReader:
         vertex, slot = np.divmod(np.repeat(np.arange(count * slots), end - begin), slots)
         matching = is_match(vertex, self._decoded.rectangle[groups])
         cycles = MISS_CYCLES * np.bincount(vertex[~matching], minlength=count).astype(float)
-        decoded = self._decoded.take(groups[matching])
-        return cycles, SubGroupMatches(vertex[matching], slot[matching], decoded)
+        return cycles, vertex[matching], slot[matching], self._decoded.take(groups[matching])
 
     def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
         """The matches of vertices with their own rectangle: cycles [vertices], and the blocks.
@@ -208,7 +205,7 @@ class BucketReader:
             words: uint16 [vertices, buckets each sees, words].
             rectangles: x * Ny + y of each vertex, [vertices].
         """
-        cycles, (vertex, slot, groups) = self.find(
+        cycles, vertex, slot, groups = self.find(
             words, lambda vertex, rectangle: rectangle == rectangles[vertex]
         )
         np.add.at(cycles, vertex, groups.cycles)
@@ -314,16 +311,11 @@ class ProductCodelets(BucketCodelets):
         grid = v.count
         partials = _view(v.partials, grid, *v.partials.shape[v.rank :])
         operand = v.operand.reshape(grid, *v.operand.shape[v.rank :])
-        values = self._buckets(v, "values")
+        values = self._blocks(self._buckets(v, "values"), transposed=self.transposed_blocks)
         if self.transposed:
             matches = matches._replace(row=matches.col, col=matches.row)
-        bx, by = self.plan.block_dimensions
-        values = values[..., : values.shape[-1] // (bx * by) * bx * by]
-        edges = (by, bx) if self.transposed_blocks else (bx, by)
-        values = values.reshape(*values.shape[:2], -1, *edges)
-        if self.transposed and not self.transposed_blocks:
-            values = values.swapaxes(-1, -2)
-        rounds = partials.dtype == np.float16
+            values = values if self.transposed_blocks else values.swapaxes(-1, -2)
+        add = _add_rounding if partials.dtype == np.float16 else _add
         for part in chunks(grid, operand[0].size + partials[0].size):
             at = slice(*np.searchsorted(matches.vertex, (part.start, part.stop)))
             if at.start == at.stop:
@@ -331,7 +323,6 @@ class ProductCodelets(BucketCodelets):
             here = BucketMatches(*(a[at] for a in matches))
             blocks = values[here.vertex, here.slot, here.place].astype(np.float32)
             here = here._replace(vertex=here.vertex - part.start)
-            add = _add_rounding if rounds else _add
             add(partials[part], operand[part], blocks, here)
 
 
@@ -383,13 +374,15 @@ def transpose_codelet(plan: Plan) -> Codelet:
     count = plan.buckets.nz_elements // (bx * by)
     cycles = int(tile_cycles.transpose_blocks(count, bx, by, plan.dtype, int(plan.target.workers)))
 
-    def turn(v: VertexView) -> None:
+    def transpose(v: VertexView) -> None:
         used = count * bx * by
         blocks = v.values[..., :used].reshape(*v.shape, count, bx, by).swapaxes(-1, -2)
         v.out[..., :used] = blocks.reshape(*v.shape, used)
         v.out[..., used:] = 0
 
-    return Codelet("transpose blocks", {"values": In(), "out": Out()}, turn, cycles, "supervisor")
+    return Codelet(
+        "transpose blocks", {"values": In(), "out": Out()}, transpose, cycles, "supervisor"
+    )
 
 
 class GradWeightCodelets(BucketCodelets):
@@ -424,8 +417,7 @@ class GradWeightCodelets(BucketCodelets):
     def _compute(self, v: VertexView) -> None:
         matches = self._take_matches(v)
         bx, by = self.plan.block_dimensions
-        partials = _view(v.partials, v.count, -1)
-        partials = self._blocks(partials)
+        partials = self._blocks(_view(v.partials, v.count, -1))
         gradient = self._by_block(v, v.gradient, bx)
         inputs = self._by_block(v, v.input, by)
         for part in chunks(len(matches.vertex), (bx + by) * gradient.shape[-1]):
@@ -452,10 +444,10 @@ def rearrange_codelet(plan: Plan, dim: str) -> Codelet:
     workers = int(plan.target.workers)
     cycles = int(tile_cycles.rearrange_batch(blocks, edge, batch, plan.dtype, workers))
 
-    def turn(v: VertexView) -> None:
+    def transpose(v: VertexView) -> None:
         v.out[...] = v.operand.swapaxes(-1, -2)
 
-    return Codelet("rearrange", {"operand": In(), "out": Out()}, turn, cycles, "supervisor")
+    return Codelet("rearrange", {"operand": In(), "out": Out()}, transpose, cycles, "supervisor")
 
 
 _LAUNCH = 46  # Supervisor: find a sub-group, start the workers; as in the products' formulas.
@@ -497,7 +489,7 @@ class EmbeddingCodelets(BucketCodelets):
         columns = v.column.reshape(-1)
         indices = v.indices.reshape(v.count, -1).astype(np.int64)
         words = v.words.reshape(v.count, 1, -1)
-        cycles, (vertex, _, groups) = self.reader.find(
+        cycles, vertex, _, groups = self.reader.find(
             words, lambda vertex, rectangle: rectangle % parts_y == columns[vertex]
         )
         owner = np.repeat(vertex, groups.size)

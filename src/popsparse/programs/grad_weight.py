@@ -88,15 +88,15 @@ class _GradWeight:
 
     def _fetch(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The operands each tile works on, [*grid, channels, batch] or [*grid, batch, channels]."""
-        pairs, operands, turns = [], {}, self.graph.add_compute_set("rearrange inputs")
-        copies = []
+        pairs, operands, copies = [], {}, []
+        name = "rearrange inputs"
+        transposes = self.graph.add_compute_set(name)
         for dim, tensor in tensors.items():
             what = "gradient" if dim == "x" else "input"
             layout = OperandLayout(self.plan, dim)
-            name = f"grad_weight {what}"
-            home, regroup = layout.bring_home(self.graph, tensor, f"{name} at home")
+            home, regroup = layout.bring_home(self.graph, tensor, f"grad_weight {what} at home")
             self.steps.add(*regroup)
-            local, pair = layout.add_local(self.graph, home, name, _ORDER)
+            local, pair = layout.add_local(self.graph, home, f"grad_weight {what}", _ORDER)
             pairs.append(pair)
             operand = local.reshape(*self.tiles.shape, *layout.part)
             if self.codelets.batch_first:
@@ -105,14 +105,13 @@ class _GradWeight:
                 copies.append((operand.transpose(0, 1, 2, 3, 5, 4), transposed))
                 codelet = rearrange_codelet(self.plan, dim)
                 edges = {"operand": operand, "out": transposed}
-                self.graph.add_vertices(turns, codelet, self.tiles, edges)
+                self.graph.add_vertices(transposes, codelet, self.tiles, edges)
                 operand = transposed
             operands[dim] = operand
         self.steps.add(Copy(pairs, name="fetch inputs"))
         if self.codelets.batch_first:
             structured = self.plan.options.enable_structured_rearrangements
-            name = "rearrange inputs"
-            self.steps.add(Execute(turns, name=name) if structured else Copy(copies, name=name))
+            self.steps.add(Execute(transposes) if structured else Copy(copies, name=name))
         return operands
 
     @property
