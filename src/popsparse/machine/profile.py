@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -188,17 +188,17 @@ class StepProfile:
 
     @classmethod
     def _from_dict(cls, row: Mapping[str, Any]) -> StepProfile:
-        arrays = {
+        values: dict[str, Any] = {
             name: np.repeat(np.array([v for _, v in runs], float), [n for n, _ in runs])
             for name, runs in row["per_tile"].items()
         }
-        texts = {name: str(row[name]) for name in ("name", "kind")}
-        numbers = {name: float(row[name]) for name in _FIGURES if name not in texts}
-        return cls(**texts, **{**numbers, "runs": int(row["runs"])}, **arrays)  # type: ignore[arg-type]
+        values |= {name: convert(row[name]) for name, convert in _FIGURES.items()}
+        return cls(**values)
 
 
 _ARRAYS = ("tile_cycles", "tile_exchange", "received_bytes", "sent_bytes", "local_bytes")
-_FIGURES = tuple(f.name for f in fields(StepProfile) if f.name not in _ARRAYS)
+_TYPES: dict[Any, Callable[[Any], Any]] = {"str": str, "int": int, "float": float}
+_FIGURES = {f.name: _TYPES[f.type] for f in fields(StepProfile) if f.name not in _ARRAYS}
 
 
 def _shorten(values: np.ndarray) -> list[list[float]]:

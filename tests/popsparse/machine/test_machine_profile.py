@@ -9,6 +9,7 @@ from popsparse.machine import (
     Engine,
     Execute,
     Graph,
+    Profile,
     Repeat,
     Sequence,
     Target,
@@ -89,3 +90,15 @@ def test_summary():
     assert "Cycles: 184" in text
     assert "body/rotate" in text
     assert "1 more steps, 28 cycles" in small_run().summary(max_steps=1)
+
+
+def test_summary_of_a_stored_profile():
+    graph = Graph(Target(tiles=3))
+    a = graph.add_variable(FLOAT, [3, 500], "a", tiles=range(3))
+    stream = graph.add_stream("data", FLOAT, 1500, to_device=True)
+    engine = Engine(graph, Copy(stream, a, name="load"))
+    engine.connect("data", np.zeros(1500))
+    profile = engine.run()
+    stored = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert "Host link: 0 bytes to the host, 6,000 back" in stored.summary()
+    assert stored.summary() == profile.summary()
