@@ -215,9 +215,9 @@ def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codele
     sizes = layout.sizes
     if isinstance(plan.vertex, cycles.AMP):
         load = target.coefficient_load_bytes_per_cycle
-        spent = cycles.amp(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers, load)
+        estimate = cycles.amp(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers, load)
     else:
-        spent = cycles.hmac(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers)
+        estimate = cycles.hmac(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers)
 
     def compute(v: VertexView) -> None:
         a, b = (
@@ -226,14 +226,20 @@ def _product_codelet(layout: Layout, *, transposed: tuple[bool, bool]) -> Codele
         )
         v.partials[...] = np.matmul(a, b)
 
-    def flops(v: VertexView) -> int:
+    def count_flops(v: VertexView) -> int:
         inner = v.a.shape[-2 if transposed[0] else -1]
         return 2 * inner * v.partials.shape[-1] * v.partials.shape[-2]
 
     fields = {"a": In(), "b": In(), "partials": Out()}
     code = int(KERNEL_CODE.typical)
     return Codelet(
-        "dense product", fields, compute, float(spent), "supervisor", flops=flops, code_bytes=code
+        "dense product",
+        fields,
+        compute,
+        float(estimate),
+        "supervisor",
+        flops=count_flops,
+        code_bytes=code,
     )
 
 
@@ -242,13 +248,13 @@ def _reduce_codelet(layout: Layout, result: DType) -> Codelet:
     plan = layout.plan
     more = (plan.partials, result, plan.target.workers, plan.target.bytes_per_tile)
 
-    def spent(v: VertexView) -> Any:
+    def estimate_cycles(v: VertexView) -> Any:
         return cycles.reduce_stage(v.out.shape[-1], v.own.shape[-2] + v.others.shape[-2], *more)
 
-    def flops(v: VertexView) -> int:
+    def count_flops(v: VertexView) -> int:
         return v.out.shape[-1] * (v.own.shape[-2] + v.others.shape[-2] - 1)
 
-    return codelets.sum_codelet("dense reduce", spent, flops)
+    return codelets.sum_codelet("dense reduce", estimate_cycles, count_flops)
 
 
 def _take_slice_codelet(layout: Layout) -> Codelet:
@@ -258,11 +264,11 @@ def _take_slice_codelet(layout: Layout) -> Codelet:
         index = v.index[..., None, None]
         v.out[...] = np.take_along_axis(v.src, index.astype(np.int64), axis=-2)[..., 0, :]
 
-    def spent(v: VertexView) -> Any:
+    def estimate_cycles(v: VertexView) -> Any:
         return cycles.dynamic_slice(v.out.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
     fields = {"src": In(), "index": In(INT), "out": Out()}
-    return Codelet("dynamic slice", fields, compute, spent, "supervisor")
+    return Codelet("dynamic slice", fields, compute, estimate_cycles, "supervisor")
 
 
 def _write_slice_codelet(layout: Layout) -> Codelet:
@@ -272,11 +278,11 @@ def _write_slice_codelet(layout: Layout) -> Codelet:
         index = v.index[..., None, None].astype(np.int64)
         np.put_along_axis(v.out, index, v.src[..., None, :], axis=-2)
 
-    def spent(v: VertexView) -> Any:
+    def estimate_cycles(v: VertexView) -> Any:
         return cycles.dynamic_slice(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
     fields = {"src": In(), "index": In(INT), "out": InOut()}
-    return Codelet("dynamic update", fields, compute, spent, "supervisor")
+    return Codelet("dynamic update", fields, compute, estimate_cycles, "supervisor")
 
 
 def _add_codelet(layout: Layout) -> Codelet:
@@ -285,25 +291,34 @@ def _add_codelet(layout: Layout) -> Codelet:
     def compute(v: VertexView) -> None:
         v.total[...] = v.total.astype(np.float32) + v.src
 
-    def spent(v: VertexView) -> Any:
+    def estimate_cycles(v: VertexView) -> Any:
         return cycles.add_in_place(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
     fields = {"src": In(), "total": InOut()}
     return Codelet(
-        "add in place", fields, compute, spent, "supervisor", flops=lambda v: v.src.shape[-1]
+        "add in place",
+        fields,
+        compute,
+        estimate_cycles,
+        "supervisor",
+        flops=lambda v: v.src.shape[-1],
     )
 
 
-def _rearrange_codelet(name: str, cycles_of: Callable[[int], Any]) -> Codelet:
-    """Rearranges data on its tile; `cycles_of` gives the cycles for a number of bytes.
+def _rearrange_codelet(
+    name: str, plan: DensePlan, estimate: Callable[..., Any], **how: Any
+) -> Codelet:
+    """Rearranges data on its tile, in the cycles that `estimate` gives for its bytes.
 
     The simulation's numbers do not depend on the order inside a part, so the data stays in place.
     """
+    copy_bytes = int(plan.target.memcpy_bytes_per_cycle)
 
-    def spent(v: VertexView) -> Any:
-        return cycles_of(v.data.itemsize * v.data.size // max(v.count, 1))
+    def estimate_cycles(v: VertexView) -> Any:
+        size = v.data.nbytes // max(v.count, 1)
+        return estimate(size, dtype=plan.dtype, copy_bytes=copy_bytes, **how)
 
-    return Codelet(name, {"data": InOut()}, lambda v: None, spent, "supervisor")
+    return Codelet(name, {"data": InOut()}, lambda v: None, estimate_cycles, "supervisor")
 
 
 class _Partials(NamedTuple):
@@ -381,23 +396,23 @@ def _join(
 ) -> _Partials:
     """Join several partial sums into one, spread evenly over the tiles of all of them."""
     outputs, parts = group[0].outputs, group[0].tensor.shape[:-2]
-    held = [(copy, place) for copy in group for place in range(copy.tiles.shape[-1])]
+    holders = [(copy, place) for copy in group for place in range(copy.tiles.shape[-1])]
     # A tile keeps outputs that it already has if possible: those that end first come first.
-    held.sort(key=lambda copy: copy[0].range_of(copy[1])[::-1])
-    share = ceil_div(outputs, len(held))
-    held = held[: ceil_div(outputs, share)]
-    ranges = [(j * share, min((j + 1) * share, outputs)) for j in range(len(held))]
+    holders.sort(key=lambda copy: copy[0].range_of(copy[1])[::-1])
+    share = ceil_div(outputs, len(holders))
+    holders = holders[: ceil_div(outputs, share)]
+    ranges = [(j * share, min((j + 1) * share, outputs)) for j in range(len(holders))]
     stays = [
         copy.range_of(place)[0] <= begin and end <= copy.range_of(place)[1]
-        for (copy, place), (begin, end) in zip(held, ranges, strict=True)
+        for (copy, place), (begin, end) in zip(holders, ranges, strict=True)
     ]
-    tiles = np.stack([copy.tiles[..., place] for copy, place in held], axis=-1)
+    tiles = np.stack([copy.tiles[..., place] for copy, place in holders], axis=-1)
     kind = group[0].tensor.dtype
-    shape = [*parts, len(held)]
+    shape = [*parts, len(holders)]
     depth = len(group) - all(stays)
     others = graph.add_variable(kind, [*shape, depth, share], f"{name} of others", tiles=tiles)
     out = graph.add_variable(dtype, [*shape, share], f"{name} sums", tiles=tiles)
-    for j, ((mine, place), (begin, end)) in enumerate(zip(held, ranges, strict=True)):
+    for j, ((mine, place), (begin, end)) in enumerate(zip(holders, ranges, strict=True)):
         size = end - begin
         arriving = [copy for copy in group if not (all(stays) and copy is mine)]
         for at, copy in enumerate(arriving):
@@ -452,30 +467,26 @@ class _Product:
         return Execute(compute, name=what)
 
     def add(
-        self,
-        given: tuple[Tensor, Tensor],
-        program: Sequence,
-        transposed: tuple[bool, bool],
+        self, operands: tuple[Tensor, Tensor], program: Sequence, transposed: tuple[bool, bool]
     ) -> Tensor:
         plan, layout = self.plan, self.layout
         steps = Sequence(name=self.name)
         program.add(steps)
-        operands = self._bring_home(given, transposed, steps)
+        homes = self._bring_home(operands, transposed, steps)
         tiles = layout.tiles
         if layout.steps > 1:
             self.index = self.variable(INT, "step", [*tiles.shape], tiles)
             fill = {"out": self.index, "value": 0}
             steps.add(self.execute("first step", [(codelets.FILL, tiles, fill)]))
         field = "b" if plan.swapped else "a"
-        once = {
-            operand: home
-            for operand, home in operands.items()
-            if plan.broadcast_once and operand.which == field
-        }
-        local = self._fetch(once, steps, "fetch field operand")
+        before_loop: dict[Operand, Tensor] = {}
+        in_loop: dict[Operand, Tensor] = {}
+        for operand, home in homes.items():
+            is_fixed = plan.broadcast_once and operand.which == field
+            (before_loop if is_fixed else in_loop)[operand] = home
+        local = self._fetch(before_loop, steps, "fetch field operand")
         body = Sequence()
-        later = {operand: home for operand, home in operands.items() if operand not in once}
-        local |= self._fetch(later, body, "fetch")
+        local |= self._fetch(in_loop, body, "fetch")
         sums = self._reduce(self._multiply(local, transposed, body), body)
         home = self._collect(sums, body, steps)
         if layout.steps > 1:
@@ -498,12 +509,12 @@ class _Product:
         return ordered
 
     def _bring_home(
-        self, given: tuple[Tensor, Tensor], transposed: tuple[bool, bool], steps: Sequence
+        self, operands: tuple[Tensor, Tensor], transposed: tuple[bool, bool], steps: Sequence
     ) -> dict[Operand, Tensor]:
         """The operands in the product's layout, and their homes."""
         homes, pairs = {}, []
-        for which, tensor, turn in zip("ab", given, transposed, strict=True):
-            operand = Operand(self.layout, which, turn)
+        for which, tensor, is_transposed in zip("ab", operands, transposed, strict=True):
+            operand = Operand(self.layout, which, is_transposed)
             if isinstance(tensor, PlannedTensor) and tensor.layout == operand:
                 homes[operand] = tensor.home
                 continue
@@ -517,20 +528,17 @@ class _Product:
 
     def _rearrange(self, operands: dict[Operand, Tensor], steps: Sequence) -> None:
         """Rearrange operands that are padded or not in the vertex's order."""
-        copy, width = int(self.plan.target.memcpy_bytes_per_cycle), self.plan.dtype.vector_width
+        plan, width = self.plan, self.dtype.vector_width
+        outs = plan.m if plan.swapped else plan.n
         vertices = []
         for operand, home in operands.items():
             if not self.layout.is_rearranged[operand.which]:
                 continue
-            coefficients = operand.which == ("a" if self.plan.swapped else "b")
-            outs = self.plan.m if self.plan.swapped else self.plan.n
-            odd = bool(self.plan.k % width or (coefficients and outs % width))
-
-            def spent(held: int, odd: bool = odd) -> Any:
-                return cycles.rearrange(held, self.plan.dtype, copy, odd=odd)
-
+            is_coefficients = operand.which == ("a" if plan.swapped else "b")
+            odd = bool(plan.k % width or (is_coefficients and outs % width))
+            codelet = _rearrange_codelet("rearrange", plan, cycles.rearrange, odd=odd)
             edges = {"data": home.transpose(1, 2, 3, 4, 0, 5)}
-            vertices.append((_rearrange_codelet("rearrange", spent), operand.tiles, edges))
+            vertices.append((codelet, operand.tiles, edges))
         if vertices:
             steps.add(self.execute("rearrange operands", vertices))
 
@@ -632,18 +640,12 @@ class _Product:
 
     def _regroup(self, sums: _Partials, steps: Sequence) -> None:
         """Rearrange the result into its own groups of channels: on its tile, if not padded."""
-        plan = self.plan
-        copy, width = int(plan.target.memcpy_bytes_per_cycle), plan.dtype.vector_width
-        outs = plan.m if plan.swapped else plan.n
+        plan, width = self.plan, self.dtype.vector_width
         if self.layout.is_rearranged["c"]:
-            odd = bool(outs % width)
-            codelet = _rearrange_codelet(
-                "rearrange", lambda held: cycles.rearrange(held, plan.dtype, copy, odd=odd)
-            )
+            odd = bool((plan.m if plan.swapped else plan.n) % width)
+            codelet = _rearrange_codelet("rearrange", plan, cycles.rearrange, odd=odd)
         elif plan.vertex.out_channels != 4 * width:
-            codelet = _rearrange_codelet(
-                "regroup", lambda held: cycles.regroup(held, plan.vertex, plan.dtype, copy)
-            )
+            codelet = _rearrange_codelet("regroup", plan, cycles.regroup, kind=plan.vertex)
         else:
             return
         vertices = [(codelet, sums.tiles, {"data": sums.tensor})]
