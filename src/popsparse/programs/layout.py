@@ -215,11 +215,11 @@ class PlannedTensor(Tensor):
         """A new tensor of this type, with the shape and layout of this one."""
         tiles = graph.tiles_of(self.home)
         home = graph.add_variable(dtype, list(self.home.shape), name, tiles=tiles)
-        held = self.home.addresses().reshape(-1)
-        if len(held) > self.numel:
+        addresses = self.home.addresses().reshape(-1)
+        if len(addresses) > self.numel:
             graph.set_initial_value(home, 0)  # the padding
-        order = np.argsort(held)
-        place = order[np.searchsorted(held, self.addresses(), sorter=order)]
+        order = np.argsort(addresses)
+        place = order[np.searchsorted(addresses, self.addresses(), sorter=order)]
         return PlannedTensor(home, home.addresses().reshape(-1)[place], self.layout)
 
 

@@ -152,8 +152,7 @@ class _Product:
             pairs.append((self._columns(home, part), local))
             used = values
             if plan.n_split > 1:
-                held = pieces.blocks * self.area
-                used = self.stretches(f"values {part}", tile, held)
+                used = self.stretches(f"values {part}", tile, pieces.blocks * self.area)
                 pairs.append((values, used))
             owner = tile[pieces.row_piece]
             result = self.variable(f"partials {part}", [len(owner), *size], owner)
@@ -324,11 +323,11 @@ class _Product:
             flops=lambda v: v.partials.lengths,
             code_bytes=int(SUM_CODE.typical),
         )
-        held = np.bincount(sums.tile[of], length, plan.target.tiles)[tiles]
+        counts = np.bincount(sums.tile[of], length, plan.target.tiles)[tiles]
         ends = np.minimum(np.append(tiles, tiles[-1] + 1) * plan.outputs.share, result.numel)
         if not at_home:
             ends = _offsets(np.bincount(sums.tile[chosen], size, plan.target.tiles)[tiles])
-        edges = {"partials": Ragged(local, _offsets(held)), "out": Ragged(result, ends)}
+        edges = {"partials": Ragged(local, _offsets(counts)), "out": Ragged(result, ends)}
         self.graph.add_vertices(compute, codelet, tiles, edges)
         return pairs
 
