@@ -153,10 +153,10 @@ def plan_slots(schedule: str, stages: int, batches: int) -> list[list[Pass]]:
 
 def most_batches_in_flight(slots: Iterable[Iterable[Pass]], stage: int) -> int:
     """The most micro-batches that are at once between their two passes at a stage."""
-    held = most = 0
+    running = most = 0
     for run in (run for slot in slots for run in slot if run.stage == stage):
-        held += 1 if run.phase == FORWARD else -1
-        most = max(most, held)
+        running += 1 if run.phase == FORWARD else -1
+        most = max(most, running)
     return most
 
 
@@ -176,7 +176,7 @@ def assign(step: Step, cut: bool) -> tuple[dict[Any, Place], list[tuple[int, str
     for node, scope in scopes.items():
         if scope["phase"] in (FORWARD, BACKWARD):
             stage = min(bisect_left(used, scope["stage"]), len(used) - 1)
-            places[node] = Place(scope["phase"], stage if cut else 0)
+            places[node] = Place(scope["phase"], stage)
     stages = [step.stages[number] for number in used] if cut else [(0, "")]
     homes: dict[str, int] = {}
     for key, node in step.inputs.items():
@@ -231,7 +231,9 @@ class Pipeline:
         self.places, self.stages = assign(step, schedule is not None)
         self._is_cut, self.batches = schedule is not None, batches
         self.slots = plan_slots(schedule or "sequential", len(self.stages), batches)
-        self.held = [most_batches_in_flight(self.slots, stage) for stage in range(len(self.stages))]
+        self.in_flight = [
+            most_batches_in_flight(self.slots, stage) for stage in range(len(self.stages))
+        ]
         self.graphs = [graph]
         if self._is_cut:
             processors = graph.target.processors
@@ -346,7 +348,7 @@ class Pipeline:
         for slot in self.slots:
             running: dict[int, Steps] = {}
             for phase, stage, batch in slot:
-                number = batch % self.held[stage]
+                number = batch % self.in_flight[stage]
                 if (phase, stage, number) not in passes:
                     steps: list[Program] = [self.programs[Place(phase, stage)]]
                     if keeping[stage]:
@@ -420,26 +422,26 @@ class Pipeline:
     def _keep(self, stage: int, loads: list[Copy]) -> list[tuple[Copy, Copy]]:
         """For each micro-batch in flight the copies that save and restore the tensors that its
         forward pass leaves for the backward pass; empty if there is one at a time."""
-        held, graph = self.held[stage], self.graph.root
-        if held == 1:
+        count, graph = self.in_flight[stage], self.graph.root
+        if count == 1:
             return []
         arriving = Copy(self._sends[Place(FORWARD, stage - 1)]) if stage else Steps()
         first = [*loads, arriving, self.programs[Place(FORWARD, stage)]]
         kept = find_carried(graph, first, self.programs[Place(BACKWARD, stage)])
-        pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(held)]
+        pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(count)]
         for variable in kept:
             flat = variable.tensor.flatten()
             pieces = graph.tile_map(variable.dtype).split(flat.runs())
             name = f"{variable.name} kept"
-            copies = graph.add_variable(variable.dtype, [held, flat.numel], name)
-            self.activation_bytes[stage] += held * variable.bytes
-            for number in range(held):
+            copies = graph.add_variable(variable.dtype, [count, flat.numel], name)
+            self.activation_bytes[stage] += count * variable.bytes
+            for number in range(count):
                 graph.map_stretches(copies[number], pieces.tiles, pieces.lengths)
                 pairs[number].append((flat, copies[number]))
         return [
             (
                 Copy(group, name=f"keep stage {stage}"),
-                Copy([(copy, held) for held, copy in group], name=f"restore stage {stage}"),
+                Copy([(copy, original) for original, copy in group], name=f"restore stage {stage}"),
             )
             for group in pairs
         ]
@@ -462,7 +464,7 @@ class Pipeline:
                     taken[FORWARD],
                     taken[BACKWARD],
                     taken[UPDATE],
-                    self.held[stage],
+                    self.in_flight[stage],
                     self.activation_bytes[stage],
                     int(tiles.max()),
                     float(run.idle[processor]),
