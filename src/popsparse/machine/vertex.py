@@ -267,14 +267,12 @@ class BoundVertices:
     ) -> None:
         self.vertices = vertices
         self.codelet = vertices.codelet
+        # Estimates of cycles see the types of the machine; the kernel may see float32 for float16.
         self.view = VertexView(vertices.grid, target)
-        # The kernel's arrays; estimates of cycles see the types of the machine.
-        self._kernel_view = self.view
+        self._kernel_view = VertexView(vertices.grid, target)
+        self._kernel_view.is_wide = generator is not None
         self._generator = generator
         self._wide: list[tuple[np.ndarray, np.ndarray]] = []
-        if generator is not None:
-            self._kernel_view = VertexView(vertices.grid, target)
-            self._kernel_view.is_wide = True
         # Edges that are not regular views are gathered before the kernel and scattered after it.
         self._gathered: list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]] = []
         for name, tensor in vertices.edges.items():
@@ -286,11 +284,10 @@ class BoundVertices:
                 self._gathered.append(entry)
             offsets = vertices.offsets.get(name)
             self.view._set(name, data, edge, offsets)
-            if generator is not None:
-                if edge.writes and tensor.dtype is HALF:
-                    self._wide.append((data, np.empty(data.shape, np.float32)))
-                    data = self._wide[-1][1]
-                self._kernel_view._set(name, data, edge, offsets)
+            if generator is not None and edge.writes and tensor.dtype is HALF:
+                self._wide.append((data, np.empty(data.shape, np.float32)))
+                data = self._wide[-1][1]
+            self._kernel_view._set(name, data, edge, offsets)
         for name, value in vertices.scalars.items():
             setattr(self.view, name, value)
             setattr(self._kernel_view, name, value)
