@@ -89,6 +89,8 @@ class Liveness:
 
 @dataclass(frozen=True)
 class _Effect:
+    """Sets of variables that a step reads and writes, as bits."""
+
     reads: int = 0
     writes: int = 0
     # Variables that are completely written: their earlier values are not live before the step.
@@ -96,6 +98,8 @@ class _Effect:
 
 
 class _Analysis:
+    """Finds the variables that each program reads and writes, and those live while it runs."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.variables = [v for group in graph.variables.values() for v in group]

@@ -451,6 +451,8 @@ def add_product(
 
 
 class _Product:
+    """Builds the program of one product."""
+
     def __init__(self, graph: Graph, layout: Layout, name: str) -> None:
         self.graph, self.layout, self.name = graph, layout, name
         self.plan = layout.plan

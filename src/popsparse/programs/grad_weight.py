@@ -48,6 +48,8 @@ def add_grad_weight(
 
 
 class _GradWeight:
+    """Builds the program of grad_weight."""
+
     def __init__(self, graph: Graph, weights: SparseTensor) -> None:
         self.graph, self.weights = graph, weights
         self.plan = weights.plan

@@ -300,6 +300,8 @@ def add_product(
 
 
 class _Product:
+    """Builds the program of one pass."""
+
     def __init__(self, graph: Graph, weights: SparseTensor, name: str) -> None:
         self.graph, self.plan, self.name = graph, weights.plan, name
         self.weights = weights

@@ -96,6 +96,8 @@ def add_product(
 
 
 class _Product:
+    """Builds the program of one product."""
+
     def __init__(self, graph: Graph, plan: StaticPlan, name: str) -> None:
         self.graph, self.plan, self.name = graph, plan, name
         self.block = plan.pattern.block_size
