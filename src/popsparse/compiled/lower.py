@@ -9,6 +9,7 @@ an error with its name.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import fx
 
 from popsparse.compiled.pipeline import Pipeline, Place
 from popsparse.machine import FLOAT, Copy, DType, Graph, Tensor, as_dtype
-from popsparse.machine import Sequence as Program
+from popsparse.machine import Sequence as Steps
 from popsparse.planning import dense as planner
 from popsparse.programs.dense import Layout, add_product, create_operand
 from popsparse.programs.dense_weights import operations
@@ -103,7 +104,7 @@ class Lowering:
         layers: Mapping[Node, SparseTensor],
         in_buckets: set[Node],
         partials: DType,
-        program: Program,
+        program: Steps,
         pipeline: Pipeline | None = None,
     ) -> None:
         self.graph, self.module, self.layers = graph, module, layers
@@ -122,13 +123,13 @@ class Lowering:
         for node in self.module.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in self._groups:
                 self.value(node)
-        late: dict[int, tuple[Program, list[tuple[Tensor, Tensor]]]] = {}
+        copies: dict[Steps, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for node, variables in outputs.items():
             with self._at_place_of(node):
                 value = self.tensor(node)
-                _, pairs = late.setdefault(id(self.program), (self.program, []))
-                pairs += [(value, variable) for variable in variables if variable is not value]
-        for program, pairs in late.values():
+                pairs = [(value, variable) for variable in variables if variable is not value]
+                copies[self.program] += pairs
+        for program, pairs in copies.items():
             if pairs:
                 program.add(Copy(pairs, name="new values"))
 
@@ -184,9 +185,9 @@ class Lowering:
         scope = node.meta.get("custom") or {"phase": "", "module": ""}
         return " ".join(part for part in (scope["phase"], scope["module"], operation) if part)
 
-    def _steps(self, node: Node, operation: str) -> Program:
+    def _steps(self, node: Node, operation: str) -> Steps:
         """The steps of an operation, for the profile."""
-        steps = Program(name=self._name(node, operation))
+        steps = Steps(name=self._name(node, operation))
         self.program.add(steps)
         return steps
 
