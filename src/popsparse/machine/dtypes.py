@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse._core.checks import check_array
+
 
 @dataclass(frozen=True, repr=False)
 class DType:
@@ -93,6 +95,27 @@ def as_dtype(value: Any) -> DType:
         names = ", ".join(t.name for t in _POPLAR.values())
         raise TypeError(f"expected an element type ({names}), got {value!r}")
     return dtype
+
+
+def convert_values(what: str, values: Any, dtype: DType) -> np.ndarray:
+    """Numbers as an array of this type; messages begin with `what`.
+
+    Raises:
+        TypeError: not numbers, or fractional ones for an integer type.
+        ValueError: integers that do not fit the type.
+    """
+    array = check_array(what, values, "fiub", "numbers")
+    if dtype.numpy.kind in "iu" and array.size:
+        if array.dtype.kind == "f":
+            raise TypeError(f"{what}: expected integers, got {array.dtype}")
+        limits = np.iinfo(dtype.numpy)
+        if not (limits.min <= array.min() and array.max() <= limits.max):
+            raise ValueError(
+                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, got {array.min()} to "
+                f"{array.max()}"
+            )
+    with np.errstate(over="ignore"):
+        return np.asarray(array.astype(dtype.numpy))
 
 
 class MachineError(ValueError):

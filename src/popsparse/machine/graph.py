@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from dynsparse._core.checks import check_array, check_integer, check_kind, check_types, shorten
-from popsparse.machine.dtypes import DType, MappingError, OutOfMemoryError, as_dtype
+from popsparse.machine.dtypes import (
+    DType,
+    MappingError,
+    OutOfMemoryError,
+    as_dtype,
+    convert_values,
+)
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
@@ -267,14 +273,18 @@ class Graph:
         """Add a variable that nothing may write. `values` broadcast to `shape`.
 
         It needs a mapping like any other variable.
+
+        Raises:
+            TypeError: fractional values for an integer type.
+            ValueError: a wrong shape, or integers that do not fit the type.
         """
-        array = check_array("values", values, "fiub", "numbers")
+        array = convert_values("values", values, as_dtype(dtype))
         return self._add_tensor(dtype, shape, name, tiles, array)
 
     def set_initial_value(self, tensor: Tensor, values: Any) -> None:
         """Set the values that the tensor holds when an engine is created."""
         self._check_tensor(tensor)
-        array = check_array("values", values, "fiub", "numbers").astype(tensor.dtype.numpy)
+        array = convert_values("values", values, tensor.dtype)
         self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
 
     def variable_at(self, dtype: DType, address: int) -> Variable:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from dynsparse._core.checks import check_array, check_integer, check_kind, shorten
-from popsparse.machine.dtypes import DType, MachineError, ProgramError
+from popsparse.machine.dtypes import DType, MachineError, ProgramError, convert_values
 from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph, RemoteBuffer, Stream
 from popsparse.machine.profile import Profile
@@ -193,19 +193,8 @@ class State:
     def store(self, tensor: Tensor, values: Any, what: str, replica: int | None = None) -> None:
         """Set a tensor's values; raises as `write`, with messages that begin with `what`."""
         chosen = self.memories if replica is None else [self.memories[self.check_replica(replica)]]
-        array = check_array(what, values, "fiub", "numbers")
+        array = convert_values(what, values, tensor.dtype)
         if array.shape not in ((), tensor.shape):
             raise ValueError(f"{what}: expected {list(tensor.shape)}, got {list(array.shape)}")
-        kind = tensor.dtype.numpy.kind
-        if kind in "iu":
-            if array.dtype.kind not in "iub":
-                raise TypeError(f"{what}: expected integers, got {array.dtype}")
-            limits = np.iinfo(tensor.dtype.numpy)
-            if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
-                raise ValueError(
-                    f"{what}: {tensor.dtype.name} holds {limits.min} to {limits.max}, got "
-                    f"{array.min()} to {array.max()}"
-                )
-        with np.errstate(over="ignore"):
-            for memory in chosen:
-                tensor.fill(memory, array)
+        for memory in chosen:
+            tensor.fill(memory, array)

@@ -81,6 +81,16 @@ def test_refused_variables_are_not_added():
     assert engine.counts["variables"] == 1
 
 
+def test_constants_fit_their_type():
+    graph = Graph(SMALL)
+    with pytest.raises(ValueError, match="int32 holds -2147483648 to 2147483647, got 4294967296"):
+        graph.add_constant(INT, [2], 2**32, tiles=0)
+    with pytest.raises(TypeError, match="expected integers, got float64"):
+        graph.add_constant(INT, [2], [0.5, 1.5], tiles=0)
+    with pytest.raises(TypeError, match="expected integers"):
+        graph.set_initial_value(graph.add_variable(INT, [2], tiles=0), 0.5)
+
+
 def test_nonexistent_tiles():
     graph = Graph(SMALL)
     v = graph.add_variable(FLOAT, [2, 3], "v")
