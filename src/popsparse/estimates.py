@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from dynsparse._core.checks import check_integer, check_types
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseEmbedding, SparseLinear
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
 from popsparse.measure import plan_figures, sparse_figures
@@ -127,12 +127,12 @@ class LayerEstimate:
 
 @dataclass(frozen=True)
 class ModelEstimate:
-    """All sparse layers of a model, in the order they ran. Dense layers, biases and everything
-    between the layers are not counted."""
+    """All sparse layers of a model, in the order they ran. Dense layers, biases, look-ups in tables
+    and everything between the layers are not counted."""
 
     target: Target
     dtype: str
-    layers: tuple[LayerEstimate, ...] = field(default=())
+    layers: tuple[LayerEstimate, ...]
 
     @property
     def cycles(self) -> float:
@@ -323,14 +323,14 @@ def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     training = {module: module.training for module in model.modules()}
     hooks = []
     for name, module in model.named_modules():
-        if isinstance(module, SparseLinear):
+        if isinstance(module, SparseLinear) and not isinstance(module, SparseEmbedding):
 
-            def record_use(layer: Any, inputs: Any, name: str = name) -> None:
-                batch = layer.samples_of(inputs[0].shape)
+            def record_use(layer: Any, inputs: Any, named: Any, name: str = name) -> None:
+                batch = layer.samples_of((*inputs, *named.values())[0].shape)
                 if batch:
                     uses.append((name or "model", layer, batch))
 
-            hooks.append(module.register_forward_pre_hook(record_use))
+            hooks.append(module.register_forward_pre_hook(record_use, with_kwargs=True))
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     try:
         model.eval()

@@ -62,6 +62,27 @@ def test_leading_dimensions_are_the_batch_and_every_use_counts():
     assert [one.batch for one in found.layers] == [6, 6]
 
 
+def test_look_ups_in_tables_are_not_products():
+    network = nn.Sequential(
+        ds.nn.SparseEmbedding(48, 32, density=0.5), ds.nn.SparseLinear(32, 16, density=0.5)
+    )
+    found = estimate(network, torch.randint(48, (8, 8)), TARGET, passes="forward")
+    assert [(one.name, one.batch) for one in found.layers] == [("1", 64)]
+
+
+def test_layers_called_by_keyword_count():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = ds.nn.SparseLinear(32, 16, density=0.5)
+
+        def forward(self, x):
+            return self.layer(x=x)
+
+    found = estimate(Network(), torch.randn(6, 32), TARGET, passes="forward")
+    assert [(one.name, one.batch) for one in found.layers] == [("layer", 6)]
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="no sparse layer ran"):
         estimate(nn.Linear(4, 4), torch.randn(2, 4), TARGET)
