@@ -16,7 +16,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,12 +192,6 @@ class MatmulParams:
         """Number of blocks of the mask."""
         return int(self.mask.sum())
 
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications of all products of blocks."""
-        area = self.block_size[0] * self.block_size[1] * self.block_size[2]
-        return self.nnz * self.grid[0 if self.kind == "dense_sparse" else 1] * area
-
 
 class Products(NamedTuple):
     """Products of blocks by their block of the result: those of result r are first[r] to
@@ -337,7 +330,6 @@ def _assign_blocks(
     all_products = max(int(products.first[-1]), 1)
     all_blocks = max(len(np.unique(products.a)) + len(np.unique(products.b)), 1)
     count = int(tiles.max()) + 1
-    held: list[set[int]] = [set() for _ in range(count)]
     # The tiles that hold a block: they are few, so a loop over them is faster than over all tiles.
     holders: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
     loads, memory = np.zeros(count), np.zeros(count)
@@ -353,10 +345,10 @@ def _assign_blocks(
         cost = (1 - ratio) * (loads[tiles] + len(some)) / all_products
         cost = cost + ratio * (memory[tiles] + more) / all_blocks
         best = int(tiles[np.argmin(cost)])
-        for block in need - held[best]:
-            holders[block].append(best)
-        held[best] |= need
-        memory[best] = len(held[best])
+        for block in need:
+            if best not in holders[block]:
+                holders[block].append(best)
+                memory[best] += 1
         loads[best] += len(some)
         pieces.append((int(result), best, 0, some))
     return pieces
@@ -433,15 +425,13 @@ class BlockSparsePlan:
 
     Attributes:
         params, options: the arguments of `plan`. target: the machine.
+        pieces: the parts of the result, and their tiles.
     """
 
     params: MatmulParams
     options: Options
     target: Any
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        return partition(self.params, self.options, self.target.tiles)
+    pieces: Pieces
 
     @property
     def tiles_used(self) -> int:
@@ -483,6 +473,5 @@ def plan(
         TypeError: arguments of other types. ValueError: options not valid for the product.
     """
     target = Target.mk2() if target is None else target
-    new = BlockSparsePlan(params, Options.parse(options, "block-sparse"), target)
-    new.pieces  # noqa: B018  raises errors now
-    return new
+    requested = Options.parse(options, "block-sparse")
+    return BlockSparsePlan(params, requested, target, partition(params, requested, target.tiles))

@@ -176,8 +176,7 @@ class _Rows:
         present, lengths = np.unique(of, return_counts=True)
         tile = assign_to_lightest(lengths * width, np.arange(graph.target.tiles))
         by_tile = np.argsort(tile, kind="stable")
-        rank = np.empty(len(present), np.int64)
-        rank[by_tile] = np.arange(len(present))
+        rank = np.argsort(by_tile)
         order = order[np.argsort(rank[np.searchsorted(present, of[order])], kind="stable")]
         # Rows in the order of their tiles.
         self.lengths, self.tile = lengths[by_tile] * width, tile[by_tile]
@@ -219,12 +218,10 @@ class _Rows:
     def step(self, codelet: Codelet, **fields: Tensor) -> Execute:
         """A step with one vertex per tile; fields have all elements, or a number for each row."""
         rows = np.append(0, np.cumsum(self.rows_of))
-        edges: dict[str, Any] = {
+        edges = {
             name: Ragged(t, self.held if t.numel == len(self.elements) else rows)
             for name, t in fields.items()
         }
-        if len(self.tile) == len(self.elements):  # rows of a single element
-            edges = {name: Ragged(t, rows) for name, t in fields.items()}
         name = f"{self.name} {codelet.name}"
         return execute(self.graph, name, codelet, self.tiles, edges, codelet.name)
 
