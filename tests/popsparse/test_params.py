@@ -22,20 +22,14 @@ BLOCK = SparsityParams((4, 8))
 def test_ratio_and_count_agree():
     by_count = FullyConnectedParams.create_with_num_non_zero_values(ELEMENT, 3000, 4, 1, 300, 100)
     assert by_count.nz_ratio == 0.1
-    assert by_count.num_non_zero_values == 3000
     assert by_count == FullyConnectedParams.create_with_nz_ratio(ELEMENT, 0.1, 4, 1, 300, 100)
-
-
-def test_channels_count_all_groups():
-    params = FullyConnectedParams(BLOCK, 0.5, 3, 2, 16, 8)
-    assert (params.input_channels, params.output_channels) == (32, 16)
-    assert params.num_non_zero_values == 128
 
 
 def test_matmul_maps_to_fully_connected():
     params = MatmulParams.create_with_num_non_zero_values(BLOCK, 64, 1, 8, 16, 5)
     layer = params.fully_connected
-    assert (layer.output_channels, layer.input_channels, layer.batch_size) == (8, 16, 5)
+    assert (layer.output_channels_per_group, layer.input_channels_per_group) == (8, 16)
+    assert layer.batch_size == 5
     assert layer.nz_ratio == 0.5
 
 

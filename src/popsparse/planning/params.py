@@ -5,7 +5,6 @@ Names and meaning follow PopSparse's `FullyConnectedParams` and its two `MatMulP
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -211,18 +210,6 @@ class FullyConnectedParams(_ParamsWithDensity):
     def num_elements(self) -> int:
         """Number of elements of the weights, zeros included."""
         return self.num_groups * self.input_channels_per_group * self.output_channels_per_group
-
-    @property
-    def input_channels(self) -> int:
-        return self.num_groups * self.input_channels_per_group
-
-    @property
-    def output_channels(self) -> int:
-        return self.num_groups * self.output_channels_per_group
-
-    @property
-    def num_non_zero_values(self) -> int:
-        return math.ceil(self.nz_ratio * self.num_elements)
 
 
 @dataclass(frozen=True, order=True)
