@@ -138,7 +138,7 @@ def _static_report(plan: StaticPlan) -> dict[str, Any]:
     pieces = [plan.pieces(part) for part in range(plan.n_split)]
     ranges = {
         name: [
-            int(min((getattr(p, name).min(initial=1 << 60) for p in pieces if len(p)), default=0)),
+            int(min((getattr(p, name).min() for p in pieces if len(p)), default=0)),
             int(max((getattr(p, name).max() for p in pieces if len(p)), default=0)),
         ]
         for name in ("blocks", "rows", "columns")

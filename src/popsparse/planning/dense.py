@@ -304,7 +304,6 @@ class DensePlan:
     phases: int
     temporary_bytes: int
     resident_bytes: int
-    memory_bound: int | None
     target: Any = dataclass_field(compare=False, repr=False)
 
     @property
@@ -340,7 +339,7 @@ class DensePlan:
 
     @property
     def tflops(self) -> float:
-        return 2 * self.m * self.k * self.n / self.seconds / 1e12
+        return self.products / self.seconds / 1e12
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures for reports and `--json`."""
@@ -541,7 +540,6 @@ def _search(
         phases=int(terms.phases[place]),
         temporary_bytes=int(terms.bytes[place]),
         resident_bytes=resident,
-        memory_bound=bound,
         target=target,
     )
 

@@ -436,15 +436,8 @@ class StaticPlan:
     @cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots of the pattern in device order, with their row and column places."""
-        positions = []
-        for order, at in (
-            (self.row_order, self.pattern.rows.numpy()),
-            (self.column_order, self.pattern.cols.numpy()),
-        ):
-            place = np.empty(len(order), np.int64)
-            place[order] = np.arange(len(order))
-            positions.append(place[at])
-        row, column = positions
+        row = np.argsort(self.row_order)[self.pattern.rows.numpy()]
+        column = np.argsort(self.column_order)[self.pattern.cols.numpy()]
         band = np.searchsorted(self.bands.bounds, column, "right")
         order = np.lexsort((column, row, band))
         return order, row[order], column[order]
