@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from popsparse.encoding.buckets import OverflowInfo, SubGroups
+from popsparse.encoding.buckets import OverflowInfo, SubGroups, distances_from_home
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.machine.dtypes import DType
 from popsparse.planning import cycles as tile_cycles
@@ -145,20 +145,6 @@ def block_product(
     return _fit_kernel(tile)
 
 
-def grad_weight(
-    z: int, block: tuple[int, int], dtype: DType, partials: DType, *, amp: bool
-) -> Kernel:
-    """grad_weight of elements and blocks; with `amp` all workers share each block."""
-
-    def tile(x: int, y: int, workers: int) -> int:
-        if block == (1, 1):
-            return int(tile_cycles.element_grad_weight(x, y, z, dtype, workers))
-        formula = tile_cycles.block_grad_weight_amp if amp else tile_cycles.block_grad_weight
-        return int(formula(x, y, z, block, dtype, partials, workers))
-
-    return _fit_kernel(tile)
-
-
 def _fit_kernel(tile: Callable[[int, int, int], int]) -> Kernel:
     """The kernel that matches a formula in rows, non-zeros per row and workers, linear in each."""
     nothing = tile(0, 0, 0)
@@ -168,28 +154,6 @@ def _fit_kernel(tile: Callable[[int, int, int], int]) -> Kernel:
     row = tile(1, 0, 1) - tile(1, 0, 0) - start
     each = tile(1, 1, 1) - tile(1, 1, 0) - start - row
     return Kernel(start, row, each, nothing, by_row, by_each)
-
-
-def product_kernel(plan: Plan, z: Ints, *, grad_input: bool) -> Kernel:
-    """The kernel of the plan's forward or grad_input when a worker has `z` elements of the batch
-    (with shared element buckets, grad_input's workers each have the full batch of the tile).
-
-    Codelets and the execution model both take their cycles from here.
-    """
-    if plan.method is Method.ELEMENT:
-        if grad_input and plan.shared_buckets:
-            return element_transposed(int(z), plan.dtype)
-        return element_product(z, plan.dtype, grad_input=grad_input)
-    partials = plan.options.partials_type
-    units = plan.target.conv_units(plan.dtype, partials)
-    sizes = (plan.block_dimensions, plan.dtype, partials, units)
-    return block_product(int(z), *sizes, retain=not grad_input)
-
-
-def grad_weight_kernel(plan: Plan, z: int) -> Kernel:
-    """The kernel of the plan's grad_weight for `z` elements of the batch."""
-    amp = plan.method is Method.BLOCK_AMP
-    return grad_weight(z, plan.block_dimensions, plan.dtype, plan.options.partials_type, amp=amp)
 
 
 MISS_CYCLES = 32
@@ -220,9 +184,12 @@ class BucketLoad:
 
     def is_at_offset(self, x: int, y: int) -> np.ndarray:
         """Which sub-groups lie (x, y) partitions away from their own rectangle, bool."""
-        px, py, _ = self.partition
-        goal, home = self.groups.rectangle, self.home
-        return ((goal // py - home // py) % px == x) & ((goal % py - home % py) % py == y)
+        far_x, far_y = self.distances
+        return (far_x == x) & (far_y == y)
+
+    @cached_property
+    def distances(self) -> tuple[np.ndarray, np.ndarray]:
+        return distances_from_home(self.groups.rectangle, self.groups.bucket, self.partition)
 
     @cached_property
     def scan(self) -> int:
@@ -341,10 +308,7 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     products = 2.0 * blocks * area * plan.params.batch_size
     times = {}
     for name in plan.costs:
-        model: _Pass = (
-            _GradWeight(plan, loads) if name == "grad_weight" else _Product(plan, loads, name)
-        )
-        steps = tuple(model.steps())
+        steps = tuple(_model_pass(plan, name, loads).steps())
         syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
         turns = max(load.overflow.propagation_steps for load in loads)
         times[name] = PassTime(steps, syncs, turns, plan.target.clock_hz, products)
@@ -353,8 +317,11 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
 
 def sub_group_cycles(plan: Plan, name: str, load: BucketLoad) -> np.ndarray:
     """Cycles of a tile in the pass `name`, for each sub-group it finds: [sub-groups]."""
-    model = _GradWeight(plan, [load]) if name == "grad_weight" else _Product(plan, [load], name)
-    return model.group_cycles(load)
+    return _model_pass(plan, name, [load]).group_cycles(load)
+
+
+def _model_pass(plan: Plan, name: str, loads: list[BucketLoad]) -> _Pass:
+    return _GradWeight(plan, loads) if name == "grad_weight" else _Product(plan, loads, name)
 
 
 class _Pass(ABC):
@@ -438,8 +405,17 @@ class _Product(_Pass):
         self.same = getattr(parts, self.out) if inner == 1 else 1
         self.depth = getattr(parts, self.in_)
 
-    def kernel(self, z: Any) -> Kernel:
-        return product_kernel(self.plan, z, grad_input=self.grad_input)
+    def kernel(self, z: Ints) -> Kernel:
+        """The kernel when a worker has `z` elements of the batch (with shared element buckets,
+        grad_input's workers each have the full batch of the tile)."""
+        plan, partials = self.plan, self.partials
+        if plan.method is not Method.ELEMENT:
+            sizes = (plan.block_dimensions, plan.dtype, partials)
+            units = plan.target.conv_units(plan.dtype, partials)
+            return block_product(int(z), *sizes, units, retain=not self.grad_input)
+        if self.grad_input and plan.shared_buckets:
+            return element_transposed(int(z), plan.dtype)
+        return element_product(z, plan.dtype, grad_input=self.grad_input)
 
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
         plan, grain = self.plan, self.plan.grouping.z
@@ -496,10 +472,22 @@ class _Product(_Pass):
 class _GradWeight(_Pass):
     """grad_weight: each bucket meets all parts of the batch."""
 
-    def group_cycles(self, load: BucketLoad) -> np.ndarray:
+    def kernel(self) -> Kernel:
         plan = self.plan
-        amp = plan.method is Method.BLOCK_AMP
-        kernel = grad_weight_kernel(plan, self.z)
+
+        def tile(x: int, y: int, workers: int) -> int:
+            if plan.method is Method.ELEMENT:
+                return int(tile_cycles.element_grad_weight(x, y, self.z, plan.dtype, workers))
+            is_amp = plan.method is Method.BLOCK_AMP
+            formula = tile_cycles.block_grad_weight_amp if is_amp else tile_cycles.block_grad_weight
+            types = (plan.dtype, self.partials)
+            return int(formula(x, y, self.z, plan.block_dimensions, *types, workers))
+
+        return _fit_kernel(tile)
+
+    def group_cycles(self, load: BucketLoad) -> np.ndarray:
+        amp = self.plan.method is Method.BLOCK_AMP
+        kernel = self.kernel()
         share = load.groups.nz if amp else -(-load.groups.nz // self.workers)
         rows = (
             load.groups.rows if amp else np.minimum(-(-load.groups.rows // self.workers) + 1, share)

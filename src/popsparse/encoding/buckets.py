@@ -373,6 +373,15 @@ class SubGroups:
         )
 
 
+def distances_from_home(
+    rectangle: np.ndarray, bucket: np.ndarray, partition: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many parts of X and of Y buckets travel to the rectangles that their content is for."""
+    parts_x, parts_y, parts_z = partition
+    home = bucket // parts_z
+    return (rectangle // parts_y - home // parts_y) % parts_x, (rectangle - home) % parts_y
+
+
 FLAGS_PER_WORD = 2
 
 
@@ -396,9 +405,7 @@ class OverflowInfo:
     @classmethod
     def of(cls, groups: SubGroups, layout: BucketLayout) -> OverflowInfo:
         parts_x, parts_y, parts_z = layout.partition
-        home = groups.bucket // parts_z
-        far_x = (groups.rectangle // parts_y - home // parts_y) % parts_x
-        far_y = (groups.rectangle % parts_y - home % parts_y) % parts_y
+        far_x, far_y = distances_from_home(groups.rectangle, groups.bucket, layout.partition)
         used = np.zeros(parts_x, bool)
         used[far_x] = True
         # Distances are compared as pairs (X, Y).

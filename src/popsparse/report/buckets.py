@@ -38,6 +38,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     Raises:
         TypeError: arguments of other types.
     """
+    from popsparse.encoding.buckets import distances_from_home
     from popsparse.encoding.meta_info import read_buckets
     from popsparse.encoding.partitioner import Encoded, EncodedPattern, Partitioner
 
@@ -52,13 +53,11 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     travels = np.zeros((parts_x, parts_y), np.int64)
     for words in body:
         buckets = read_buckets(words, layout)
-        home = buckets.bucket // parts_z
-        far = home != buckets.rectangle
+        far = buckets.bucket // parts_z != buckets.rectangle
         demand.append(np.bincount(buckets.rectangle, minlength=parts_x * parts_y))
         foreign.append(np.bincount(buckets.bucket[far], minlength=layout.buckets))
-        away_x = (buckets.rectangle // parts_y - home // parts_y) % parts_x
-        away_y = (buckets.rectangle - home) % parts_y
-        np.add.at(travels, (away_x[far], away_y[far]), layout.area)
+        far_x, far_y = distances_from_home(buckets.rectangle, buckets.bucket, layout.partition)
+        np.add.at(travels, (far_x[far], far_y[far]), layout.area)
     grad_a = info.grad_a_words_used
     data = {
         "partition": [parts_x, parts_y, parts_z],
