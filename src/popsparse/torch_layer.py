@@ -45,25 +45,19 @@ class _Runner:
 
     def table(self, pattern: SparsePattern, values: Tensor, count: int) -> EmbeddingLayer:
         """The programs of a table for `count` indices, with these weights."""
-        table, before = self._find(
+        return self._load(
             self.tables, pattern, values, count, lambda planned: EmbeddingLayer(planned, count)
         )
-        if before is pattern:
-            table.set_values(values)
-        else:
-            table.set_weights(pattern, values)
-            self.patterns[table] = pattern
-        return table
 
-    def _find(
+    def _load(
         self,
         kept: dict[tuple[Any, ...], Made],
         pattern: SparsePattern,
         values: Tensor,
         batch: int,
         make: Callable[[Plan], Made],
-    ) -> tuple[Made, SparsePattern | None]:
-        """The programs for a batch, built if missing, and the pattern they held before."""
+    ) -> Made:
+        """The programs for a batch, built if missing, with these weights."""
         dtype = _DTYPES[values.dtype]
         key = (dtype, batch, pattern.density)
         if key not in kept:
@@ -73,12 +67,26 @@ class _Runner:
             passes, options = self.options.passes, self.options.planned
             kept[key] = make(plan(*sizes, self.target, passes=passes, options=options))
         made = kept[key]
-        return made, self.patterns.get(made)
+        before = self.patterns.get(made)
+        if before is pattern:
+            made.set_values(values)
+        elif before is None or self.update is None or isinstance(made, EmbeddingLayer):
+            made.set_weights(pattern, values)
+        else:
+            self.profiles["rewire"] = made.rewire(pattern, values)
+        self.patterns[made] = pattern
+        return made
 
     def run(self, name: str, pattern: SparsePattern, values: Tensor, *operands: Tensor) -> Tensor:
         """One pass on the machine, or "scores"; operands [batch, ...]."""
         self.check_pass(name)
-        layer = self._layer(pattern, values, len(operands[0]))
+        layer = self._load(
+            self.layers,
+            pattern,
+            values,
+            len(operands[0]),
+            lambda planned: Layer(planned, update=self.update),
+        )
         arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
         result: np.ndarray = getattr(layer, name)(*arrays)
         self.profiles[name] = layer.profiles[name]
@@ -93,27 +101,12 @@ class _Runner:
                 "remove the option, or turn off the gradient with requires_grad_(False)"
             )
 
-    def _layer(self, pattern: SparsePattern, values: Tensor, batch: int) -> Layer:
-        """The programs for a batch, with these weights."""
-        layer, before = self._find(
-            self.layers, pattern, values, batch, lambda planned: Layer(planned, update=self.update)
-        )
-        if before is pattern:
-            layer.set_values(values)
-        elif before is None or self.update is None:
-            layer.set_weights(pattern, values)
-        else:
-            self.profiles["rewire"] = layer.rewire(pattern, values)
-        self.patterns[layer] = pattern
-        return layer
-
     def set_update(self, update: Update) -> None:
         """Build later programs with those of this update."""
         if self.update != update:
             self.update = update
-            for layer in self.layers.values():
-                self.patterns.pop(layer, None)
             self.layers.clear()
+            self.patterns.clear()
 
 
 class _MachineEmbedding(torch.autograd.Function):
