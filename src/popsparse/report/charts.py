@@ -130,6 +130,7 @@ def _svg(size: tuple[float, float], kind: str, body: Iterable[str], **attributes
 _WIDTH, _HEIGHT = 860, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 14, 40
 _INNER = _HEIGHT - _TOP - _BOTTOM
+_MOST_BARS = 24
 
 
 def nice_ticks(top: float, most: int = 5) -> list[float]:
@@ -200,7 +201,7 @@ def stacked_tiles(
     return _svg(size, "tiles", body, id=identity, data_left=_LEFT, data_right=right)
 
 
-def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 24) -> str:
+def histogram(values: np.ndarray, *, unit: str, of: str = "tiles") -> str:
     """A histogram of the values. If all are equal, it has one bar."""
     low, high = float(values.min()), float(values.max())
     width = 330
@@ -208,8 +209,8 @@ def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 2
     if high - low < 1e-9 * max(abs(high), 1):
         counts, edges = np.array([len(values)]), np.array([low, high])
     else:
-        edges = np.linspace(low, high, bins + 1)
-        if high - low < bins and np.array_equal(values, np.round(values)):
+        edges = np.linspace(low, high, _MOST_BARS + 1)
+        if high - low < _MOST_BARS and np.array_equal(values, np.round(values)):
             edges = np.arange(low, high + 2) - 0.5  # A bar for each integer.
         counts, edges = np.histogram(values, bins=edges)
     top = counts.max() * 1.08

@@ -23,6 +23,7 @@ from popsparse.report.charts import (
     table,
     words,
 )
+from popsparse.report.steps import render_parts_legend
 
 _MOST_NODES = 600
 _MOST_DEPTH = 60
@@ -83,10 +84,6 @@ def _row(text: str, figures: str, inside: str, state: str) -> str:
     return f"<details{opened}{kind}><summary>{line}</summary>{inside}</details>"
 
 
-def _render_parts_legend(profile: Profile) -> str:
-    return legend((part, part) for part in PARTS if profile.parts[part])
-
-
 def render_balance(profile: Profile) -> str:
     """The cycles of the whole run by part."""
     shares = [
@@ -124,7 +121,7 @@ def render_timeline(profile: Profile, identity: str) -> str:
         '<button data-do="left" title="earlier">◀</button>'
         '<button data-do="right" title="later">▶</button>'
         '<button data-do="all">all</button><output></output></div>'
-        f"<canvas></canvas></div>{_render_parts_legend(profile)}"
+        f"<canvas></canvas></div>{render_parts_legend(profile)}"
         "<noscript><p>The timeline needs JavaScript; the tables do not.</p></noscript>"
     )
 

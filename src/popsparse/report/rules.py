@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ class Finding:
     """A cost and its remedy.
 
     Attributes:
-        rule: its name in `RULES`.
+        rule: name of the rule.
         title: a few words.
         text: the finding, with figures.
         remedy: what to change, with the names of the options.
@@ -37,8 +37,6 @@ class Finding:
 
 _LEAST = 0.05
 """Share of the run's cycles below which a cost is not reported."""
-
-Rule = Callable[[Profile], "Finding | None"]
 
 
 def _over_memory(profile: Profile) -> Finding | None:
@@ -228,7 +226,7 @@ def _spilled(profile: Profile) -> Finding | None:
     )
 
 
-def _below_peak(profile: Profile) -> Finding | None:
+def _below_peak(profile: Profile, summary: Mapping[str, Any]) -> Finding | None:
     steps = [s for s in _compute_steps(profile) if s.flops and s.peak_flops]
     tiles = profile.target.tiles
 
@@ -249,7 +247,7 @@ def _below_peak(profile: Profile) -> Finding | None:
         f"run would take {percent(total, profile.cycles)} fewer cycles; most of them in "
         f"{short_names(profile)[profile.steps.index(worst)]}, which reaches {percent(rate)} of "
         "that rate.",
-        _to_reach_the_peak({}),
+        _to_reach_the_peak(summary),
         total / profile.cycles,
     )
 
@@ -290,20 +288,18 @@ def _rearranging(profile: Profile) -> Finding | None:
     )
 
 
-RULES: dict[str, Rule] = {
-    "memory over": _over_memory,
-    "memory near": _near_memory,
-    "always live": _always_live,
-    "imbalance": _imbalance,
-    "tiles unused": _unused,
-    "exchange": _exchange,
-    "sync": _sync,
-    "host": _host,
-    "propagation": _spilled,
-    "rearranging": _rearranging,
-    "below peak": _below_peak,
-}
-"""Every rule by name."""
+RULES: tuple[Callable[[Profile], Finding | None], ...] = (
+    _over_memory,
+    _near_memory,
+    _always_live,
+    _imbalance,
+    _unused,
+    _exchange,
+    _sync,
+    _host,
+    _spilled,
+    _rearranging,
+)
 
 
 @check_types
@@ -314,15 +310,8 @@ def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list
         profile: profile of the run.
         summary: figures of the product, as for `report_html`; remedies omit what it already has.
     """
-    triggered = [finding for rule in RULES.values() if (finding := rule(profile)) is not None]
-    if summary:
-        triggered = [
-            replace(finding, remedy=_to_reach_the_peak(summary))
-            if finding.rule == "below peak"
-            else finding
-            for finding in triggered
-        ]
-    return sorted(triggered, key=_sort_key, reverse=True)
+    results = [*(rule(profile) for rule in RULES), _below_peak(profile, summary or {})]
+    return sorted(filter(None, results), key=_sort_key, reverse=True)
 
 
 def _sort_key(finding: Finding) -> float:

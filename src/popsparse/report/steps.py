@@ -137,6 +137,11 @@ def _operation(name: str, steps: list[StepProfile], target: Target) -> Operation
     )
 
 
+def render_parts_legend(profile: Profile) -> str:
+    """The colours of the parts that cost the run anything."""
+    return legend((part, part) for part in PARTS if profile.parts[part])
+
+
 _MOST, _DEEPEST = 120, 6  # operations in a page, and parts of their names
 
 
@@ -183,7 +188,7 @@ def render_operations(profile: Profile) -> str:
         "cycles; a balance of 100 % means that all tiles had as much to do.</p>"
         + table(head, rows, "wide")
         + more
-        + legend((part, part) for part in PARTS if profile.parts[part])
+        + render_parts_legend(profile)
         + f"<details><summary>Vertices by codelet</summary>{by_codelet}</details>"
     )
 
