@@ -49,6 +49,7 @@ from popsparse.planning.plan import Plan, PlanningCache
 from popsparse.planning.search import make_plan
 from popsparse.programs.codelets import EmbeddingCodelets
 from popsparse.programs.layout import (
+    HOST_ORDER,
     PlannedTensor,
     SparseTensor,
     check_weights,
@@ -438,7 +439,7 @@ class EmbeddingLayer:
     def _gradient(self, graph: Graph, weights: SparseTensor, indices: Any) -> Sequence:
         """Steps that add rows into zeros laid out like the values."""
         plan = self.plan
-        tiles = graph.tiles_of(weights.values)[..., 0]
+        tiles = tile_grid(plan, HOST_ORDER)
         values = graph.add_variable(
             weights.values.dtype, weights.values.shape, "gradient of table", tiles=tiles
         )

@@ -6,6 +6,7 @@ import torch
 
 from dynsparse.pattern import SparsePattern
 from popsparse.embedding import (
+    EmbeddingLayer,
     create_indices_tensor,
     create_slice_tensor,
     embedding_slice,
@@ -14,6 +15,8 @@ from popsparse.embedding import (
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.machine import Engine, Graph, Sequence, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.plan import PASSES
+from popsparse.planning.search import plan
 from popsparse.products import create_fully_connected_weights
 
 
@@ -74,6 +77,15 @@ def test_spilled_buckets(partition, block, scale_type):
     np.testing.assert_array_equal(engine.read("out"), wanted[chosen])
     found = encoded.pattern.gather(engine.read("values"))
     np.testing.assert_array_equal(found, pattern.values_of(wanted))
+
+
+def test_a_table_without_values():
+    pattern = SparsePattern([], [], shape=(12, 8))
+    planned = plan(12, 8, 3, 0.0, dtype="float32", target=Target(tiles=2), passes=PASSES)
+    table = EmbeddingLayer(planned, 3)
+    table.set_weights(pattern, np.zeros(0, np.float32))
+    assert not table.slice([0, 5, 11]).any()
+    assert table.gradient([0, 5, 11], np.ones((3, 8), np.float32)).shape == (0,)
 
 
 def test_index_out_of_range_gives_zeros():
