@@ -213,6 +213,16 @@ TARGET = Target(tiles=4)
             lambda: static.plan(PATTERN, 8, options={"num_bands": 9}, target=TARGET),
             "num_bands must be at most 2, got 9",
         ),
+        (
+            lambda: static.plan(
+                PATTERN, 16, options={"n_split": 2, "num_bands": 2}, target=Target(tiles=6)
+            ),
+            "n_split=2 and num_bands=2 leave parts without any of the 6 tiles",
+        ),
+        (
+            lambda: static.plan(PATTERN, 24, options={"n_split": 3}, target=Target(tiles=8)),
+            "n_split=3 and num_bands=0 leave parts without any of the 8 tiles",
+        ),
     ],
 )
 def test_bad_plans(call, message):

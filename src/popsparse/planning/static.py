@@ -389,6 +389,11 @@ class _CutSearch:
                 }
             )
         count = len(possible) + broken.total()
+        if not count:
+            raise ValueError(
+                f"n_split={self.options.n_split} and num_bands={self.options.num_bands} leave "
+                f"parts without any of the {self.target.tiles} tiles: use fewer parts"
+            )
         if not possible:
             rules = ", ".join(f"{rule} ({times})" for rule, times in broken.items())
             raise ValueError(
