@@ -187,6 +187,10 @@ def test_groups_have_separate_buckets():
     ):
         assert found == pattern
         assert torch.equal(found_values, values)
+    matrix = COOMatrix.from_pattern(*pairs[0])
+    mixed = partitioner.encode([matrix, pairs[1][0]], [None, pairs[1][1]])
+    assert np.array_equal(mixed.meta_info, encoded.meta_info)
+    assert np.array_equal(mixed.nz_values, encoded.nz_values)
     with pytest.raises(ValueError, match="pattern must be a sequence of 2, one for each group"):
         partitioner.encode(*pairs[0])
 

@@ -269,29 +269,22 @@ class Partitioner:
             BucketOverflowError: too many non-zeros (a ValueError).
         """
         patterns = self._split_groups(pattern, "pattern")
+        given = [None] * self.groups if values is None else self._split_groups(values, "values")
         arrays: list[np.ndarray] = []
-        if isinstance(patterns[0], SparseMatrix):
-            if values is not None:
-                raise ValueError(f"a {type(patterns[0]).__name__} brings its own values: give none")
-            # Positions refer to the canonical order.
-            canonical = [matrix.to_coo() for matrix in patterns]
-            arrays = [m.nz_values.reshape(-1, *m.block_dimensions) for m in canonical]
-            patterns = canonical
-        else:
-            for group_pattern, given in zip(
-                patterns, self._split_groups(values, "values"), strict=True
-            ):
-                array = to_numpy(given)
-                expected = (
-                    group_pattern.values_shape
-                    if isinstance(group_pattern, SparsePattern)
-                    else array.shape
+        for group, own_values in enumerate(given):
+            item = patterns[group]
+            if isinstance(item, SparseMatrix):
+                if own_values is not None:
+                    raise ValueError(f"a {type(item).__name__} brings its own values: give none")
+                patterns[group] = item = item.to_coo()  # positions refer to the canonical order
+                arrays.append(item.nz_values)
+                continue
+            array = to_numpy(own_values)
+            if array.shape != item.values_shape:
+                raise ValueError(
+                    f"values must have the shape {list(item.values_shape)}, got {list(array.shape)}"
                 )
-                if array.shape != expected:
-                    raise ValueError(
-                        f"values must have the shape {list(expected)}, got {list(array.shape)}"
-                    )
-                arrays.append(array)
+            arrays.append(array)
         encoded = self._encode_patterns(patterns)
         flat = np.concatenate([a.reshape(-1, *self.block) for a in arrays])
         return Encoded(encoded.meta_info, encoded.place(flat), encoded)
