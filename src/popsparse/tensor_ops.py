@@ -177,13 +177,13 @@ def elementwise(
         TypeError: operands that are neither tensors nor numbers, or of another type.
     """
     definition = OPERATIONS[check_choice("operation", operation, OPERATIONS)]
-    given = list(check_kind("operands", operands, (list, tuple), "a list of tensors and numbers"))
-    if len(given) != definition.operands:
-        raise ValueError(f"{operation!r} takes {definition.operands} operands, got {len(given)}")
-    for operand in given:
+    items = list(check_kind("operands", operands, (list, tuple), "a list of tensors and numbers"))
+    if len(items) != definition.operands:
+        raise ValueError(f"{operation!r} takes {definition.operands} operands, got {len(items)}")
+    for operand in items:
         if not isinstance(operand, Tensor) and not is_number(operand):
             raise TypeError(f"operands must be tensors or numbers, got {shorten(operand)}")
-    tensors = [operand for operand in given if isinstance(operand, Tensor)]
+    tensors = [operand for operand in items if isinstance(operand, Tensor)]
     if not tensors:
         raise ValueError("expected a tensor among the operands, got only numbers")
     for operand in [*tensors, *([] if out is None else [out])]:
@@ -196,7 +196,7 @@ def elementwise(
         values = iter([array.astype(np.float32) for array in arrays])
         return [
             definition.compute(
-                *(next(values) if isinstance(x, Tensor) else np.float32(x) for x in given)
+                *(next(values) if isinstance(x, Tensor) else np.float32(x) for x in items)
             )
         ]
 
@@ -250,21 +250,20 @@ def map_elements(
         edges[f"operand{number}"] = spread.edge(local)
     if pairs:
         program.add(Copy(pairs, name=f"{name}: bring"))
-    taken = [
+    outputs = [
         result
         if isinstance(result, Tensor)
         else spread.create_like(graph, result, f"{name} result", like)
         for result in results
     ]
     sources = [*edges]
-    edges |= {f"result{number}": spread.edge(result) for number, result in enumerate(taken)}
+    edges |= {f"result{number}": spread.edge(result) for number, result in enumerate(outputs)}
 
     def run(v: VertexView) -> None:
         arrays = [getattr(v, source).values for source in sources]
         if v.is_wide:
             arrays = [a.astype(np.float32) if a.dtype == np.float16 else a for a in arrays]
-        made = compute(*arrays)
-        for number, values in enumerate(made):
+        for number, values in enumerate(compute(*arrays)):
             getattr(v, f"result{number}").values[...] = values
 
     def cycles(v: VertexView) -> np.ndarray:
@@ -281,7 +280,7 @@ def map_elements(
         name, fields, run, cycles, "workers", flops=lambda v: operations * v.result0.lengths
     )
     program.add(execute(graph, name, codelet, spread.tiles, edges))
-    return taken
+    return outputs
 
 
 # Cycles of a vertex, an output and a vector: section 3.4 of docs/popsparse-formulas.md.
@@ -317,8 +316,8 @@ def reduce(
     """
     check_choice("operation", operation, _KINDS)
     check_kind("axis", axis, (int, list, tuple), "a dimension or a list of them")
-    given = [axis] if isinstance(axis, int) else list(axis)
-    axes = [check_integer("axis", dim) for dim in given]
+    dims = [axis] if isinstance(axis, int) else list(axis)
+    axes = [check_integer("axis", dim) for dim in dims]
     if not axes or any(not -tensor.ndim <= dim < tensor.ndim for dim in axes):
         raise ValueError(f"axis must be dimensions of {list(tensor.shape)}, got {axes}")
     reduced = {dim % tensor.ndim for dim in axes}

@@ -27,7 +27,7 @@ _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 # Number of batch sizes per layer whose programs are kept: an epoch's last batch is often smaller.
 _KEPT = 4
 
-Made = TypeVar("Made", Layer, EmbeddingLayer)
+Programs = TypeVar("Programs", Layer, EmbeddingLayer)
 
 _DENSE_GRAD = ("available_memory_proportion", "partials_type")
 
@@ -51,31 +51,31 @@ class _Runner:
 
     def _load(
         self,
-        kept: dict[tuple[Any, ...], Made],
+        built: dict[tuple[Any, ...], Programs],
         pattern: SparsePattern,
         values: Tensor,
         batch: int,
-        make: Callable[[Plan], Made],
-    ) -> Made:
+        make: Callable[[Plan], Programs],
+    ) -> Programs:
         """The programs for a batch, built if missing, with these weights."""
         dtype = _DTYPES[values.dtype]
         key = (dtype, batch, pattern.density)
-        if key not in kept:
-            if len(kept) == _KEPT:  # Forget the oldest.
-                self.patterns.pop(kept.pop(next(iter(kept))), None)
+        if key not in built:
+            if len(built) == _KEPT:  # Forget the oldest.
+                self.patterns.pop(built.pop(next(iter(built))), None)
             sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype)
             passes, options = self.options.passes, self.options.planned
-            kept[key] = make(plan(*sizes, self.target, passes=passes, options=options))
-        made = kept[key]
-        before = self.patterns.get(made)
+            built[key] = make(plan(*sizes, self.target, passes=passes, options=options))
+        programs = built[key]
+        before = self.patterns.get(programs)
         if before is pattern:
-            made.set_values(values)
-        elif before is None or self.update is None or isinstance(made, EmbeddingLayer):
-            made.set_weights(pattern, values)
+            programs.set_values(values)
+        elif before is None or self.update is None or isinstance(programs, EmbeddingLayer):
+            programs.set_weights(pattern, values)
         else:
-            self.profiles["rewire"] = made.rewire(pattern, values)
-        self.patterns[made] = pattern
-        return made
+            self.profiles["rewire"] = programs.rewire(pattern, values)
+        self.patterns[programs] = pattern
+        return programs
 
     def run(self, name: str, pattern: SparsePattern, values: Tensor, *operands: Tensor) -> Tensor:
         """One pass on the machine, or "scores"; operands [batch, ...]."""
@@ -194,7 +194,7 @@ class TileMachine:
         self.runner = _Runner(target, self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TileMachine, (self.target, self.dtype, self.options.given)
+        return TileMachine, (self.target, self.dtype, self.options.by_name)
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; torch adds the bias."""
@@ -273,11 +273,11 @@ def _check_dtype(dtype: torch.dtype) -> None:
 class TargetOptions:
     """The options of a layer on the tile machine, by use.
 
-    `planned` are those of the sparse products, `dense_grad` those of the dense gradient, `given`
+    `planned` are those of the sparse products, `dense_grad` those of the dense gradient, `by_name`
     all options as passed.
     """
 
-    given: dict[str, Any]
+    by_name: dict[str, Any]
     planned: Options
     dense_grad: dict[str, Any]
 
@@ -289,9 +289,9 @@ class TargetOptions:
                 "target_options must be a mapping such as {'partials_type': 'float16'}, got "
                 f"{shorten(value)}"
             )
-        given = {to_option_name(name): option for name, option in (value or {}).items()}
-        rest = {name: option for name, option in given.items() if name != "dense_grad"}
-        dense = given.get("dense_grad", {})
+        by_name = {to_option_name(name): option for name, option in (value or {}).items()}
+        rest = {name: option for name, option in by_name.items() if name != "dense_grad"}
+        dense = by_name.get("dense_grad", {})
         if not isinstance(dense, Mapping) or not {*map(to_option_name, dense)} <= {*_DENSE_GRAD}:
             raise ValueError(
                 f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got {shorten(dense)}"
@@ -300,7 +300,7 @@ class TargetOptions:
         Update.parse(dense)
         # By default a layer trains, which needs all passes.
         passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}
-        return cls(given, Options.parse({**passes, **rest}), dense)
+        return cls(by_name, Options.parse({**passes, **rest}), dense)
 
     @property
     def passes(self) -> tuple[str, ...]:

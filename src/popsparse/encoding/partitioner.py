@@ -269,10 +269,9 @@ class Partitioner:
             BucketOverflowError: too many non-zeros (a ValueError).
         """
         patterns = self._split_groups(pattern, "pattern")
-        given = [None] * self.groups if values is None else self._split_groups(values, "values")
+        by_group = [None] * self.groups if values is None else self._split_groups(values, "values")
         arrays: list[np.ndarray] = []
-        for group, own_values in enumerate(given):
-            item = patterns[group]
+        for group, (item, own_values) in enumerate(zip(patterns, by_group, strict=True)):
             if isinstance(item, SparseMatrix):
                 if own_values is not None:
                     raise ValueError(f"a {type(item).__name__} brings its own values: give none")

@@ -280,8 +280,8 @@ def _plans_by_pass(request: Request, seed: int) -> dict[str, Any]:
             f"--partials-type: static products add in the type of the data, {request.dtype}, "
             f"got {partials}"
         )
-    given = {to_option_name(name): value for name, value in request.options.items()}
-    settings = {"available_memory_proportion": memory} | given
+    options = {to_option_name(name): value for name, value in request.options.items()}
+    settings = {"available_memory_proportion": memory} | options
     try:
         return static_plans(request.draw(seed), *where, settings)
     except TypeError as error:  # A value of --options of the wrong kind.
