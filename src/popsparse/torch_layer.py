@@ -18,7 +18,7 @@ from dynsparse.pattern import SparsePattern
 from popsparse.embedding import EmbeddingLayer
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
-from popsparse.planning.options import Options, Update, to_option_name
+from popsparse.planning.options import Options, Update, to_option_name, translate_names
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.search import plan
 
@@ -284,19 +284,14 @@ class TargetOptions:
     @classmethod
     def parse(cls, value: Mapping[str, Any] | None) -> TargetOptions:
         """Parse `target_options`; the error for an unknown name suggests the nearest known one."""
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(
-                "target_options must be a mapping such as {'partials_type': 'float16'}, got "
-                f"{shorten(value)}"
-            )
-        by_name = {to_option_name(name): option for name, option in (value or {}).items()}
+        by_name = translate_names({} if value is None else value, "target_options")
         rest = {name: option for name, option in by_name.items() if name != "dense_grad"}
         dense = by_name.get("dense_grad", {})
         if not isinstance(dense, Mapping) or not {*map(to_option_name, dense)} <= {*_DENSE_GRAD}:
             raise ValueError(
                 f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got {shorten(dense)}"
             )
-        dense = {to_option_name(name): option for name, option in dense.items()}
+        dense = translate_names(dense)
         Update.parse(dense)
         # By default a layer trains, which needs all passes.
         passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}

@@ -71,6 +71,8 @@ def test_bad_options():
         made({"plan_constraints": {"partition": {"w": 1}}})
     with pytest.raises(ValueError, match="dense_grad must be a mapping of available_memory"):
         made({"dense_grad": {"pooling": "sum"}})
+    with pytest.raises(ValueError, match="option partials_type is given twice, once as 'partials"):
+        made({"partials_type": "float16", "partialsType": "float32"})
     with pytest.raises(ValueError, match="target_options need a target"):
         made({"partials_type": "float16"}, None)
     with pytest.raises(TypeError, match="target_options must be a mapping or None"):

@@ -40,6 +40,21 @@ def to_option_name(name: Any) -> Any:
     return re.sub("(?<=.)(?=[A-Z])", "_", name.removeprefix("partitioner.")).lower()
 
 
+def translate_names(options: Any, what: str = "options") -> dict[Any, Any]:
+    """The options with names as here.
+
+    Raises:
+        ValueError: a name in both spellings. TypeError: not a mapping.
+    """
+    translated: dict[Any, Any] = {}
+    for original, value in _items(options, what):
+        name = to_option_name(original)
+        if name in translated:
+            raise ValueError(f"option {name} is given twice, once as {original!r}: leave one out")
+        translated[name] = value
+    return translated
+
+
 def _parse_text(value: Any, default: Any) -> Any:
     """Parse the value of an option if it is a text that PopSparse reads: "0.5", "true", JSON."""
     if not isinstance(value, str):
@@ -77,15 +92,12 @@ def parse_options(
     """
     if isinstance(value, cls):
         return value
-    default, given = cls(), {}
-    for original, item in [] if value is None else _items(value, "options"):
-        name = to_option_name(original)
+    default, parsed = cls(), {}
+    for name, item in translate_names({} if value is None else value).items():
         if name not in known:
             raise _unknown_name_error(name, [*known], "option")
-        if name in given:
-            raise ValueError(f"option {name} is given twice, once as {original!r}: leave one out")
-        given[name] = _parse_text(item, getattr(default, name))
-    return cls(**given)
+        parsed[name] = _parse_text(item, getattr(default, name))
+    return cls(**parsed)
 
 
 _SECTIONS = {"partition": ["x", "y", "z"], "exchange": ["grad_w_exchange_buckets"]}

@@ -198,6 +198,7 @@ def test_text(capsys, method):
         ("--rows 100", "--rows must be a multiple of --block-size 8, got 100: use 104"),
         ('--options {"shared_bucket":true}', "did you mean 'shared_buckets'?"),
         ('--options {"shared_buckets":3}', "shared_buckets must be True or False"),
+        ('--options {"n_split":1,"nSplit":2}', "option n_split is given twice"),
         ('--plan-constraints {"partition":{"w":3}}', "partition constraint 'w'"),
         ('--plan-constraints {"partition":{"x":99}}', "99 tiles a group"),
         ('--plan-constraints {"use_dense":true}', "use --method dense"),

@@ -21,7 +21,7 @@ from popsparse.measure import (
     sparse_figures,
     static_plans,
 )
-from popsparse.planning.options import to_option_name
+from popsparse.planning.options import translate_names
 from popsparse.planning.params import data_type
 from popsparse.planning.plan import Plan
 from popsparse.planning.search import plan as make_plan
@@ -152,7 +152,7 @@ def run_dynamic(request: Request) -> None:
 
 def _dynamic_plan(request: Request) -> Plan:
     names = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in request.names else [])]
-    options = {to_option_name(name): value for name, value in request.options.items()}
+    options = translate_names(request.options)
     for name in ("do_grad_a_pass", "do_grad_w_pass"):
         if name in options:
             raise ValueError(f"--options: {name} follows from --passes: leave it out")
@@ -280,7 +280,7 @@ def _plans_by_pass(request: Request, seed: int) -> dict[str, Any]:
             f"--partials-type: static products add in the type of the data, {request.dtype}, "
             f"got {partials}"
         )
-    options = {to_option_name(name): value for name, value in request.options.items()}
+    options = translate_names(request.options)
     settings = {"available_memory_proportion": memory} | options
     try:
         return static_plans(request.draw(seed), *where, settings)
