@@ -19,8 +19,7 @@ from popsparse.report.charts import (
 
 # Keys that are not part of the cut of a runner-up.
 _OF_RUNNERS_UP = (
-    "method", "grad_w_exchange_buckets", "cycles", "temporary_bytes", "behind", "why", "passes",
-    "terms",
+    "method", "grad_w_exchange_buckets", "cycles", "temporary_bytes", "behind", "why",
 )  # fmt: skip
 # Labels of plans without passes; other keys appear under their own names.
 _LABELS = {
@@ -94,7 +93,7 @@ def _render_plan(report: Mapping[str, Any]) -> str:
             between = " to " if is_range else " × "
             facts.append((label, between.join(number(entry) for entry in value)))
     if buckets := report.get("buckets"):
-        meta = buckets.get("forward_words", 0) + buckets.get("grad_input_words", 0)
+        meta = buckets["forward_words"] + buckets["grad_input_words"]
         size = f"{number(buckets['nz_elements'])} values, {number(meta)} words of meta-info"
         facts.append(("A bucket holds", size))
     out = [_render_facts(facts)]
@@ -106,12 +105,12 @@ def _render_plan(report: Mapping[str, Any]) -> str:
     if "terms" in report:
         rows = [(str(name), float(cycles), None) for name, cycles in report["terms"].items()]
         out.append(f"<h3>Estimated cost</h3>{_render_terms(rows)}")
-    if report.get("memory"):
-        out.append(_render_memory(report["memory"]))
+    if memory := report.get("memory"):
+        out.append(_render_memory(memory))
     if search := report.get("search"):
         out.append(f"<p>{_describe_search(search)}</p>")
-    if report.get("runners_up"):
-        out.append(_render_runners_up(report))
+    if runners_up := report.get("runners_up"):
+        out.append(_render_runners_up(runners_up))
     return "".join(out)
 
 
@@ -153,7 +152,7 @@ def _render_memory(memory: Mapping[str, Any]) -> str:
     total = max(needed, available)
     parts = [(kind, float(memory[key])) for key, kind in _MEMORY]
     keys = [(kind, f"{key} {number(memory[key])} B") for key, kind in _MEMORY]
-    fits = "" if memory.get("fits", True) else ' <strong class="warn">does not fit</strong>'
+    fits = "" if memory["fits"] else ' <strong class="warn">does not fit</strong>'
     return (
         "<h3>Memory of the fullest tile, as planned</h3>"
         f'<p class="wide">{bar(parts, total)}</p>{legend(keys)}'
@@ -161,10 +160,8 @@ def _render_memory(memory: Mapping[str, Any]) -> str:
     )
 
 
-def _render_runners_up(report: Mapping[str, Any]) -> str:
-    runners_up = report["runners_up"]
+def _render_runners_up(runners_up: Sequence[Mapping[str, Any]]) -> str:
     cut = [key for key in runners_up[0] if key not in _OF_RUNNERS_UP]
-    why = [str(row.get("why", "")) for row in runners_up]
     most = max(abs(row["behind"]) for row in runners_up)
     head: list[str | tuple[str, str]] = [
         (" × ".join(_LABELS.get(key, words(key)) for key in cut), "w"),
@@ -173,21 +170,20 @@ def _render_runners_up(report: Mapping[str, Any]) -> str:
         "#behind",
         "=",
         "#temporary memory, B",
-        *([("against the winner", "t")] if any(why) else []),
+        ("against the winner", "t"),
     ]
-    rows = []
-    for row, reason in zip(runners_up, why, strict=True):
-        rows.append(
-            [
-                " × ".join(number(row[key]) for key in cut),
-                esc(row.get("method", "")),
-                row["cycles"],
-                f"{100 * row['behind']:+.2f}\u00a0%",
-                bar([("exchange", abs(row["behind"]))], most),
-                row["temporary_bytes"],
-                *([esc(words(reason))] if any(why) else []),
-            ]
-        )
+    rows = (
+        [
+            " × ".join(number(row[key]) for key in cut),
+            esc(row.get("method", "")),
+            row["cycles"],
+            f"{100 * row['behind']:+.2f}\u00a0%",
+            bar([("exchange", abs(row["behind"]))], most),
+            row["temporary_bytes"],
+            esc(words(row["why"])),
+        ]
+        for row in runners_up
+    )
     return "<h3>Runners-up</h3>" + table(head, rows)
 
 
