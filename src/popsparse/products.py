@@ -218,9 +218,11 @@ def create_sparse_dense_matmul_lhs(
         cache: reuses plans made earlier.
 
     Raises:
-        ValueError, TypeError: parameters or options that no plan satisfies.
+        ValueError, TypeError: parameters or options that no plan satisfies, dense weights.
     """
     plan = matmul_plan(graph.target, dtype, params, options, cache)
+    if plan.use_dense:
+        raise ValueError("the operand of a product is sparse: leave out use_dense")
     return SparseTensor.create(graph, plan, name)
 
 

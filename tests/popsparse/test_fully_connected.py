@@ -13,12 +13,13 @@ from popsparse import dense
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.layer import Layer
 from popsparse.machine import Engine, Graph, Sequence, Target
-from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 from popsparse.planning.plan import PASSES, PlanningCache
 from popsparse.planning.search import make_plan, plan
 from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
+    create_sparse_dense_matmul_lhs,
     fully_connected_forward,
     fully_connected_grad_a,
     fully_connected_grad_w,
@@ -144,6 +145,11 @@ def test_bad_input():
         )
     with pytest.raises(ValueError, match="do_grad_a_pass=True"):
         fully_connected_grad_a(graph, weights, x, params, program)
+    product = MatmulParams.create_with_nz_ratio(SparsityParams(1), 0.1, 1, 32, 32, 8)
+    with pytest.raises(ValueError, match="the operand of a product is sparse: leave out use_dense"):
+        create_sparse_dense_matmul_lhs(
+            graph, "float16", product, {"plan_constraints": {"use_dense": True}}
+        )
 
 
 @pytest.mark.sampled(4)
