@@ -13,7 +13,7 @@ stay. See section 5.4 of docs/popsparse-formulas.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -443,8 +443,7 @@ class EmbeddingLayer:
         values = graph.add_variable(
             weights.values.dtype, weights.values.shape, "gradient of table", tiles=tiles
         )
-        parts = weights.plan, weights.meta_info, values.flatten(), weights.overflow
-        gradient = SparseTensor(*parts, weights.words, values)
+        gradient = replace(weights, nz_values=values.flatten(), values=values)
         slices = create_slice_tensor(
             graph, plan.dtype, plan.params, self.num_indices, plan.options, name="gradient of rows"
         )

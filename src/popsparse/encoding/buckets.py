@@ -143,10 +143,10 @@ class BucketLayout:
         """Words before the buckets: the overflow record."""
         return overflow_words(self.partition[0])
 
-    def header_words(
-        self, rows: np.ndarray | int, nz: np.ndarray | int, actual_workers: bool = False
+    def sub_group_words(
+        self, rows: np.ndarray | int, nz: np.ndarray | int, actual_workers: bool
     ) -> np.ndarray | int:
-        """Words of a sub-group before its rows, as charged when buckets are filled.
+        """Words that a sub-group of `rows` non-empty block rows and `nz` blocks is charged.
 
         Every worker is charged, even without work, unless `actual_workers`: then min(workers,
         pieces of work), which the work lists never exceed.
@@ -156,13 +156,9 @@ class BucketLayout:
         if actual_workers:
             forward = np.minimum(self.workers, rows * np.int64(self.part[2]))
             grad_w = np.minimum(self.workers, nz)
-        return header_words(forward, grad_w if self.grad_w else None, element=self.element_format)
-
-    def sub_group_words(
-        self, rows: np.ndarray | int, nz: np.ndarray | int, actual_workers: bool = False
-    ) -> np.ndarray | int:
-        """Words charged for a sub-group of `rows` non-empty block rows and `nz` blocks."""
-        return self.header_words(rows, nz, actual_workers) + ROW_ENTRY * rows + nz
+        used = grad_w if self.grad_w else None
+        header: np.ndarray | int = header_words(forward, used, element=self.element_format)
+        return header + ROW_ENTRY * rows + nz
 
 
 def bucket_layout(plan: Plan) -> BucketLayout:

@@ -156,7 +156,7 @@ def spill(
         options: `optimise_for_speed` tries buckets in the order the propagation phase meets them,
             otherwise the emptiest first; `force_bucket_spills` empties every bucket into others,
             those of the same x last; `use_actual_worker_split_costs` counts only the workers a
-            sub-group uses (`BucketLayout.header_words`).
+            sub-group uses (`BucketLayout.sub_group_words`).
 
     Raises:
         BucketOverflowError: some rows found no room.

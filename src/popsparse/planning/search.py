@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,11 +210,7 @@ def _summary(candidate: _Candidate, place: int) -> dict[str, Any]:
 
 def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) -> Plan:
     space, buckets = candidate.space, candidate.buckets
-    options = space.options
-
-    def at(value: Any) -> int:
-        return candidate.at(value, place)
-
+    options, at = space.options, partial(candidate.at, place=place)
     costs = {
         name: PassCost(
             tuple(Term(t.name, at(t.cycles), at(t.temporary_bytes)) for t in terms), at(bytes_)
