@@ -82,8 +82,8 @@ class SliceLayout:
         """The y of every tile."""
         return np.indices(self.tiles.shape)[1]
 
-    def on_ring(self, buckets: Tensor) -> Tensor:
-        """Words or values of buckets [1, x, y, z, ...] in the order of the tiles."""
+    def order_by_ring(self, buckets: Tensor) -> Tensor:
+        """View words or values of buckets [1, x, y, z, ...] in the order of the tiles."""
         ordered = reorder(buckets, "gxyz", "gyxz")
         return ordered.reshape(*self.tiles.shape, *buckets.shape[4:])
 
@@ -306,8 +306,8 @@ def embedding_slice(
     steps.add(execute(graph, "zero slices", codelets.FILL, layout.tiles, zero))
     codelet = EmbeddingCodelets(plan).gather
     passing = {
-        "words": layout.on_ring(weights.pass_words("forward", "gxyz")),
-        "values": layout.on_ring(weights.values),
+        "words": layout.order_by_ring(weights.pass_words("forward", "gxyz")),
+        "values": layout.order_by_ring(weights.values),
     }
     staying = {"indices": local, "slices": slices, "column": layout.columns}
     _add_round(graph, weights, layout, "slice", codelet, passing, staying, -1, steps)
@@ -368,14 +368,14 @@ def embedding_update_add(
         UNSIGNED_INT, tiles.shape, layout.columns, "own column", tiles=tiles
     )
     staying = {
-        "words": layout.on_ring(weights.pass_words("forward", "gxyz")),
+        "words": layout.order_by_ring(weights.pass_words("forward", "gxyz")),
         "partials": partials,
         "scale": _spread_scale(graph, scale, tiles, steps),
     }
     passing = {"indices": local, "slices": home, "column": column}
     codelet = EmbeddingCodelets(plan).scatter
     _add_round(graph, weights, layout, "update", codelet, passing, staying, 1, steps)
-    edges = {"a": layout.on_ring(weights.values), "b": partials, "scale": 1.0}
+    edges = {"a": layout.order_by_ring(weights.values), "b": partials, "scale": 1.0}
     steps.add(execute(graph, "add update", codelets.ADD_SCALED, tiles, edges))
 
 

@@ -81,7 +81,7 @@ def check_offsets(offsets: np.ndarray, what: str, lines: int, total: int, step: 
         raise ValueError(f"{what} must end with the number of values {total}, got {offsets[-1]}")
 
 
-def stable_order(keys: np.ndarray) -> np.ndarray:
+def stable_argsort(keys: np.ndarray) -> np.ndarray:
     """The stable ascending order of non-negative integers; a radix sort where 16 bits suffice."""
     if keys.size == 0:
         return np.zeros(0, np.int64)
@@ -90,10 +90,10 @@ def stable_order(keys: np.ndarray) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
-def row_major(blocks: Blocks) -> Blocks:
+def sort_row_major(blocks: Blocks) -> Blocks:
     """The blocks sorted by row, then column."""
-    order = stable_order(blocks.col)
-    order = order[stable_order(blocks.row[order])]
+    order = stable_argsort(blocks.col)
+    order = order[stable_argsort(blocks.row[order])]
     return Blocks(*(a[order] for a in blocks))
 
 
@@ -105,7 +105,7 @@ def split_blocks(blocks: Blocks, by: tuple[int, int]) -> Blocks:
     row = blocks.row[:, None, None] * by[0] + np.arange(by[0])[:, None]
     col = blocks.col[:, None, None] * by[1] + np.arange(by[1])
     row, col = np.broadcast_arrays(row, col)
-    return row_major(Blocks(row.ravel(), col.ravel(), data.reshape(-1, *small)))
+    return sort_row_major(Blocks(row.ravel(), col.ravel(), data.reshape(-1, *small)))
 
 
 def merge_blocks(blocks: Blocks, by: tuple[int, int], width: int) -> Blocks:
@@ -127,7 +127,7 @@ def merge_blocks(blocks: Blocks, by: tuple[int, int], width: int) -> Blocks:
     return Blocks(merged // width, merged % width, data.reshape(-1, by[0] * height, by[1] * edge))
 
 
-def offsets_of(lines: np.ndarray, count: int) -> np.ndarray:
+def count_before(lines: np.ndarray, count: int) -> np.ndarray:
     """How many of `lines` come before each of 0..count: int64 [count + 1]."""
     return np.append(0, np.cumsum(np.bincount(lines, minlength=count)))
 
@@ -278,7 +278,7 @@ class SparseMatrix(ABC):
                 f"a pattern has square blocks, got {self.block_dimensions}: "
                 f"use with_blocks(({min(edge, other)}, {min(edge, other)})) or smaller"
             )
-        row, col, data = row_major(self._check_and_list_blocks())
+        row, col, data = sort_row_major(self._check_and_list_blocks())
         pattern = SparsePattern(row, col, shape=self.shape, block_size=edge)
         return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
 
@@ -332,7 +332,7 @@ class COOMatrix(SparseMatrix):
 
     @classmethod
     def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> COOMatrix:
-        row, col, data = row_major(blocks)
+        row, col, data = sort_row_major(blocks)
         return cls(data.ravel(), col * block[1], row * block[0], shape, block)
 
 
@@ -355,8 +355,8 @@ class CSRMatrix(SparseMatrix):
 
     @classmethod
     def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSRMatrix:
-        row, col, data = row_major(blocks)
-        offsets = offsets_of(row, shape[0] // block[0]) * (block[0] * block[1])
+        row, col, data = sort_row_major(blocks)
+        offsets = count_before(row, shape[0] // block[0]) * (block[0] * block[1])
         return cls(data.ravel(), col * block[1], offsets, shape, block)
 
 
@@ -382,5 +382,5 @@ class CSCMatrix(SparseMatrix):
     def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSCMatrix:
         order = np.lexsort((blocks.row, blocks.col))
         row, col, data = (a[order] for a in blocks)
-        offsets = offsets_of(col, shape[1] // block[1]) * (block[0] * block[1])
+        offsets = count_before(col, shape[1] // block[1]) * (block[0] * block[1])
         return cls(data.transpose(0, 2, 1).ravel(), offsets, row * block[0], shape, block)

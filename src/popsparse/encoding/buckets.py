@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 import scipy.sparse
 
-from popsparse.formats import stable_order
+from popsparse.formats import stable_argsort
 from popsparse.machine.intervals import expand
 from popsparse.planning.params import ROW_ENTRY, ceil_div, header_words, overflow_words
 from popsparse.planning.plan import Plan
@@ -236,7 +236,7 @@ def assign(rows: np.ndarray, cols: np.ndarray, layout: BucketLayout) -> Assignme
     rectangle = rows // part_x * parts_y
     if parts_y > 1:
         rectangle = rectangle + cols // part_y
-        order = stable_order(rectangle)
+        order = stable_argsort(rectangle)
         rows, cols = rows[order], cols[order]
         col = cols % part_y
     else:
@@ -250,8 +250,8 @@ def assign(rows: np.ndarray, cols: np.ndarray, layout: BucketLayout) -> Assignme
     index = np.searchsorted(bounds, start, side="right") - 1
     runs = Runs(index, rows[start].astype(np.int64) % part_x, start, length)
     if len(runs):
-        by_length = stable_order(length.max() - length)
-        runs = runs[by_length[stable_order(index[by_length])]]
+        by_length = stable_argsort(length.max() - length)
+        runs = runs[by_length[stable_argsort(index[by_length])]]
     return Assignment(order, col, runs)
 
 
@@ -292,9 +292,9 @@ class SubGroups:
                 arrived together in a bucket are one sub-group. int64 [runs].
         """
         if arrival.any():
-            order = stable_order(runs.row)
+            order = stable_argsort(runs.row)
             for key in (runs.length.max() - runs.length, arrival, bucket):
-                order = order[stable_order(key[order])]
+                order = order[stable_argsort(key[order])]
             runs, bucket, arrival = runs[order], bucket[order], arrival[order]
         first = np.ones(len(runs), bool)
         first[1:] = (bucket[1:] != bucket[:-1]) | (arrival[1:] != arrival[:-1])
@@ -337,8 +337,8 @@ class SubGroups:
         """The same sub-groups with rows and columns swapped, for grad_input's own buckets."""
         width = int(self.col.max(initial=0)) + 1
         row_group = np.repeat(np.arange(len(self.rows)), self.rows)
-        order = stable_order(self.row)
-        order = order[stable_order(row_group[order])]
+        order = stable_argsort(self.row)
+        order = order[stable_argsort(row_group[order])]
         # One matrix with the sub-groups along its diagonal: SciPy's counting sort by columns
         # swaps rows and columns of all of them in one pass.
         length = self.length[order]
@@ -353,8 +353,8 @@ class SubGroups:
         start = transposed.indptr[column].astype(np.int64)
         group = column // width
         if len(column):
-            by_length = stable_order(count.max() - count)
-            sort = by_length[stable_order(group[by_length])]
+            by_length = stable_argsort(count.max() - count)
+            sort = by_length[stable_argsort(group[by_length])]
             column, group, start, count = column[sort], group[sort], start[sort], count[sort]
         blocks = expand(start, count)
         return SubGroups(
