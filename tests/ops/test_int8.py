@@ -100,6 +100,17 @@ def test_float_activations(library, data):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("density", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("shape", [(33, 40), (7, 100), (64, 16), (5, 3)])
+def test_few_samples_by_masks(library, density, shape):
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer(generator, shape, density, 1)
+    for batch in range(1, 6):
+        x = torch.randn(batch, shape[1], generator=generator)
+        layer.check(with_library(library, lambda x=x: layer(x), 2), x)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
 def test_int8_activations(library, data):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dynsparse._core import native
-from dynsparse.ops.linear.layer_index import check_rows
+from dynsparse.ops.linear.layer_index import TensorCache, check_rows
+from dynsparse.ops.linear.panels import make_masks
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 from dynsparse.pattern.on_device import expand_row_pointers
 
@@ -149,6 +150,11 @@ def compute(
     else:
         batch = rows.shape[0]
         y = empty_on_cpu((batch, out), (out, 1), torch.float32)
+        masks = None
+        if values.dim() == 1 and batch <= library.dynsparse_small_masks_samples(
+            len(cols), out, in_features, 1
+        ):
+            masks = _masks_of(row_ptr, cols, in_features)
         status = library.dynsparse_int8_forward(
             rows.data_ptr(),
             *rows.stride(),
@@ -156,7 +162,7 @@ def compute(
             scale.data_ptr(),
             row_ptr.data_ptr(),
             cols.data_ptr(),
-            None,
+            None if masks is None else masks.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             batch,
@@ -169,6 +175,20 @@ def compute(
         if status:
             raise MemoryError("no scratch memory for a sparse product")
     return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
+
+
+# (row_ptr, cols) -> their bit masks.
+_masks = TensorCache()
+
+
+def _masks_of(row_ptr: Tensor, cols: Tensor, in_features: int) -> Tensor | None:
+    """Return the bit masks of single elements; None where each call would make them anew."""
+    index = row_ptr, cols
+    masks: Tensor | None = _masks.get(index)
+    if masks is None and not any(tensor.is_inference() for tensor in index):
+        masks = make_masks(row_ptr, cols, in_features)
+        _masks.put(index, masks)
+    return masks
 
 
 def _round_samples(x: Tensor) -> Tensor:

@@ -121,20 +121,23 @@ def make_panels(
 
 
 def masks_of(p: LayerIndex) -> Tensor | None:
-    """Return the bit masks of single elements, int16 [out, ceil(in / 16)]; None for blocks.
-
-    Bit c % 16 of word c / 16 is column c.
-    """
+    """Return the bit masks of single elements (`make_masks`); None for blocks."""
     masks = p.masks
     if masks is None and p.block_size == 1:
-        masks = torch.empty(
-            p.out_features, -(-p.in_features // 16), dtype=torch.int16, device="cpu"
-        )
-        native.call(
-            "dynsparse_small_masks",
-            *(p.row_ptr, p.cols, masks, p.out_features, p.in_features, torch.get_num_threads()),
-        )
+        masks = make_masks(p.row_ptr, p.cols, p.in_features)
         # Other threads may read them only now: they ran while the kernel wrote.
         if p.keep:
             p.masks = masks
+    return masks
+
+
+def make_masks(row_ptr: Tensor, cols: Tensor, in_features: int) -> Tensor:
+    """Return the bit masks of single elements, int16 [out, ceil(in / 16)].
+
+    Bit c % 16 of word c / 16 is column c.
+    """
+    out = len(row_ptr) - 1
+    masks = torch.empty(out, -(-in_features // 16), dtype=torch.int16, device="cpu")
+    threads = torch.get_num_threads()
+    native.call("dynsparse_small_masks", row_ptr, cols, masks, out, in_features, threads)
     return masks
