@@ -1,8 +1,8 @@
 """Sparse layers with int8 weights beside float32, and beside onnxruntime's dense int8.
 
-    python benchmarks/int8_inference.py [--rounds 15] [--json FILE]
+    python benchmarks/int8_inference.py [--density 0.1] [--rounds 15] [--json FILE]
 
-Layers of BERT base at density 0.1, one thread. onnxruntime computes the dense layer as its
+Layers of BERT base, one thread. onnxruntime computes the dense layer as its
 `quantize_dynamic` writes it (MatMulInteger, activations quantized at run time). "one layer" is
 called repeatedly, so its weights stay in the caches if they fit; "many layers", 60 MB of float32
 values in all, are called one after another, as in a model. Prints onnxruntime's time over that of
@@ -34,7 +34,6 @@ from dynsparse.nn import QuantizedSparseLinear, SparseLinear
 SHAPES = {"768 -> 768": (768, 768), "768 -> 3072": (768, 3072), "3072 -> 768": (3072, 768)}
 BLOCKS = (1, 4, 16)
 BATCHES = (1, 8, 128)
-DENSITY = 0.1
 MANY = 60e6
 
 Run = Callable[[Tensor], Any]
@@ -64,9 +63,11 @@ def dense_int8(in_features: int, out_features: int, folder: Path, count: int) ->
     return [lambda x, s=session: s.run(None, {"x": x.numpy()}) for session in sessions]
 
 
-def layers(in_features: int, out_features: int, block: int, count: int) -> dict[str, list[Run]]:
+def layers(
+    in_features: int, out_features: int, density: float, block: int, count: int
+) -> dict[str, list[Run]]:
     floats = [
-        SparseLinear(in_features, out_features, DENSITY, block).eval().requires_grad_(False)
+        SparseLinear(in_features, out_features, density, block).eval().requires_grad_(False)
         for _ in range(count)
     ]
     kinds: dict[str, list[Run]] = {"float32": list(floats)}
@@ -100,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -107,11 +109,11 @@ def main() -> None:
     results: dict[str, dict[str, Sequence[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (in_features, out_features) in SHAPES.items():
-            many = int(MANY / (in_features * out_features * DENSITY * 4))
+            many = int(MANY / (in_features * out_features * given.density * 4))
             for count in (1, many):
                 dense = dense_int8(in_features, out_features, Path(folder), count)
                 for block in BLOCKS:
-                    kinds = layers(in_features, out_features, block, count)
+                    kinds = layers(in_features, out_features, given.density, block, count)
                     for batch in BATCHES:
                         x = torch.randn(batch, in_features)
                         key = f"{name}, blocks of {block}, {batch} samples, " + (

@@ -214,9 +214,10 @@ void compute_samples(void* data, size_t task) {
   const i64 first = static_cast<i64>(task) * SAMPLES, count = least(SAMPLES, call->batch - first);
   const float* x = call->x + first * k.in;
   float* y = call->y + first * k.out;
+  const uint16_t* masks = count <= k.masks_samples ? k.masks : nullptr;
   if (k.quantized
           ? dynsparse_int8_forward(x, k.in, 1, static_cast<const int8_t*>(call->values),
-                                   call->scale, k.row_ptr, k.cols, k.masks, call->bias, y, count,
+                                   call->scale, k.row_ptr, k.cols, masks, call->bias, y, count,
                                    k.out, k.in, k.block,
                                    static_cast<int32_t>(k.int8_activations), 1)
           : dynsparse_linear_forward(x, k.in, 1, static_cast<const float*>(call->values), k.row_ptr,
@@ -232,7 +233,8 @@ bool rows_failed(const Call* call, size_t part, i64 row, i64 width, float* y) {
   const float* bias = call->bias ? call->bias + row * k.block : nullptr;
   const i64 first = i64{k.row_ptr[row]} * k.block * k.block;
   const i32 *ptr = k.part_ptr[part], *cols = k.cols + k.row_ptr[row];
-  const uint16_t* masks = k.masks ? k.masks + row * words_of(k) : nullptr;
+  const uint16_t* masks =
+      call->batch <= k.masks_samples ? k.masks + row * words_of(k) : nullptr;
   if (k.quantized)
     return dynsparse_int8_forward(
         call->x, k.in, 1, static_cast<const int8_t*>(call->values) + first,

@@ -215,7 +215,7 @@ i64 parts_of(const FewPass& pass) {
 bool elements_forward(const FewPass& pass) { return forward<8>(pass, pass.values); }
 
 bool int8_elements_forward(const FewPass& pass, const int8_t* values) {
-  return forward<INT8_SAMPLES_BY_MASKS>(pass, values);
+  return forward<4>(pass, values);
 }
 
 bool elements_backward(const FewPass& pass) {

@@ -41,7 +41,8 @@ i64 dynsparse_small_masks_samples(i64 nnz, i64 out, i64 in, i32 int8) {
   constexpr i64 MOST_WORDS = 16;  // for each element
   if (!dynsparse::MASKS_EXPAND || dynsparse::words_of(in) * out > MOST_WORDS * nnz) return 0;
   if (!int8 && !dynsparse::MASKS_BY_TABLE) return 8;
-  return 10 * nnz < 3 * out * in ? 0 : dynsparse::INT8_SAMPLES_BY_MASKS;
+  if (10 * nnz < 3 * out * in) return 0;
+  return int8 && 2 * nnz >= out * in ? 8 : 4;
 }
 
 int dynsparse_small_forward(const float* x, i64 x_batch_stride, i64 x_feature_stride,

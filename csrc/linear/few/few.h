@@ -34,8 +34,7 @@ bool elements_forward(const FewPass& pass);
 bool elements_backward(const FewPass& pass);
 bool blocks_forward(const FewPass& pass, i64 block);
 bool blocks_backward(const FewPass& pass, i64 block);
-// Weights in int8 in place of `values`. By masks more samples are not faster.
-constexpr i64 INT8_SAMPLES_BY_MASKS = 4;
+// Weights in int8 in place of `values`.
 bool int8_elements_forward(const FewPass& pass, const int8_t* values);
 bool int8_blocks_of_4_forward(const FewPass& pass, const int8_t* values);
 

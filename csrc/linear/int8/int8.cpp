@@ -3,7 +3,6 @@
 #include "linear/int8/int8.h"
 
 #include "api.h"
-#include "linear/few/few.h"
 
 using dynsparse::i32;
 using dynsparse::i64;
@@ -22,7 +21,7 @@ int dynsparse_int8_forward(const float* x, i64 x_batch_stride, i64 x_feature_str
   const i64 entries = row_ptr[out / block] * block * block;
   pass.threads = (batch + 2) * entries < SMALL ? 1 : threads;
   // The limits are measured.
-  const i64 few = block == 4 ? 12 : pass.has_quads() ? 16 : masks ? INT8_SAMPLES_BY_MASKS : 0;
+  const i64 few = block == 4 ? 12 : pass.has_quads() ? 16 : block == 1 && masks ? batch : 0;
   const bool done = int8_activations && pass.has_quads() ? int8_forward_dynamic(pass)
                     : batch <= few                       ? int8_forward_few(pass)
                     : batch == 1 && block == 1           ? int8_forward_sample(pass)
