@@ -157,8 +157,9 @@ def sparsify(
     candidates = find_candidates(model)
     excluded = default_exclusions(model, candidates)
     selected = select_candidates(model, candidates, excluded, include, exclude)
-    densities = resolve_overrides("densities", densities or {}, selected)
-    block_sizes = resolve_overrides("block_sizes", block_sizes or {}, selected)
+    densities = resolve_overrides("densities", {} if densities is None else densities, selected)
+    block_sizes = {} if block_sizes is None else block_sizes
+    block_sizes = resolve_overrides("block_sizes", block_sizes, selected)
     settings = {n: (densities.get(n), block_sizes.get(n, block_size)) for n in selected}
     fixed = {name: reason for name, reason in excluded.items() if reason not in OVERRIDABLE}
     groups = {group[0].name: group for group in group_tied(candidates, fixed, settings)}
