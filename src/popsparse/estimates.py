@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn import SparseEmbedding, SparseLinear
+from dynsparse.nn.embedding import TiedHead
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
 from popsparse.measure import plan_figures, sparse_figures
@@ -323,10 +325,15 @@ def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     training = {module: module.training for module in model.modules()}
     hooks = []
     for name, module in model.named_modules():
-        if isinstance(module, SparseLinear) and not isinstance(module, SparseEmbedding):
+        is_table = isinstance(module, SparseEmbedding)
+        if isinstance(module, TiedHead) or (isinstance(module, SparseLinear) and not is_table):
 
             def record_use(layer: Any, inputs: Any, named: Any, name: str = name) -> None:
-                batch = layer.samples_of((*inputs, *named.values())[0].shape)
+                shape = (*inputs, *named.values())[0].shape
+                if isinstance(layer, TiedHead):
+                    layer, batch = layer.table, prod(shape[:-1])
+                else:
+                    batch = layer.samples_of(shape)
                 if batch:
                     uses.append((name or "model", layer, batch))
 

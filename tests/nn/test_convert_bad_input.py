@@ -226,6 +226,17 @@ def test_densify_of_unsupported_models_raises(model, error, message):
         ds.densify(model)
 
 
+@pytest.mark.parametrize("replace", [ds.densify, ds.quantize])
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
+def test_layers_with_hooks_are_not_replaced(replace, hook):
+    model = nn.Sequential(SparseLinear(8, 8), SparseLinear(8, 8))
+    handle = getattr(model[1], hook)(lambda *_: None)
+    with pytest.raises(ValueError, match="has hooks, which would be lost: remove them first"):
+        replace(model)
+    handle.remove()
+    assert not isinstance(replace(model)[1], SparseLinear)
+
+
 def test_excluded_layers_are_not_checked():
     model = ds.sparsify(Model(), 0.5, exclude=["embed", "norm", "head"], verbose=False)
     assert type(model.head) is nn.Linear

@@ -70,6 +70,22 @@ def test_look_ups_in_tables_are_not_products():
     assert [(one.name, one.batch) for one in found.layers] == [("1", 64)]
 
 
+def test_tied_heads_count():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 32)
+            self.head = nn.Linear(32, 64, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    model = ds.sparsify(Model(), 0.5, include=["embed", "head"], verbose=False)
+    (layer,) = estimate(model, torch.zeros(2, 4, dtype=torch.int64), TARGET).layers
+    assert (layer.name, layer.out, layer.in_, layer.batch) == ("head", 64, 32, 8)
+
+
 def test_layers_called_by_keyword_count():
     class Network(nn.Module):
         def __init__(self):

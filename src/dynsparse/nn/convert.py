@@ -30,7 +30,12 @@ from dynsparse.nn.candidates import (
 )
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, from_dense_conv
 from dynsparse.nn.embedding import SparseEmbedding, TiedHead
-from dynsparse.nn.exclusions import OVERRIDABLE, check_no_adapters, default_exclusions
+from dynsparse.nn.exclusions import (
+    OVERRIDABLE,
+    check_no_adapters,
+    check_no_hooks,
+    default_exclusions,
+)
 from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear, make_linear
 from dynsparse.nn.models import describe
 from dynsparse.nn.prune import (
@@ -389,9 +394,9 @@ def densify(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: not a module.
         ValueError: a model without sparse layers; a model that is itself a sparse layer, which
-            cannot be replaced in place; a layer with adapters of `sparse_lora`; an attention with
-            an `attention_pattern`, or with a `head_dim` that `nn.MultiheadAttention` cannot have.
-            The model is then unchanged.
+            cannot be replaced in place; a layer with hooks or with adapters of `sparse_lora`; an
+            attention with an `attention_pattern`, or with a `head_dim` that `nn.MultiheadAttention`
+            cannot have. The model is then unchanged.
     """
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     warn_of_active_sets(model)
@@ -417,6 +422,7 @@ def densify(model: nn.Module) -> nn.Module:
         )
     check_no_adapters(model, names)
     for name, module in names.items():
+        check_no_hooks(f"the layer {name!r}", module)
         if isinstance(module, TiedHead) and module.table not in names.values():
             raise ValueError(f"the table of the head {name!r} is not in this model")
         if isinstance(module, SparseMultiheadAttention):

@@ -98,6 +98,16 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def check_no_hooks(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a module that will be replaced, or one inside it, has hooks.
+
+    Args:
+        name: names the module in the error.
+    """
+    if any(map(has_hooks, module.modules())):
+        raise ValueError(f"{name} has hooks, which would be lost: remove them first")
+
+
 def check_no_adapters(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ValueError if a layer of these names has adapters that compute with its pattern."""
     for name in names:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from dynsparse._core.checks import check_choice, check_kind, check_tensor, check_types
 from dynsparse.nn.candidates import check_patterns, matches_name
-from dynsparse.nn.exclusions import check_no_adapters
+from dynsparse.nn.exclusions import check_no_adapters, check_no_hooks
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.nn.transformers_import import set_quantizers
@@ -234,8 +234,7 @@ def _check_layer(name: str, layer: SparseLinear) -> None:
         )
     if layer.executor is not None:
         raise ValueError(f"{name} is computed by {layer.kernel(1)}, which has no int8 weights")
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        raise ValueError(f"{name} has forward hooks, which would be lost: remove them first")
+    check_no_hooks(name, layer)
     if not bool(layer.values.isfinite().all()):
         raise ValueError(f"the values of {name} have entries that are NaN or infinite")
 
