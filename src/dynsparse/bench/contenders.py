@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.host import medium_precision
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
+from dynsparse.nn.linear import make_linear
 from dynsparse.ops.grow import topk_outside
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import ConstantSchedule, RigL, SparseTrainer, Static
@@ -101,9 +102,10 @@ def step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
     return step
 
 
-def dense_layer(layer: SparseLinear) -> nn.Module:
+def dense_layer(layer: SparseLinear) -> nn.Linear:
     """A dense layer with the same weights, zeros included, and a bias of its own."""
-    return copy.deepcopy(layer.to_dense_layer())
+    weight = nn.Parameter(layer.to_dense().detach())
+    return make_linear(weight, copy.deepcopy(layer.bias), layer.training)
 
 
 def _use_one_thread(work: Work) -> Work:
