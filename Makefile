@@ -22,7 +22,7 @@ PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 .PHONY: help demo test test-all test-slow test-machines test-newest test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
-	@echo "make demo    train a sparse network on digits, write plots to demo-output/"
+	@echo "make demo    train a network on digits, dense and sparse, write plots to demo-output/"
 	@echo "make test    style, types and the quick tests (six minutes on two cores)"
 	@echo "make test-all  everything else: all that follows called test-..."
 	@echo "make test-slow  all algorithms, ranks, kills, compilers, sanitizers"
@@ -44,6 +44,7 @@ help:
 
 demo: $(VENV)/.installed-apps native
 	@mkdir -p demo-output
+	$(BIN)/dynsparse mnist --method dense --seed 0
 	$(BIN)/dynsparse mnist --densities 0.1 0.3 --seed 0 \
 		--records-path demo-output/records --overwrite --json demo-output/result.json
 	$(BIN)/dynsparse visualise --records-path demo-output/records --output demo-output --animate
