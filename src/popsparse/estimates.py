@@ -324,20 +324,29 @@ def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     uses: list[tuple[str, Any, int]] = []
     training = {module: module.training for module in model.modules()}
     hooks = []
+    tables: dict[Any, str] = {}
     for name, module in model.named_modules():
-        is_table = isinstance(module, SparseEmbedding)
-        if isinstance(module, TiedHead) or (isinstance(module, SparseLinear) and not is_table):
+        if isinstance(module, TiedHead):
+            tables[module.table] = name
+        elif isinstance(module, SparseEmbedding):
+            tables.setdefault(module, name)
+        elif isinstance(module, SparseLinear):
 
             def record_use(layer: Any, inputs: Any, named: Any, name: str = name) -> None:
-                shape = (*inputs, *named.values())[0].shape
-                if isinstance(layer, TiedHead):
-                    layer, batch = layer.table, prod(shape[:-1])
-                else:
-                    batch = layer.samples_of(shape)
+                batch = layer.samples_of((*inputs, *named.values())[0].shape)
                 if batch:
                     uses.append((name or "model", layer, batch))
 
             hooks.append(module.register_forward_pre_hook(record_use, with_kwargs=True))
+    for table, name in tables.items():  # a table's product is its `logits`, which has no hooks
+
+        def compute_logits(x: Any, table: Any = table, name: str = name) -> Any:
+            batch = prod(x.shape[:-1])
+            if batch:
+                uses.append((name or "model", table, batch))
+            return type(table).logits(table, x)
+
+        table.logits = compute_logits
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     try:
         model.eval()
@@ -350,6 +359,8 @@ def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     finally:
         for hook in hooks:
             hook.remove()
+        for table in tables:
+            del table.logits
         for module, mode in training.items():
             module.training = mode
     if not uses:

@@ -312,6 +312,18 @@ class _Sort(nn.Module):
         return x.sort().values
 
 
+def test_constants_beyond_int32_raise():
+    model, large = nn.Linear(8, 4), torch.tensor([2**40] * 6)
+
+    def loss(y, labels):
+        return nn.functional.cross_entropy(y, torch.where(labels == large, labels, labels))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = popsparse.compile(model, optimizer, loss, TARGET)
+    with pytest.raises(ValueError, match="does not fit the machine: values: int32"):
+        compiled.step(torch.rand(6, 8), torch.randint(4, (6,)))
+
+
 def test_convolutions_and_pooling():
     def make_model():
         torch.manual_seed(0)

@@ -86,6 +86,22 @@ def test_tied_heads_count():
     assert (layer.name, layer.out, layer.in_, layer.batch) == ("head", 64, 32, 8)
 
 
+def test_logits_of_tables_count():
+    model = ds.nn.TiedEmbedding(64, 32, table_density=0.5)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = model
+
+        def forward(self, ids):
+            return self.tokens.logits(self.tokens(ids))
+
+    (layer,) = estimate(Whole(), torch.zeros(2, 4, dtype=torch.int64), TARGET).layers
+    assert (layer.name, layer.out, layer.in_, layer.batch) == ("tokens.table", 64, 32, 8)
+    assert "logits" not in vars(model.table)
+
+
 def test_layers_called_by_keyword_count():
     class Network(nn.Module):
         def __init__(self):

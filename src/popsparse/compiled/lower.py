@@ -164,7 +164,14 @@ class Lowering:
     def tensor(self, node: Node) -> Tensor:
         """The result of a node, on the machine."""
         value = self.value(node)
-        return value if isinstance(value, Tensor) else self._constant(value)
+        if isinstance(value, Tensor):
+            return value
+        try:
+            return self._constant(value)
+        except ValueError as error:
+            raise ValueError(
+                f"the constant {node.name!r} of the model does not fit the machine: {error}"
+            ) from error
 
     def _constant(self, value: torch.Tensor) -> Tensor:
         """A constant on the machine; a uniform one is a single element."""

@@ -278,6 +278,8 @@ class Partitioner:
                 patterns[group] = item = item.to_coo()  # positions refer to the canonical order
                 arrays.append(item.nz_values)
                 continue
+            if own_values is None:
+                raise ValueError("a SparsePattern needs values of its own: pass values")
             array = to_numpy(own_values)
             if array.shape != item.values_shape:
                 raise ValueError(

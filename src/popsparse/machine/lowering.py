@@ -461,6 +461,9 @@ class Lowering:
         fixed = [None if b.codelet.data_dependent else (b.cycles(), b.flops()) for b in bound]
         peak = max((state.target.peak_flops(dtype) for v in sets for dtype in v.read), default=0.0)
         computed = [self._is_computed(v, path) for v in sets if v.count]
+        # The cycles of each tile, unless they depend on the data.
+        fixed_cycles = [costs[0] for costs in fixed if costs is not None]
+        known = schedule.tile_cycles(fixed_cycles) if len(fixed_cycles) == len(fixed) else None
 
         def run_replica(bound: list[BoundVertices], profile: Profile) -> np.ndarray:
             """The cycles of each tile."""
@@ -477,12 +480,13 @@ class Lowering:
                 row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
                 row.vertices += len(cycles)
                 row.cycles += float(cycles.sum())
-            return schedule.tile_cycles(all_cycles)
+            return schedule.tile_cycles(all_cycles) if known is None else known
 
         def run(profile: Profile) -> None:
             profile.steps[step].peak_flops = peak
+            by_replica = [run_replica(bound, profile) for bound in replicas]
             # The slowest replica counts.
-            tile_cycles = np.max([run_replica(bound, profile) for bound in replicas], axis=0)
+            tile_cycles = np.max(by_replica, axis=0) if known is None else known
             profile.record(step, compute=float(tile_cycles.max()), tile_cycles=tile_cycles)
 
         return run
