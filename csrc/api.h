@@ -242,8 +242,8 @@ DYNSPARSE_API void dynsparse_small_masks(const int32_t* row_ptr, const int32_t* 
                                          uint16_t* masks, int64_t out, int64_t in,
                                          int32_t threads);
 
-/* The largest batch for which a product with single elements, in float32 or in int8, is usually
- * faster by masks; 0 if there is none. */
+/* The largest batch for which a product with single elements, in float32 or in int8, goes by masks
+ * where no cost model chooses: in onnxruntime, and in int8. 0 if there is none. */
 DYNSPARSE_API int64_t dynsparse_small_masks_samples(int64_t nnz, int64_t out, int64_t in,
                                                     int32_t int8);
 

@@ -79,11 +79,8 @@ def describe(model: nn.Module, batch: int | None = None) -> Description:
             shape, kept = layer.shape, layer.weight.numel()
         else:
             shape = getattr(layer, "weight_shape", (layer.out_features, layer.in_features))
-            block, density, kept = (
-                f"{layer.block_size}",
-                f"{layer.density:.4f}",
-                layer.values.numel(),
-            )
+            block, density = f"{layer.block_size}", f"{layer.density:.4f}"
+            kept = layer.values.numel()
             saved += prod(shape) - kept
         if name in int8:
             now += kept + bias  # buffers, not parameters

@@ -406,8 +406,8 @@ def _is_plain(node: Any, out_features: int, constants: Mapping[str, Any]) -> boo
     )
 
 
-def _out_features(linear: LinearNode, constants: Mapping[str, Any]) -> int:
-    return constants[linear.weight].dims[1 if linear.transposed else 0]
+def _out_features(linear: LinearNode, matrices: Mapping[str, Any]) -> int:
+    return matrices[linear.weight].dims[1 if linear.transposed else 0]
 
 
 def _fuse_relu(graph: Any, node: Any) -> bool:
@@ -471,6 +471,7 @@ def fuse_linears(model: Any, weights: Container[str] | None = None) -> dict[str,
     helper = import_library("onnx").helper
     graph = model.graph
     constants = {entry.name: entry for entry in graph.initializer}
+    matrices = {entry.values.name: entry for entry in graph.sparse_initializer} | constants
     uses = Counter(name for node in graph.node for name in node.input)
     uses.update(value.name for value in graph.output)
     names: dict[str, LinearNode] = {}
@@ -482,7 +483,7 @@ def fuse_linears(model: Any, weights: Container[str] | None = None) -> dict[str,
         node = linear.node
         if node.op_type == "MatMul":
             node.op_type = "Gemm"
-            out_features = _out_features(linear, constants)
+            out_features = _out_features(linear, matrices)
             add = _find_add(graph, node.output[0], out_features, uses, constants)
             if add is not None:
                 node.input.append(next(name for name in add.input if name != node.output[0]))

@@ -151,7 +151,7 @@ def compute(
         batch = rows.shape[0]
         y = empty_on_cpu((batch, out), (out, 1), torch.float32)
         masks = None
-        if values.dim() == 1 and batch <= library.dynsparse_small_masks_samples(
+        if values.dim() == 1 and 0 < batch <= library.dynsparse_small_masks_samples(
             len(cols), out, in_features, 1
         ):
             masks = _masks_of(row_ptr, cols, in_features)
