@@ -13,7 +13,7 @@ namespace dynsparse {
 
 using u16 = uint16_t;
 
-// Whether this instruction set expands masks itself; without, they are read bit by bit.
+// Whether this instruction set expands masks a vector at a time; without, they are read bit by bit.
 #if defined(__AVX2__)
 constexpr bool MASKS_EXPAND = true;
 #else
@@ -76,6 +76,19 @@ DYNSPARSE_INLINE __m256i lanes_for(const Lanes& lanes, unsigned mask) {
 }
 #endif
 
+// `expand` bit by bit: reads no more values than the mask has bits.
+template <class Weights>
+DYNSPARSE_INLINE V expand_bits(unsigned mask, const Weights* values) {
+  alignas(64) float lanes[VL];
+#pragma GCC unroll 8
+  for (int i = 0; i < VL; i++) {
+    const unsigned bit = mask >> i & 1;
+    lanes[i] = bit ? static_cast<float>(*values) : 0.0f;
+    values += bit;
+  }
+  return load(lanes);
+}
+
 // VL lanes: the next values where the mask has a bit, zero elsewhere. INSIDE: VL values may be
 // read, whether the mask has as many bits or not.
 template <bool INSIDE>
@@ -89,14 +102,7 @@ DYNSPARSE_INLINE V expand(unsigned mask, const float* values) {
     return _mm256_blendv_ps(places, _mm256_setzero_ps(), _mm256_castsi256_ps(lanes));
   }
 #endif
-  alignas(64) float lanes[VL];
-#pragma GCC unroll 8
-  for (int i = 0; i < VL; i++) {
-    const unsigned bit = mask >> i & 1;
-    lanes[i] = bit ? *values : 0.0f;
-    values += bit;
-  }
-  return load(lanes);
+  return expand_bits(mask, values);
 }
 
 // The same of weights in int8.
@@ -119,14 +125,7 @@ DYNSPARSE_INLINE V expand(unsigned mask, const int8_t* values) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   }
 #endif
-  alignas(64) float lanes[VL];
-#pragma GCC unroll 8
-  for (int i = 0; i < VL; i++) {
-    const unsigned bit = mask >> i & 1;
-    lanes[i] = bit ? static_cast<float>(*values) : 0.0f;
-    values += bit;
-  }
-  return load(lanes);
+  return expand_bits(mask, values);
 }
 
 // The reverse: the lanes with a bit, one after the other. What lies behind them, up to `end`, is
