@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -48,6 +48,21 @@ constexpr int LINE = 16;
 DYNSPARSE_INLINE V load(const float* p) { return *reinterpret_cast<const V*>(p); }
 DYNSPARSE_INLINE void store(float* p, V v) { *reinterpret_cast<V*>(p) = v; }
 DYNSPARSE_INLINE V load_unaligned(const float* p) { return *reinterpret_cast<const VU*>(p); }
+// As floats.
+DYNSPARSE_INLINE V load_unaligned(const int8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i weights = _mm512_maskz_cvtepi8_epi32(
+      0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_maskz_cvtepi32_ps(0xFFFF, weights);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  V weights;
+  for (int i = 0; i < VL; i++) weights[i] = static_cast<float>(p[i]);
+  return weights;
+#endif
+}
 DYNSPARSE_INLINE void store_unaligned(float* p, V v) { *reinterpret_cast<VU*>(p) = v; }
 // Subtracting zero keeps every value, -0.0 included, so compilers reduce this to one broadcast.
 DYNSPARSE_INLINE V broadcast(float s) { return s - V{}; }

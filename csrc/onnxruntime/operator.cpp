@@ -81,7 +81,7 @@ bool divide_rows(Kernel* k) {
 
 // Single elements of larger batches are faster by panels.
 bool make_panels(Kernel* k) {
-  if (k->quantized || k->block != 1 || dynsparse_panels_from(k->out, k->in, k->nnz, 0) > SAMPLES)
+  if (k->block != 1 || dynsparse_panels_from(k->out, k->in, k->nnz, 0) > SAMPLES)
     return true;
   const i64 size = dynsparse_panels_size(k->out, k->in, k->nnz, 0, 0);
   k->panels = malloc(dynsparse_panels_bytes(k->out, k->in, k->nnz, size, 0));
@@ -217,8 +217,8 @@ void compute_samples(void* data, size_t task) {
   const uint16_t* masks = count <= k.masks_samples ? k.masks : nullptr;
   if (k.quantized
           ? dynsparse_int8_forward(x, k.in, 1, static_cast<const int8_t*>(call->values),
-                                   call->scale, k.row_ptr, k.cols, masks, call->bias, y, count,
-                                   k.out, k.in, k.block,
+                                   call->scale, k.row_ptr, k.cols, k.panels, masks, call->bias, y,
+                                   count, k.out, k.in, k.block,
                                    static_cast<int32_t>(k.int8_activations), 1)
           : dynsparse_linear_forward(x, k.in, 1, static_cast<const float*>(call->values), k.row_ptr,
                                      k.cols, nullptr, k.panels, call->bias, y, count, k.out, k.in,
@@ -238,8 +238,8 @@ bool rows_failed(const Call* call, size_t part, i64 row, i64 width, float* y) {
   if (k.quantized)
     return dynsparse_int8_forward(
         call->x, k.in, 1, static_cast<const int8_t*>(call->values) + first,
-        call->scale + row * k.block, ptr, cols, masks, bias, y, call->batch, width, k.in, k.block,
-        static_cast<int32_t>(k.int8_activations), 1);
+        call->scale + row * k.block, ptr, cols, nullptr, masks, bias, y, call->batch, width, k.in,
+        k.block, static_cast<int32_t>(k.int8_activations), 1);
   const float* values = static_cast<const float*>(call->values) + first;
   if (is_small(k, call->batch))
     return dynsparse_small_forward(call->x, k.in, 1, values, ptr, cols, masks, bias, y, call->batch,

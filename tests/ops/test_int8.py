@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 from torch import Tensor
 
+from dynsparse.ops.linear import int8
 from dynsparse.ops.linear.int8 import from_kernel_order, linear_int8, to_dense, to_kernel_order
 from dynsparse.pattern import SparsePattern
 
@@ -108,6 +109,19 @@ def test_few_samples_by_masks(library, density, shape):
     for batch in range(1, 6):
         x = torch.randn(batch, shape[1], generator=generator)
         layer.check(with_library(library, lambda x=x: layer(x), 2), x)
+
+
+@pytest.mark.parametrize("library", ISAS)
+def test_many_samples_by_panels(library, monkeypatch):
+    made = []
+    make = int8.make_panels
+    monkeypatch.setattr(int8, "make_panels", lambda *args: made.append(make(*args)) or made[-1])
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer(generator, (40, 16384), 0.05, 1)
+    for batch in (256, 300):
+        x = torch.randn(batch, 16384, generator=generator)
+        layer.check(with_library(library, lambda x=x: layer(x), 2), x)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -227,6 +227,10 @@ void int8_case(const Library& library, Random& random) {
   if (block == 1)
     library.small_masks(index.row_ptr.data(), index.cols.data(), masks.data(), out, in, 2);
   const uint16_t* with = block == 1 && random.chance(60) ? masks.data() : nullptr;
+  const bool by_panels = block == 1 && random.chance(60);
+  Array<uint8_t> row_panels(random, 0);
+  if (by_panels)
+    row_panels = panels_of(library, random, out, in, index.row_ptr, index.cols, nullptr, 0, 2);
 
   std::vector<double> y(batch * out), y_bound(y);
   std::vector<double> step(batch);  // half of it is what rounding takes, and a little more
@@ -255,8 +259,8 @@ void int8_case(const Library& library, Random& random) {
       [&](const Array<float>& to, i32 threads) {
         const int status = library.int8_forward(
             x.data, x.batch_stride, x.feature_stride, values.data(), scale.data(),
-            index.row_ptr.data(), index.cols.data(), with, biased ? bias.data() : nullptr,
-            to.data(), batch, out, in, block, rounds, threads);
+            index.row_ptr.data(), index.cols.data(), by_panels ? row_panels.data() : nullptr, with,
+            biased ? bias.data() : nullptr, to.data(), batch, out, in, block, rounds, threads);
         expect(status == 0, "status");
         expect_near(to, y, y_bound, 1, "y of int8 weights");
       },

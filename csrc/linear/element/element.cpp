@@ -54,12 +54,22 @@ struct Indexed : Major<NV, ACCUMULATE, DOT, i32> {
   }
 };
 
+// Where entry p of major m has the weight at p.
+DYNSPARSE_INLINE const float* weights_of(const ElementPass& pass, i64 m, const float* weights,
+                                         float* widened) {
+  if (!pass.int8_values) return weights;
+  const i64 first = pass.ptr[m];
+  widen(pass.int8_values + first, pass.ptr[m + 1] - first, pass.scale[m], widened);
+  return widened - first;
+}
+
 // What a thread works with.
 struct Own {
   const float* weights;
   float* packed;  // [minor][lane]
   float* held;    // [major of a strip][lane]
   float* out;     // likewise
+  float* widened; // the weights of a major that come in int8
 };
 
 // Majors whose activations come from the natural layout, and go back to it, at once: long runs of
@@ -79,7 +89,7 @@ void run_strip(const ElementPass& pass, const Own& own, const Tile& tile, const 
     Indexed<NV, ACCUMULATE, DOT> major;
     major.tile = own.packed;
     major.idx = pass.idx;
-    major.weights = own.weights;
+    major.weights = weights_of(pass, m, own.weights, own.widened);
     if constexpr (DOT) major.hold(own.held + (m - begin) * width);
     if constexpr (ACCUMULATE) major.start(broadcast(pass.bias ? pass.bias[m] : 0.0f));
     major.all(pass.ptr[m], pass.ptr[m + 1], sums);
@@ -124,15 +134,18 @@ bool run_pass(const ElementPass& pass) {
   // as dot products always do: their sums run over all tiles.
   const bool by_tiles = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
   const i64 held_size = DOT ? strip_size : 0, out_size = ACCUMULATE ? strip_size : 0;
+  const i64 widened_size = int8_buffer_size(pass);
   Scratch scratch(Scratch::size_of<float>(tile_size * pass.threads) +
                   Scratch::size_of<float>(held_size * pass.threads) +
                   Scratch::size_of<float>(out_size * pass.threads) +
+                  Scratch::size_of<float>(widened_size * pass.threads) +
                   Scratch::size_of<float>(permuted ? nnz : 0) +
                   Scratch::size_of<float>(partial_sums ? nnz : 0));
   if (scratch.failed()) return false;
   float* packed = scratch.take<float>(tile_size * pass.threads);
   float* held = scratch.take<float>(held_size * pass.threads);
   float* out = scratch.take<float>(out_size * pass.threads);
+  float* widened = scratch.take<float>(widened_size * pass.threads);
   float* gathered = scratch.take<float>(permuted ? nnz : 0);
   float* partial = pass.order ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
   const float* weights = permuted ? gathered : pass.values;
@@ -150,7 +163,8 @@ bool run_pass(const ElementPass& pass) {
       if (first == last && !pass.packed_sums) continue;
       if (permuted && !by_tiles)
         gather(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
-      const Own own = {weights, packed + k * tile_size, held + k * held_size, out + k * out_size};
+      const Own own = {weights, packed + k * tile_size, held + k * held_size, out + k * out_size,
+                       widened + k * widened_size};
       for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
         const Tile tile = tile_at(t, pass.batch, samples);
         for (i64 begin = 0; begin < pass.minors; begin += SHARE) {
@@ -171,10 +185,12 @@ bool run_pass(const ElementPass& pass) {
 
 // One sample in float32: it stays in the first-level cache, where a tile, padded to a vector of
 // samples, may not, and no lane is wasted.
-template <bool ORDERED>
-float sum_of_major(const ElementPass& pass, i64 m, const float* x) {
+template <bool ORDERED, class Value>
+float sum_of_major(const ElementPass& pass, const Value* values, i64 m, const float* x) {
   const i32* idx = pass.idx;
-  const auto weight = [&](i64 p) { return pass.values[ORDERED ? pass.order[p] : p]; };
+  const auto weight = [&](i64 p) {
+    return static_cast<float>(values[ORDERED ? pass.order[p] : p]);
+  };
   V acc = {};
   i64 p = pass.ptr[m];
   const i64 end = pass.ptr[m + 1];
@@ -186,7 +202,7 @@ float sum_of_major(const ElementPass& pass, i64 m, const float* x) {
 #pragma GCC unroll 16
       for (int i = 0; i < VL; i++) weights[i] = weight(p + i);
     } else {
-      weights = load_unaligned(pass.values + p);
+      weights = load_unaligned(values + p);
     }
     acc += weights * lanes;
   }
@@ -196,13 +212,15 @@ float sum_of_major(const ElementPass& pass, i64 m, const float* x) {
   return sum;
 }
 
-template <bool ORDERED>
-void run_sample(const ElementPass& pass, const float* x) {
+template <bool ORDERED, class Value>
+void run_sample(const ElementPass& pass, const Value* values, const float* x) {
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (int k = 0; k < pass.threads; k++) {
     const i64 end = first_major(pass, k + 1, pass.threads);
     for (i64 m = first_major(pass, k, pass.threads); m < end; m++)
-      pass.out.f32[m] = sum_of_major<ORDERED>(pass, m, x) + (pass.bias ? pass.bias[m] : 0.0f);
+      pass.out.f32[m] = sum_of_major<ORDERED>(pass, values, m, x) *
+                            (pass.int8_values ? pass.scale[m] : 1.0f) +
+                        (pass.bias ? pass.bias[m] : 0.0f);
   }
 }
 
@@ -216,11 +234,34 @@ bool run_sample(const ElementPass& pass) {
     for (i64 i = 0; i < pass.minors; i++) copy[i] = x[i * stride];
     x = copy;
   }
-  pass.order ? run_sample<true>(pass, x) : run_sample<false>(pass, x);
+  if (pass.int8_values)
+    run_sample<false>(pass, pass.int8_values, x);
+  else if (pass.order)
+    run_sample<true>(pass, pass.values, x);
+  else
+    run_sample<false>(pass, pass.values, x);
   return true;
 }
 
 }  // namespace
+
+i64 int8_buffer_size(const ElementPass& pass) {
+  if (!pass.int8_values) return 0;
+  i64 longest = 0;
+  for (i64 m = 0; m < pass.majors; m++) longest = most(longest, pass.ptr[m + 1] - pass.ptr[m]);
+  return longest + APART;
+}
+
+void widen(const int8_t* values, i64 count, float scale, float* out) {
+  const auto vector = [&](i64 i) {
+    store_unaligned(out + i, load_unaligned(values + i) * broadcast(scale));
+  };
+  for (i64 i = 0; i + VL <= count; i += VL) vector(i);
+  if (count >= VL)
+    vector(count - VL);
+  else
+    for (i64 i = 0; i < count; i++) out[i] = static_cast<float>(values[i]) * scale;
+}
 
 // The loop has a function of its own to be compiled for its pointers alone.
 void gather(const float* __restrict from, const i32* __restrict order, i64 begin, i64 end,

@@ -32,6 +32,10 @@ struct ElementPass {
   Output out = {};
   const float* values = nullptr;  // [nnz]; entry p's is values[order ? order[p] : p]
   const float* bias = nullptr;    // [majors] or null: zero
+  // In place of `values`, in the order of a CSR index: those of major m in units of scale[m]. Only
+  // passes without dot products have them.
+  const int8_t* int8_values = nullptr;
+  const float* scale = nullptr;
 
   // Dot products into sums [nnz], in the order of the values; skipped where sums is null.
   Matrix held = {};  // [batch, majors]
@@ -58,6 +62,12 @@ constexpr i64 APART = 5 * LINE;
 
 // False where scratch memory is not to be had.
 bool run(const ElementPass& pass);
+
+// out[i] = values[i] * scale for the i < count.
+void widen(const int8_t* values, i64 count, float scale, float* out);
+
+// Memory of a thread for the weights of a major that come in int8: columns may repeat in a row.
+i64 int8_buffer_size(const ElementPass& pass);
 
 // out[p] = from[order[p]] for the p in [begin, end).
 void gather(const float* from, const i32* order, i64 begin, i64 end, float* out);

@@ -54,6 +54,7 @@ struct Own {
   // By entry. Where it begins differs from panel to panel, if the memory holds but one of them.
   const float* weights;
   float* sums;
+  float* widened;  // the weights of a major that come in int8
 };
 
 // The majors of a thread in a panel, with their entries.
@@ -91,6 +92,12 @@ void run_panel(const ElementPass& pass, const Tile& tile, const Own& own, const 
         major.start(broadcast(pass.bias ? pass.bias[own.first + m] : 0.0f));
       else
         major.start(own.out + m * width);
+    }
+    if (pass.int8_values) {
+      const i64 first = part.index.values[part.panel * pass.majors + own.first + m];
+      widen(pass.int8_values + first, from[m + 1] - from[m], pass.scale[own.first + m],
+            own.widened);
+      major.weights = own.widened - from[m];
     }
     major.all(from[m], from[m + 1], tile.first == 0);
     if constexpr (ACCUMULATE) major.finish(own.out + m * width);
@@ -169,9 +176,10 @@ bool run_in_panels(const ElementPass& pass) {
       largest = most(largest, starts[last] - starts[first]);
     }
   }
-  // In one panel whose values lie side by side everything has their order. With several tiles there
-  // is memory for the weights and sums of all panels, else for one panel of every thread.
-  const bool natural = index.values && index.panels == 1;
+  // In one panel whose values lie side by side everything has their order, and weights in int8 are
+  // read where they are. Otherwise, with several tiles, there is memory for the weights and sums of
+  // all panels, else for one panel of every thread.
+  const bool natural = (index.values && index.panels == 1) || pass.int8_values;
   const bool by_columns = index.inverse != nullptr;
   const i64 room = natural ? 0 : tiles > 1 ? entries : pass.threads * largest;
   const i64 weights_size = pass.out ? room : 0;
@@ -179,14 +187,17 @@ bool run_in_panels(const ElementPass& pass) {
   const i64 held_size = pass.sums ? majors * width + APART : 0;
   const i64 out_size = pass.out ? majors * width + APART : 0;
   const i64 packed_size = index.size * width + APART;
+  const i64 widened_size = int8_buffer_size(pass);
   Scratch scratch(Scratch::size_of<float>(weights_size) + Scratch::size_of<float>(sums_size) +
                   Scratch::size_of<float>(packed_size * pass.threads) +
+                  Scratch::size_of<float>(widened_size * pass.threads) +
                   Scratch::size_of<float>(held_size * pass.threads) +
                   Scratch::size_of<float>(out_size * pass.threads));
   if (scratch.failed()) return false;
   float* const weights = scratch.take<float>(weights_size);
   float* const sums = scratch.take<float>(sums_size);
   float* const packed = scratch.take<float>(packed_size * pass.threads);
+  float* const widened = scratch.take<float>(widened_size * pass.threads);
   float* const held = scratch.take<float>(held_size * pass.threads);
   float* const out = scratch.take<float>(out_size * pass.threads);
 
@@ -201,6 +212,7 @@ bool run_in_panels(const ElementPass& pass) {
       own.packed = packed + k * packed_size;
       own.held = held + k * held_size;
       own.out = out + k * out_size;
+      own.widened = widened + k * widened_size;
       own.weights = natural ? pass.values : weights;
       own.sums = natural ? pass.sums : sums;
       for (i64 t = 0; t < tiles; t++) {

@@ -55,22 +55,6 @@ void pack_pieces(const Matrix& from, i64 batch, i64 features, float* out) {
     }
 }
 
-DYNSPARSE_INLINE V load_weights(const float* p) { return load_unaligned(p); }
-DYNSPARSE_INLINE V load_weights(const int8_t* p) {
-#if defined(__AVX512F__)
-  const __m512i weights = _mm512_maskz_cvtepi8_epi32(
-      0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_maskz_cvtepi32_ps(0xFFFF, weights);
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#else
-  V weights;
-  for (int i = 0; i < VL; i++) weights[i] = static_cast<float>(p[i]);
-  return weights;
-#endif
-}
-
 // ---- forward ----
 
 // DOWN vectors of a block row, from `first` on, by SAMPLES samples. Neighbouring blocks add to
@@ -90,7 +74,7 @@ void forward_vectors(const FewPass& pass, const Weights* weights, const float* x
       V w[DOWN];
 #pragma GCC unroll 16
       for (int j = 0; j < DOWN; j++)
-        w[j] = load_weights(values + j * C::ROWS * BLOCK + h * C::COLUMNS);
+        w[j] = load_unaligned(values + j * C::ROWS * BLOCK + h * C::COLUMNS);
 #pragma GCC unroll 8
       for (int s = 0; s < SAMPLES; s++) {
         V lanes = repeat<C::COLUMNS>(pieces + h * stride + s * C::COLUMNS);

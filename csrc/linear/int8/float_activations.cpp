@@ -2,9 +2,9 @@
 
 #include "base/scratch.h"
 #include "linear/block/block.h"
+#include "linear/element/element.h"
 #include "linear/few/few.h"
 #include "linear/int8/int8.h"
-#include "linear/linear.h"
 
 namespace dynsparse {
 namespace {
@@ -76,19 +76,11 @@ void quad_samples(const Int8Pass& pass, const float* x, i64 row, i64 sample) {
 
 // ---- weights in float32 ----
 
-// Loops of their own, for their pointers alone.
-void widen(const int8_t* __restrict values, i64 count, float scale, float* __restrict out) {
-  for (i64 i = 0; i < count; i++) out[i] = static_cast<float>(values[i]) * scale;
-}
-DYNSPARSE_INLINE void widen(const int8_t* __restrict values, i64 count,
+// A loop of its own, for its pointers alone.
+DYNSPARSE_INLINE void widen_each(const int8_t* __restrict values, i64 count,
                             const float* __restrict scales, float* __restrict out) {
 #pragma GCC unroll 1
   for (i64 i = 0; i < count; i++) out[i] = static_cast<float>(values[i]) * scales[i];
-}
-
-void dequantize_elements(const Int8Pass& pass, i64 row, float* out) {
-  const i64 begin = pass.row_ptr[row], end = pass.row_ptr[row + 1];
-  widen(pass.values + begin, end - begin, pass.scale[row], out + begin);
 }
 
 void dequantize_blocks(const Int8Pass& pass, i64 row, float* out) {
@@ -100,9 +92,9 @@ void dequantize_blocks(const Int8Pass& pass, i64 row, float* out) {
   for (i64 i = 0; fits && i < size; i++) scales[i] = scale[i / block];
   for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++) {
     if (block == QUAD)  // a constant count needs no loop
-      widen(pass.values + p * QUAD * QUAD, QUAD * QUAD, scales, out + p * QUAD * QUAD);
+      widen_each(pass.values + p * QUAD * QUAD, QUAD * QUAD, scales, out + p * QUAD * QUAD);
     else if (fits)
-      widen(pass.values + p * size, size, scales, out + p * size);
+      widen_each(pass.values + p * size, size, scales, out + p * size);
     else
       for (i64 r = 0; r < block; r++)
         widen(pass.values + p * size + r * block, block, scale[r], out + p * size + r * block);
@@ -153,32 +145,19 @@ bool int8_forward_few(const Int8Pass& pass) {
   return true;
 }
 
-bool int8_forward_sample(const Int8Pass& pass) {
-  constexpr i64 CHUNK = 256;
-  const float* x = pass.x.data.f32;
-  const i64 stride = pass.x.feature_stride;
-#pragma omp parallel for num_threads(pass.threads) schedule(static)
-  for (i64 row = 0; row < pass.out; row++) {
-    V sums = {};
-    float sum = 0.0f;
-    for (i64 p = pass.row_ptr[row], end = pass.row_ptr[row + 1]; p < end; p += CHUNK) {
-      const i64 count = least(CHUNK, end - p);
-      alignas(64) float weights[CHUNK];
-      widen(pass.values + p, count, 1.0f, weights);
-      const i32* cols = pass.cols + p;
-      i64 i = 0;
-      for (; i + VL <= count; i += VL) {
-        V lanes;
-#pragma GCC unroll 16
-        for (int k = 0; k < VL; k++) lanes[k] = x[cols[i + k] * stride];
-        sums += load(weights + i) * lanes;
-      }
-      for (; i < count; i++) sum += weights[i] * x[cols[i] * stride];
-    }
-    for (int k = 0; k < VL; k++) sum += sums[k];
-    pass.y[row] = sum * pass.scale[row] + (pass.bias ? pass.bias[row] : 0.0f);
+bool int8_forward_elements(const Int8Pass& pass) {
+  ElementPass elements = {pass.row_ptr, pass.cols, pass.out,    pass.in,
+                          pass.batch,   pass.x,    pass.threads};
+  elements.out = {pass.y};
+  elements.int8_values = pass.values;
+  elements.scale = pass.scale;
+  elements.bias = pass.bias;
+  PanelIndex panels;
+  if (pass.panels) {
+    panels = panel_index(pass.panels);
+    elements.panels = &panels;
   }
-  return true;
+  return run(elements);
 }
 
 bool int8_forward_many(const Int8Pass& pass) {
@@ -189,17 +168,10 @@ bool int8_forward_many(const Int8Pass& pass) {
   float* values = scratch.take<float>(size);
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (i64 row = 0; row < rows; row++) {
-    if (block == 1)
-      dequantize_elements(pass, row, values);
-    else if (pass.has_quads())
+    if (pass.has_quads())
       dequantize_quads(pass, row, values);
     else
       dequantize_blocks(pass, row, values);
-  }
-  if (!pass.has_quads()) {
-    const Index index = {pass.row_ptr, pass.cols, nullptr, nullptr, nullptr, nullptr,
-                         pass.out,     pass.in,   block,   nullptr, nullptr};
-    return !linear_forward(pass.x, values, index, pass.bias, {pass.y}, pass.batch, pass.threads);
   }
   BlockPass blocks = {rows, pass.in / block, block, pass.batch, pass.x, pass.threads};
   blocks.out = {pass.y};
@@ -207,7 +179,7 @@ bool int8_forward_many(const Int8Pass& pass) {
   blocks.idx = pass.cols;
   blocks.values = values;
   blocks.bias = pass.bias;
-  blocks.transposed = true;
+  blocks.transposed = pass.has_quads();
   return lines_fit(blocks) ? run_in_lines(blocks) : run_in_tiles(blocks);
 }
 

@@ -22,6 +22,7 @@ struct Int8Pass {
   i64 out;
   i64 in;
   i64 block;
+  const void* panels;     // of single elements, or null
   const uint16_t* masks;  // [out, ceil(in / 16)] of single elements, or null
   int threads;
 
@@ -51,9 +52,9 @@ DYNSPARSE_INLINE F column_of(Q quads, int c) {
 }
 
 // Activations in float32. False where scratch memory is not to be had.
-bool int8_forward_few(const Int8Pass& pass);     // masks, blocks of 4 and of multiples of 8
-bool int8_forward_many(const Int8Pass& pass);    // any block size, through weights in float32
-bool int8_forward_sample(const Int8Pass& pass);  // single elements, one sample
+bool int8_forward_few(const Int8Pass& pass);       // masks, blocks of 4 and of multiples of 8
+bool int8_forward_elements(const Int8Pass& pass);  // single elements
+bool int8_forward_many(const Int8Pass& pass);      // blocks, through weights in float32
 
 // Activations in int8, scaled by the largest magnitude of each sample; blocks of multiples of 8.
 bool int8_forward_dynamic(const Int8Pass& pass);

@@ -64,7 +64,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 11, *[_SIZE] * 4, _INT],
     ),
-    "dynsparse_int8_forward": (ctypes.c_int, [*_MATRIX, *[_POINTER] * 7, *[_SIZE] * 4, _INT, _INT]),
+    "dynsparse_int8_forward": (ctypes.c_int, [*_MATRIX, *[_POINTER] * 8, *[_SIZE] * 4, _INT, _INT]),
     "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
     "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),
     "dynsparse_attention_forward": (

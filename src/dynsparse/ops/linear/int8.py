@@ -6,6 +6,7 @@ computes with the dense weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import TensorCache, check_rows
-from dynsparse.ops.linear.panels import make_masks
+from dynsparse.ops.linear.panels import make_masks, make_panels
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 from dynsparse.pattern.on_device import expand_row_pointers
 
@@ -150,11 +151,9 @@ def compute(
     else:
         batch = rows.shape[0]
         y = empty_on_cpu((batch, out), (out, 1), torch.float32)
-        masks = None
-        if values.dim() == 1 and 0 < batch <= library.dynsparse_small_masks_samples(
-            len(cols), out, in_features, 1
-        ):
-            masks = _masks_of(row_ptr, cols, in_features)
+        panels = masks = None
+        if values.dim() == 1 and batch:
+            panels, masks = _derive(row_ptr, cols, in_features, batch)
         status = library.dynsparse_int8_forward(
             rows.data_ptr(),
             *rows.stride(),
@@ -162,6 +161,7 @@ def compute(
             scale.data_ptr(),
             row_ptr.data_ptr(),
             cols.data_ptr(),
+            None if panels is None else panels.data_ptr(),
             None if masks is None else masks.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
@@ -177,18 +177,38 @@ def compute(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
 
-# (row_ptr, cols) -> their bit masks.
-_masks = TensorCache()
+# (row_ptr, cols) -> a tuple of their panels or masks.
+_panels, _masks = TensorCache(), TensorCache()
 
 
-def _masks_of(row_ptr: Tensor, cols: Tensor, in_features: int) -> Tensor | None:
-    """Return the bit masks of single elements; None where each call would make them anew."""
+def _derive(
+    row_ptr: Tensor, cols: Tensor, in_features: int, batch: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the panels and the bit masks by which single elements are computed, each or None."""
+    sizes = len(row_ptr) - 1, in_features, len(cols)
+    if batch <= native.call("dynsparse_small_masks_samples", sizes[2], *sizes[:2], 1):
+        return None, _keep(_masks, row_ptr, cols, lambda: make_masks(row_ptr, cols, in_features))
+    if batch < native.call("dynsparse_panels_from", *sizes, False):
+        return None, None
+
+    def make() -> Tensor | None:
+        return make_panels(False, *sizes[:2], cols, row_ptr, cols.new_empty(0))
+
+    return _keep(_panels, row_ptr, cols, make), None
+
+
+def _keep(
+    cache: TensorCache, row_ptr: Tensor, cols: Tensor, make: Callable[[], Tensor | None]
+) -> Tensor | None:
+    """Return what `make` returned for this index; None where each call would make it anew."""
     index = row_ptr, cols
-    masks: Tensor | None = _masks.get(index)
-    if masks is None and not any(tensor.is_inference() for tensor in index):
-        masks = make_masks(row_ptr, cols, in_features)
-        _masks.put(index, masks)
-    return masks
+    if any(tensor.is_inference() for tensor in index):
+        return None
+    kept: tuple[Tensor | None] | None = cache.get(index)
+    if kept is None:
+        kept = (make(),)
+        cache.put(index, kept)
+    return kept[0]
 
 
 def _round_samples(x: Tensor) -> Tensor:
