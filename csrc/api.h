@@ -136,11 +136,11 @@ DYNSPARSE_API int dynsparse_linear_backward_bf16(
  *
  * values: as those of the layer, without `slots`, but blocks whose size is a multiple of 8 are
  * [block / 4, block, 4]: of each four neighbouring columns, the rows one after the other. scale:
- * [out]. row_panels: as for dynsparse_linear_forward. masks: null, or those of single elements where
- * the product goes by them, as it does for few samples. bias: [out] or null. With int8_activations 1, products with blocks of multiples of 8
- * round the features of each sample to multiples of their largest magnitude / 127, and sum
- * integers; a sample with a feature that is not finite gives NaN. Other blocks are computed as with
- * 0. */
+ * [out]. row_panels: as for dynsparse_linear_forward. masks: null, or those of single elements
+ * where the product goes by them, as it does for few samples. bias: [out] or null. With
+ * int8_activations 1, products with blocks of multiples of 8 round the features of each sample to
+ * multiples of their largest magnitude / 127, and sum integers; a sample with a feature that is not
+ * finite gives NaN. Other blocks are computed as with 0. */
 DYNSPARSE_API int dynsparse_int8_forward(const float* x, int64_t x_batch_stride,
                                          int64_t x_feature_stride, const int8_t* values,
                                          const float* scale, const int32_t* row_ptr,

@@ -69,7 +69,7 @@ struct Own {
   float* packed;  // [minor][lane]
   float* held;    // [major of a strip][lane]
   float* out;     // likewise
-  float* widened; // the weights of a major that come in int8
+  float* widened;  // the weights of a major that come in int8
 };
 
 // Majors whose activations come from the natural layout, and go back to it, at once: long runs of
