@@ -464,7 +464,7 @@ class EmbeddingLayer:
         self.engine.write("values", encoded.nz_values)
 
     def set_values(self, values: Any) -> None:
-        """Write values of the pattern that was set."""
+        """Write values of the pattern that was set; raises what `Layer.set_values` raises."""
         self.engine.write("values", self._require_encoded().place(to_numpy(values)))
 
     def slice(self, indices: Any) -> np.ndarray:

@@ -263,7 +263,11 @@ class Layer:
         self.engine.write("words", encoded.meta_info)
 
     def set_values(self, values: Any) -> None:
-        """Write values [nnz] or [nnz, b, b] of the current pattern."""
+        """Write values [nnz] or [nnz, b, b] of the current pattern; of all groups, in their order.
+
+        Raises:
+            ValueError: values of another shape; no pattern is set.
+        """
         self.engine.write("values", self._require_encoded().place(to_numpy(values)))
 
     def set_weights(self, pattern: Any, values: Any) -> None:

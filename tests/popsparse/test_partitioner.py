@@ -17,6 +17,8 @@ from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.formats import COOMatrix
 from popsparse.machine.target import Target
 from popsparse.planning.params import MatmulParams, SparsityParams
+from popsparse.planning.search import plan
+from popsparse.programs.dense_weights import operations
 
 
 def random_pattern(shape, nnz, block=1, seed=0):
@@ -225,6 +227,21 @@ def test_values_follow_a_pattern_without_encoding_it_again():
     assert np.array_equal(encoded.gather(again), 2 * values.numpy())
     with pytest.raises(ValueError, match=r"nz_values must have the shape \[180\], got \[3\]"):
         encoded.gather(np.zeros(3))
+
+
+@pytest.mark.parametrize("use_dense", [False, True])
+@pytest.mark.parametrize("block", [1, 4])
+def test_values_of_another_shape_raise(block, use_dense):
+    constraints = {"plan_constraints": {"use_dense": True}} if use_dense else {}
+    planned = plan(16, 24, 8, 0.3, block, "float32", Target(tiles=4), options=constraints)
+    partitioner = operations(planned).partitioner(planned)
+    pattern, values = random_pattern((16, 24), 5, block)
+    encoded = partitioner.encode(pattern, values).pattern
+    values = values.numpy()
+    assert encoded.values_shape == values.shape
+    for wrong in (values[:1], values[None], np.moveaxis(values, 0, -1)[..., :3]):
+        with pytest.raises(ValueError, match=r"values must have the shape \[5.*\], got \["):
+            encoded.place(wrong)
 
 
 def test_example_of_the_documentation_runs():

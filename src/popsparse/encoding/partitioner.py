@@ -140,11 +140,21 @@ class EncodedPattern:
         (height, width), (bx, by) = self.pattern_block, self.block
         return height // bx, bx, width // by, by
 
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """[nnz], or [nnz, height, width] for blocks; the blocks of all groups."""
+        count = len(self.positions) * math.prod(self.block) // math.prod(self.pattern_block)
+        return (count,) if self.pattern_block == (1, 1) else (count, *self.pattern_block)
+
     def place(self, values: np.ndarray) -> np.ndarray:
         """Values [nnz] or [nnz, height, width] in the order of buckets: [nz_size], gaps are 0.
 
         Call it whenever values change; the meta-info changes only with the pattern.
+
+        Raises:
+            ValueError: values of another shape.
         """
+        _check_shape(values, self.values_shape)
         out = np.zeros(self.nz_size, values.dtype)
         blocks = values.reshape(-1, *self._cuts).transpose(0, 1, 3, 2, 4)
         area = self.block[0] * self.block[1]
@@ -281,13 +291,10 @@ class Partitioner:
             if own_values is None:
                 raise ValueError("a SparsePattern needs values of its own: pass values")
             array = to_numpy(own_values)
-            if array.shape != item.values_shape:
-                raise ValueError(
-                    f"values must have the shape {list(item.values_shape)}, got {list(array.shape)}"
-                )
+            _check_shape(array, item.values_shape)
             arrays.append(array)
         encoded = self._encode_patterns(patterns)
-        flat = np.concatenate([a.reshape(-1, *self.block) for a in arrays])
+        flat = np.concatenate([a.ravel() for a in arrays]).reshape(encoded.values_shape)
         return Encoded(encoded.meta_info, encoded.place(flat), encoded)
 
     def encode_pattern(self, pattern: Any) -> EncodedPattern:
@@ -479,6 +486,11 @@ class Partitioner:
         if self.block[0] != self.block[1]:
             return matrix.canonical()
         return matrix.to_pattern()
+
+
+def _check_shape(values: np.ndarray, expected: tuple[int, ...]) -> None:
+    if values.shape != expected:
+        raise ValueError(f"values must have the shape {list(expected)}, got {list(values.shape)}")
 
 
 def _check_pattern(pattern: Any) -> None:
