@@ -131,6 +131,7 @@ class Layer:
         }
         self.profiles: dict[str, Profile] = {}
         self._encoded: EncodedPattern | None = None
+        self._has_values = False  # Whether the machine's values belong to the pattern.
         build = operations(plan)
         self._partitioner = build.partitioner(plan)
         graph = Graph(plan.target)
@@ -180,6 +181,7 @@ class Layer:
 
         Raises:
             OSError: the file cannot be written.
+            ValueError: a pattern whose values are not set.
             TypeError: a plan whose target or options are of a custom class.
         """
         weights = self._matrices()
@@ -243,6 +245,7 @@ class Layer:
         if encoded is None:
             return []
         if self.numerics:
+            self._require_values()
             values = self.engine.read("values")
         else:
             values = np.zeros(self._partitioner.nz_size, self.plan.dtype.name)
@@ -255,11 +258,15 @@ class Layer:
     def set_pattern(self, pattern: Any) -> None:
         """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
 
+        Call `set_values` next: the values on the machine are in the places of the previous pattern.
+        Without values, `grad_weight`, `scores` and `run` work.
+
         Raises:
             ValueError: another shape or block size than the plan's.
             BucketOverflowError: too many non-zeros for the buckets (a ValueError).
         """
         self._encoded = encoded = self._partitioner.encode_pattern(pattern)
+        self._has_values = False
         self.engine.write("words", encoded.meta_info)
 
     def set_values(self, values: Any) -> None:
@@ -269,6 +276,7 @@ class Layer:
             ValueError: values of another shape; no pattern is set.
         """
         self.engine.write("values", self._require_encoded().place(to_numpy(values)))
+        self._has_values = True
 
     def set_weights(self, pattern: Any, values: Any) -> None:
         """Encode and write a pattern and its values; for several groups, sequences of both."""
@@ -277,6 +285,7 @@ class Layer:
         self.engine.write("words", encoded.meta_info)
         if self.numerics:
             self.engine.write("values", encoded.nz_values)
+        self._has_values = True
 
     @check_types
     def run(self, name: str) -> Profile:
@@ -285,19 +294,28 @@ class Layer:
         return self.profiles[name]
 
     def forward(self, inputs: Any) -> np.ndarray:
-        """Y = X W^T: [batch, in] to [batch, out], in the plan's type."""
+        """Y = X W^T: [batch, in] to [batch, out], in the plan's type.
+
+        Raises:
+            ValueError: no pattern or no values are set.
+        """
+        self._require_values()
         self.engine.write("input", inputs)
         self.run("forward")
         return self.engine.read("forward result")
 
     def grad_input(self, gradient: Any) -> np.ndarray:
-        """dX = dY W: [batch, out] to [batch, in]."""
+        """dX = dY W: [batch, out] to [batch, in]; raises what `forward` raises."""
+        self._require_values()
         self.engine.write("gradient", gradient)
         self.run("grad_input")
         return self.engine.read("grad_input result")
 
     def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
-        """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
+        """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order.
+
+        Needs no values; otherwise raises what `forward` raises.
+        """
         encoded = self._require_encoded()
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
@@ -330,7 +348,7 @@ class Layer:
     @property
     def returned_values(self) -> np.ndarray:
         """The values sent to the host with the last scores: [nnz] or [nnz, b, b]."""
-        return self._require_encoded().gather(self._require_update().values())
+        return self._require_values().gather(self._require_update().values())
 
     @property
     def returned_slots(self) -> list[np.ndarray]:
@@ -342,6 +360,13 @@ class Layer:
         if self._encoded is None:
             raise ValueError("set a pattern first")
         return self._encoded
+
+    def _require_values(self) -> EncodedPattern:
+        """The encoded pattern; raises ValueError if none is set, or its values are not."""
+        encoded = self._require_encoded()
+        if self.numerics and not self._has_values:
+            raise ValueError("the values of the new pattern are not set: call set_values first")
+        return encoded
 
     def rewire(self, pattern: Any, values: Any, optimizer_slots: Sequence_[Any] = ()) -> Profile:
         """Send a new pattern, its values and optimizer state over the host link.
@@ -366,7 +391,7 @@ class Layer:
         empty = [np.zeros_like(encoded.nz_values)] * (count - len(slots))
         update.send(encoded.meta_info, [encoded.nz_values, *slots, *empty])
         profile = self.run("rewire")
-        self._encoded = encoded.pattern
+        self._encoded, self._has_values = encoded.pattern, True
         return profile
 
     def _require_update(self) -> UpdatePrograms:

@@ -205,11 +205,31 @@ def test_layer_checks_its_use():
     pattern = SparsePattern.random((32, 32), 0.1)
     with pytest.raises(ValueError, match="set a pattern first"):
         layer.set_values(torch.ones(pattern.nnz))
+    with pytest.raises(ValueError, match="set a pattern first"):
+        layer.forward(torch.ones(8, 32))
     with pytest.raises(ValueError, match="the plan is for forward"):
         Layer(layer.plan, passes=["grad_weight"])
     layer.set_weights(pattern, torch.ones(pattern.nnz))
     with pytest.raises(ValueError, match=r"expected \[8, 32\], got \[8, 31\]"):
         layer.forward(torch.ones(8, 31))
+
+
+def test_products_need_the_values_of_a_new_pattern(tmp_path):
+    layer = Layer(_plan_of_all_passes())
+    generator = torch.Generator().manual_seed(0)
+    old, new = (SparsePattern.random((32, 32), 0.1, generator=generator) for _ in range(2))
+    x, values = torch.randn(8, 32), torch.randn(new.nnz)
+    layer.set_weights(old, values)
+    layer.set_pattern(new)
+    for use in (layer.forward, layer.grad_input, lambda _: layer.save(tmp_path / "layer")):
+        with pytest.raises(ValueError, match="values of the new pattern are not set: call set_val"):
+            use(x)
+    wanted = new.values_of(x.double().T @ x.double())
+    close(torch.from_numpy(layer.grad_weight(x, x)).double(), wanted, "float32")
+    layer.set_values(values)
+    dense = new.to_dense(values).double()
+    close(torch.from_numpy(layer.forward(x)).double(), x.double() @ dense.T, "float32")
+    layer.save(tmp_path / "layer")
 
 
 def test_profile_is_equal_without_numerics():
@@ -222,6 +242,10 @@ def test_profile_is_equal_without_numerics():
     with_numbers.grad_weight(torch.ones(8, 32), torch.ones(8, 32))
     for name in ("forward", "grad_weight"):
         assert without.run(name).cycles == with_numbers.profiles[name].cycles
+
+
+def _plan_of_all_passes():
+    return plan(32, 32, 8, 0.1, dtype="float32", target=Target.mk2(tiles=4), passes=PASSES)
 
 
 def _params(batch):
