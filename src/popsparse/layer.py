@@ -123,7 +123,7 @@ class Layer:
             if not isinstance(name, str) or name not in names:
                 raise ValueError(f"the plan is for {', '.join(names)}, not for {shorten(name)}")
         updating = None if update is None else Update.parse(update)
-        self._built = {
+        self._built: dict[str, Any] = {
             "passes": requested,
             "update": updating and {**vars(updating), "partials_type": str(updating.partials_type)},
             "numerics": numerics,
@@ -297,8 +297,9 @@ class Layer:
         """Y = X W^T: [batch, in] to [batch, out], in the plan's type.
 
         Raises:
-            ValueError: no pattern or no values are set.
+            ValueError: a pass that is not built; no pattern or no values are set.
         """
+        self._require_pass("forward")
         self._require_values()
         self.engine.write("input", inputs)
         self.run("forward")
@@ -306,6 +307,7 @@ class Layer:
 
     def grad_input(self, gradient: Any) -> np.ndarray:
         """dX = dY W: [batch, out] to [batch, in]; raises what `forward` raises."""
+        self._require_pass("grad_input")
         self._require_values()
         self.engine.write("gradient", gradient)
         self.run("grad_input")
@@ -316,6 +318,7 @@ class Layer:
 
         Needs no values; otherwise raises what `forward` raises.
         """
+        self._require_pass("grad_weight")
         encoded = self._require_encoded()
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
@@ -367,6 +370,17 @@ class Layer:
         if self.numerics and not self._has_values:
             raise ValueError("the values of the new pattern are not set: call set_values first")
         return encoded
+
+    def _require_pass(self, name: str) -> None:
+        """Raise ValueError for a pass that is not built."""
+        if name in self._built["passes"]:
+            return
+        planned = [known for known in PASSES if known in self.plan.costs]
+        what, names = ("Layer", self._built["passes"]) if name in planned else ("plan", planned)
+        raise ValueError(
+            f"the {what.lower()} is for {', '.join(names) or 'no pass'}, not for {name}: pass "
+            f"passes=... to popsparse.{what}"
+        )
 
     def rewire(self, pattern: Any, values: Any, optimizer_slots: Sequence_[Any] = ()) -> Profile:
         """Send a new pattern, its values and optimizer state over the host link.

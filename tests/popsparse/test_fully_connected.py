@@ -209,6 +209,11 @@ def test_layer_checks_its_use():
         layer.forward(torch.ones(8, 32))
     with pytest.raises(ValueError, match="the plan is for forward"):
         Layer(layer.plan, passes=["grad_weight"])
+    with pytest.raises(ValueError, match="the plan is for forward, not for grad_input: pass"):
+        layer.grad_input(torch.ones(8, 32))
+    some = Layer(_plan_of_all_passes(), passes=["forward"])
+    with pytest.raises(ValueError, match="the layer is for forward, not for grad_weight: pass"):
+        some.grad_weight(torch.ones(8, 32), torch.ones(8, 32))
     layer.set_weights(pattern, torch.ones(pattern.nnz))
     with pytest.raises(ValueError, match=r"expected \[8, 32\], got \[8, 31\]"):
         layer.forward(torch.ones(8, 31))
