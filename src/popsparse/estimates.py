@@ -253,7 +253,7 @@ def estimate(
         model: a module with `SparseLinear` layers.
         example_input: the model's input; a tuple holds several arguments.
         target: a `Target`; defaults to the Mk2.
-        dtype: type of the layers on the machine, float16 or float32.
+        dtype: type of the layers on the machine, float16 or float32, whatever the model's own.
         passes: passes to plan and run: names or a comma-separated string. Forward is always
             included.
         options: further options of the plan, see `popsparse.Options`.
