@@ -38,6 +38,9 @@ def report(
 
     if output is not None:
         OUTPUT_FILE.check("output", output)
+        for source in (profile, compare):
+            if source is not None and source.resolve() == output.resolve():
+                raise ValueError(f"--output: expected another file than the profile {source}")
     stored = load_profile(profile)
     compared = None if compare is None else compare_profiles(stored, load_profile(compare))
     if output is not None:

@@ -136,6 +136,16 @@ def test_command(stored, capsys):
     assert "--output: expected a file in a folder that can be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("output", ["a.json", "b.json", "link.json"])
+def test_command_keeps_the_profiles_it_reads(output, stored, capsys):
+    (stored / "link.json").symlink_to("a.json")
+    files = {name: (stored / name).read_bytes() for name in ("a.json", "b.json")}
+    arguments = [str(stored / "a.json"), "--compare", str(stored / "b.json")]
+    assert run(["report", *arguments, "--output", str(stored / output)]) == 2
+    assert "--output: expected another file than the profile" in capsys.readouterr().err
+    assert files == {name: (stored / name).read_bytes() for name in files}
+
+
 @pytest.mark.parametrize("method", ["dynamic", "static", "dense"])
 def test_profile_stored_by_matmul_gives_its_page(method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
