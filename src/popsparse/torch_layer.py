@@ -306,6 +306,15 @@ class TargetOptions:
 @check_types
 def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
     """The profiles of the last run of each pass of a layer with a target, by name; after a pattern
-    update also those of "scores" and "rewire"."""
+    update also those of "scores" and "rewire".
+
+    Raises:
+        TypeError: a layer without a target, or a model.
+    """
     executor = getattr(layer, "executor", None)
-    return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}
+    if not isinstance(executor, TileMachine):
+        raise TypeError(
+            f"expected a layer with a target, got {type(layer).__name__}: pass one layer, made "
+            "with target=..."
+        )
+    return dict(executor.runner.profiles)

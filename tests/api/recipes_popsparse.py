@@ -258,7 +258,7 @@ RECIPES = MATRICES | {
         options=lambda: {"partials_type": "float32"},
     ),
     "popsparse.machine_profiles": call(
-        popsparse.machine_profiles, layer=lambda: ds.nn.SparseLinear(16, 16)
+        popsparse.machine_profiles, layer=lambda: ds.nn.SparseLinear(16, 16, target=target())
     ),
     "popsparse.DensePartitioner": call(
         popsparse.DensePartitioner,

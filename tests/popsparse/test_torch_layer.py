@@ -39,7 +39,9 @@ def test_products_and_gradients(block_size, bias):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert set(machine_profiles(there)) == {"forward", "grad_input", "grad_weight"}
-    assert machine_profiles(here) == {}
+    for other in (here, nn.Sequential(there)):
+        with pytest.raises(TypeError, match=r"a layer with a target, got S.*: pass one layer"):
+            machine_profiles(other)
 
 
 def test_rigl_training_equals_the_cpu():
