@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -262,8 +262,8 @@ def estimate(
 
     Raises:
         TypeError: not a module, or not a Target.
-        ValueError: no sparse layer ran; a layer's pattern overflows its buckets (the message names
-            the layer).
+        ValueError: no sparse layer ran; a layer's pattern overflows its buckets, or it is a
+            convolution with groups (the message names the layer).
     """
     target = Target.mk2() if target is None else target
     if not isinstance(target, Target):
@@ -272,11 +272,12 @@ def estimate(
     updating = None if update is None else Update.parse(update)
     cache: dict[Any, Any] = {}
     estimates = []
-    for name, layer, batch in _find_uses(model, example_input):
+    for name, layer, shape in _find_uses(model, example_input):
         pattern = layer.pattern
         out, in_ = pattern.shape
-        key = (out, in_, batch, pattern.density, pattern.block_size)
         try:
+            batch = layer.samples_of(shape)
+            key = (out, in_, batch, pattern.density, pattern.block_size)
             if key not in cache:
                 sizes = (*key[:4], pattern.block_size, dtype, target)
                 cache[key] = Layer(
@@ -316,12 +317,12 @@ def estimate(
     return ModelEstimate(target, program.plan.dtype.name, tuple(estimates))
 
 
-def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
-    """Run the model once, and list each use of a sparse layer: its name, the layer, and the rows of
-    its input."""
+def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, Sequence[int]]]:
+    """Run the model once, and list each use of a sparse layer: its name, the layer, and the shape
+    of its input, empty ones left out."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
-    uses: list[tuple[str, Any, int]] = []
+    uses: list[tuple[str, Any, Sequence[int]]] = []
     training = {module: module.training for module in model.modules()}
     hooks = []
     tables: dict[Any, str] = {}
@@ -333,17 +334,14 @@ def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
         elif isinstance(module, SparseLinear):
 
             def record_use(layer: Any, inputs: Any, named: Any, name: str = name) -> None:
-                batch = layer.samples_of((*inputs, *named.values())[0].shape)
-                if batch:
-                    uses.append((name or "model", layer, batch))
+                shape = (*inputs, *named.values())[0].shape
+                uses.append((name or "model", layer, shape))
 
             hooks.append(module.register_forward_pre_hook(record_use, with_kwargs=True))
     for table, name in tables.items():  # a table's product is its `logits`, which has no hooks
 
         def compute_logits(x: Any, table: Any = table, name: str = name) -> Any:
-            batch = prod(x.shape[:-1])
-            if batch:
-                uses.append((name or "model", table, batch))
+            uses.append((name or "model", table, x.shape))
             return type(table).logits(table, x)
 
         table.logits = compute_logits
@@ -363,6 +361,7 @@ def _find_uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
             del table.logits
         for module, mode in training.items():
             module.training = mode
+    uses = [use for use in uses if prod(use[2])]
     if not uses:
         raise ValueError(
             "no sparse layer ran: make the model sparse first with dynsparse.sparsify(model)"

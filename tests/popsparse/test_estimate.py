@@ -120,5 +120,8 @@ def test_bad_input():
         estimate(nn.Linear(4, 4), torch.randn(2, 4), TARGET)
     with pytest.raises(ValueError, match=r"layer '0': .*float16 or float32"):
         estimate(model(), torch.randn(2, 64), TARGET, dtype="int8")
+    grouped = nn.Sequential(ds.nn.SparseConv2d(8, 8, 3, groups=2, density=0.5))
+    with pytest.raises(ValueError, match="layer '0': a convolution with groups is not a single"):
+        estimate(grouped, torch.randn(2, 8, 6, 6), TARGET)
     with pytest.raises(ValueError, match="passes must be among"):
         estimate(model(), torch.randn(2, 64), TARGET, passes="backward")
