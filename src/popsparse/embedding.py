@@ -184,7 +184,7 @@ def _add_round(
         return Execute(compute, name=what)
 
     begin = step("count", _COUNT, {"words": weights.overflow, "count_of_y": count})
-    test = step("more?", codelets.NOT_ZERO, {"value": count, "out": more})
+    test = step("loop condition", codelets.NOT_ZERO, {"value": count, "out": more})
     less = step("decrement", codelets.DECREMENT, {"value": count})
     steps.add(begin, RepeatWhileTrue(test, more[0], Sequence(turns, less), name="loop"))
 

@@ -162,7 +162,13 @@ class Layer:
         graph.add_handle("values", self._weights.nz_values)
         for dim, tensor in operands.items():
             graph.add_handle(_NAMES[dim], tensor)
-        self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
+        try:
+            self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{error}; use a smaller batch, a lower available_memory_proportion or more tiles, "
+                "or run anyway with popsparse.Layer(..., check_memory=False)"
+            ) from error
         if self._update is not None:
             self._update.connect(self.engine)
 

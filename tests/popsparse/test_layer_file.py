@@ -145,7 +145,7 @@ def test_out_of_memory_raises_as_when_built(tmp_path):
     metadata, _ = read_tensors(tmp_path / "layer")
     about = edited(tmp_path / "layer", built={})
     save_file({}, tmp_path / "layer", metadata | about)
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError, match="use a smaller batch, a lower available_memory"):
         Layer.load(tmp_path / "layer")
 
 

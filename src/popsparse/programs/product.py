@@ -142,7 +142,9 @@ class Propagation:
             "begin", self._begin(), {"counts": self.counts, "state": self.state, "any": self.any}
         )
         cases = {4 * _MOVES[dim] + buffers: step for (dim, buffers), step in moves.items()}
-        test = self._execute("more?", self._more(), {"state": self.state, "more": self.more})
+        test = self._execute(
+            "loop condition", self._more(), {"state": self.state, "more": self.more}
+        )
         advance = self._execute(
             "advance", self._advance(), {"counts": self.counts, "state": self.state}
         )

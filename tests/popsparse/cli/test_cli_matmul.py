@@ -242,5 +242,6 @@ def test_out_of_memory_raises_and_can_be_ignored(capsys):
     assert out == ""
     assert err.count("\n") == 1
     assert "use a smaller --batch" in err
+    assert "check_memory" not in err
     assert run([*large.split(), "--ignore-memory", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["max_tile_bytes"] > 624 * 1024

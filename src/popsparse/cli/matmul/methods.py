@@ -203,8 +203,8 @@ def _layer(
         )
     except OutOfMemoryError as error:
         raise ValueError(
-            f"{error}; use a smaller --batch, a lower --available-memory-proportion or more "
-            "--tiles, or run anyway with --ignore-memory"
+            f"{error.__cause__}; use a smaller --batch, a lower --available-memory-proportion or "
+            "more --tiles, or run anyway with --ignore-memory"
         ) from error
 
 
