@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
+from dynsparse import training
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.ops.grow import topk_outside
@@ -58,6 +59,33 @@ def test_rigl_options_equal_the_cpu(request, b, regrow, start):
 )
 def test_budgets_equal_the_cpu(request, make, b):
     same(*both(request, make, b))
+
+
+def test_own_growth_and_budget_equal_the_cpu(request):
+    class FirstFree(training.Growth):
+        def choose(self, requests, step, ranks):
+            chosen = []
+            for growth in requests:
+                is_free = torch.ones(growth.pattern.total, dtype=torch.bool)
+                is_free[growth.pattern.flat] = False
+                chosen.append(is_free.nonzero().flatten()[: growth.count])
+            return chosen
+
+    class OneMore(training.Budget):
+        changes_capacity = True
+
+        def counts(self, survey):
+            return {name: training.Counts(3, 4) for name in survey.patterns}
+
+    class EveryFive:
+        def is_due(self, step):
+            return step % 5 == 0
+
+    parts = {"schedule": EveryFive(), "growth": FirstFree(), "budget": OneMore()}
+    here, there = both(request, lambda *given: training.SparseTrainer(*given, **parts))
+    same(here, there)
+    first, last = here[2][0], here[2][-1]
+    assert [after.nnz - before.nnz for before, after in zip(first, last, strict=True)] == [4, 4]
 
 
 def test_initial_values_for_grown_or_all_slots(request):

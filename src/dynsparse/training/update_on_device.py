@@ -110,7 +110,7 @@ def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> Devic
     ranked = [scores, *(t for pair in pairs for t in pair)]
     growth = GrowRequest(name, pairs, occupied, counts.grow, scores=on_target, ranked=ranked)
     with span("grow", layer=name):
-        (grow,) = request.growth.choose([growth], request.step)
+        (grow,) = request.growth.choose([growth], request.step, request.ranks)
     grow = to_device(grow, drop.device) if grow.is_cpu else grow.to(drop.device)
     if values.grad is not None:
         ranked.append(values.grad)
