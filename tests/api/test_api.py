@@ -72,7 +72,7 @@ NOT_CALLED = {
     *(f"popsparse.{name}" for name in ("PassTime", "PlannedTensor", "SparseTensor", "Triplets")),
     *(f"popsparse.block_sparse.{name}" for name in ("BlockSparsePlan", "MatmulParams")),
     *(f"dynsparse.training.{name}" for name in ("CheckpointError", "DropScore", "Schedule")),
-    "dynsparse.training.RepairedBlock",
+    *(f"dynsparse.training.{name}" for name in ("GrowRequest", "RepairedBlock", "Survey")),
     "dynsparse.training.checkpoint.Saving",
     *(f"dynsparse.distributed.{name}" for name in ("SplitCols", "SplitHeads", "SplitRows")),
     *(f"dynsparse.training.records.{name}" for name in ("DeadUnits", "RecordError", "Records")),

@@ -1,5 +1,6 @@
 """Dynamic sparse training: which blocks to drop and to grow, when, and what follows the pattern."""
 
+from dynsparse.ranks import GrowRequest
 from dynsparse.training.algorithms import (
     GMP,
     MEST,
@@ -20,6 +21,7 @@ from dynsparse.training.budgets import (
     LayerBudget,
     MomentumBudget,
     SoftBudget,
+    Survey,
 )
 from dynsparse.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from dynsparse.training.drop import DropScore, MagnitudeGradient, lowest, magnitude
@@ -64,6 +66,7 @@ __all__ = [
     "GradientStep",
     "GradualBudget",
     "GradualSchedule",
+    "GrowRequest",
     "Growth",
     "History",
     "LastStep",
@@ -79,6 +82,7 @@ __all__ = [
     "SoftBudget",
     "SparseTrainer",
     "Static",
+    "Survey",
     "Telemetry",
     "TopKAST",
     "WindowMomentum",

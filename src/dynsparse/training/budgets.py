@@ -36,22 +36,32 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """The inputs of a budget: the layers that an update can change, before the update."""
+    """The inputs of a budget: the layers that an update can change, before the update.
+
+    Attributes:
+        step: the step that ends in the update.
+        schedule: of the trainer.
+        patterns: name -> pattern of the layer.
+        scores: returns the drop scores [nnz] of a layer by its name; computed at each call.
+        history: which gradient growth uses.
+        regrow_dropped: whether an update may grow what it drops.
+        ranks: the ranks that update together. Each calls its budget; the first rank's result is
+            used.
+        shards: of tensor-parallel layers: `scores` are the shard's; `patterns` has the full layer's
+            size.
+        on_device: whether scores and gradients are on devices, and not checked yet: the methods
+            make the host wait, once for all layers.
+    """
 
     step: int
     schedule: Schedule
     patterns: Mapping[str, SparsePattern]
     scores: Callable[[str], Tensor]
-    """Returns the drop scores [nnz] of a layer by its name; computed at each call."""
     history: History
     regrow_dropped: bool
     ranks: Ranks = ALONE
-    """The ranks that update together. Each calls its budget; the first rank's result is used."""
     shards: Mapping[str, LayerShard] = field(default_factory=dict)
-    """Of tensor-parallel layers: `scores` are the shard's; `patterns` has the full layer's size."""
     on_device: bool = False
-    """Whether scores and gradients are on devices, and not checked yet: the methods make the host
-    wait, once for all layers."""
 
     def count_lowest(self, count: int, most: Sequence[int]) -> list[int]:
         """Count how many of the `count` lowest scores of all layers are in each layer, at most its
