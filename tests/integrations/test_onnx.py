@@ -370,6 +370,21 @@ class TestRefused:
             export(mlp(), (torch.randn(1, 3),), file)
         assert not file.exists()
 
+    def test_model_that_returns_its_cache(self, tmp_path):
+        class DynamicCache:
+            pass
+
+        class Cached(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = SparseLinear(24, 3, density=0.5)
+
+            def forward(self, x):
+                return self.layer(x), DynamicCache()
+
+        with pytest.raises(ValueError, match=r"use_cache = False before exporting .*DynamicCache"):
+            export(Cached(), (torch.randn(1, 24),), tmp_path / "m.onnx")
+
     def test_file_that_is_not_onnx(self, tmp_path):
         file = tmp_path / "m.onnx"
         file.write_bytes(b"\x07 no model")

@@ -182,7 +182,12 @@ def _describe_error(error: BaseException) -> str:
         error = error.__cause__
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}"[:300] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    described = f"{type(error).__name__}: {lines[0]}"[:300]
+    if re.search(r"<class '[^']*Cache'> in output", lines[0]):  # of a model of transformers
+        return f"set model.config.use_cache = False before exporting ({described})"
+    return described
 
 
 def _simplify(program: Any, names: set[str]) -> None:
