@@ -435,7 +435,11 @@ def _store_values(
     """
     onnx = import_library("onnx")
     if entry.data_type != onnx.TensorProto.FLOAT:
-        raise ValueError(f"the operator needs float32 weights, got those of {entry.name!r}")
+        kind = onnx.TensorProto.DataType.Name(entry.data_type)
+        raise ValueError(
+            f"the operator needs float32 weights, got {entry.name!r} in {kind}: call model.float() "
+            "before exporting"
+        )
     weight = to_tensor(entry)
     if transposed:
         weight, pattern = weight.T.contiguous(), transpose_pattern(pattern)
