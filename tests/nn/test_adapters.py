@@ -166,11 +166,12 @@ def test_bfloat16_layers_have_float32_adapters():
             {"init_lora_weights": "pissa"},
             "init_lora_weights must be True, False or 'gaussian', got",
         ),
+        ({"target_modules": "all-linear"}, "'all-linear' finds dense layers only: name the layers"),
     ],
 )
-def test_unsupported_lora_variants_raise(settings, message):
+def test_unsupported_lora_configs_raise(settings, message):
     with pytest.raises(ValueError, match=message):
-        sparse_lora(peft.LoraConfig(r=2, target_modules=["up"], **settings))
+        sparse_lora(peft.LoraConfig(**{"r": 2, "target_modules": ["up"]} | settings))
 
 
 def test_convolutions_and_mixed_batches_raise():

@@ -26,15 +26,23 @@ def sparse_lora(config: LoraConfig) -> LoraConfig:
 
         tuned = peft.get_peft_model(model, sparse_lora(peft.LoraConfig(r=8, target_modules=[...])))
 
-    PEFT does not store this with adapters: pass the config to `PeftModel.from_pretrained` as well.
+    PEFT does not store this with adapters: to load them, pass
+    `config=sparse_lora(LoraConfig.from_pretrained(folder))` to `PeftModel.from_pretrained`.
 
     Returns:
         The config, changed.
 
     Raises:
         ValueError: a config for a variant of LoRA, such as DoRA, with `lora_bias`, or with an
-            initialisation that reads the weight.
+            initialisation that reads the weight; `target_modules="all-linear"`, for which PEFT
+            finds dense layers only.
     """
+    targets = config.target_modules
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        raise ValueError(
+            "target_modules='all-linear' finds dense layers only: name the layers, such as "
+            "target_modules=['q_proj', 'v_proj']"
+        )
     variants = [
         field.name
         for field in dataclasses.fields(config)
