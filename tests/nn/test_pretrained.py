@@ -264,6 +264,17 @@ def test_mismatched_sparse_models_raise(tmp_path):
     )
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_folders_with_other_file_names(tmp_path, shards):
+    saved = sparse()
+    folder = save_like_huggingface(saved, tmp_path / "saved", shards)
+    end = "safetensors" if shards == 1 else "safetensors.index.json"
+    file = (folder / f"model.{end}").rename(folder / f"diffusion_pytorch_model.{end}")
+    assert torch.equal(ds.load_pretrained(Model().eval(), folder)(IDS), saved(IDS))
+    (folder / f"other.{end}").write_bytes(file.read_bytes())
+    check_rejected(Model(), folder, "has several files, .*other.*: pass the path of one")
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_truncated_files(tmp_path, keep):
     for shards in (1, 2):
@@ -300,7 +311,7 @@ def test_wrong_index_raises(tmp_path, index, message):
 
 def test_limits_and_missing_files(tmp_path, monkeypatch):
     check_rejected(
-        Model(), tmp_path, "expected model.safetensors or .*, found neither", FileNotFoundError
+        Model(), tmp_path, "expected a safetensors file or .*, found neither", FileNotFoundError
     )
     check_rejected(Model(), tmp_path / "none", "none", FileNotFoundError)
     folder = save_like_huggingface(sparse(), tmp_path / "saved", 2)

@@ -170,8 +170,9 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
 
     Args:
         model: the model, changed in place.
-        folder_or_file: a safetensors file, the index of a sharded one, or a folder with
-            model.safetensors or model.safetensors.index.json, as `save_pretrained` writes them.
+        folder_or_file: a safetensors file, the index of a sharded one, or a folder with either, as
+            `save_pretrained` writes it: model.safetensors.index.json, model.safetensors, or the
+            only file of another name.
 
     Returns:
         The model.
@@ -179,8 +180,8 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: a truncated or damaged file, or one of another model; the message is one line
-            on the first difference. A buffer on the meta device that is not part of the state. The
-            model is then unchanged.
+            on the first difference. A folder with several files. A buffer on the meta device that
+            is not part of the state. The model is then unchanged.
     """
     path = Path(folder_or_file)
     tensors, layers, _ = _read_folder(path)
@@ -251,13 +252,7 @@ def read_weights(path: Path) -> WeightsFile:
 def _read_folder(path: Path) -> WeightsFile:
     """Read a file, the index of a sharded model, or a folder with either."""
     if path.is_dir():
-        files = [path / name for name in (_INDEX, _FILE) if (path / name).is_file()]
-        if not files:
-            raise FileNotFoundError(
-                f"expected {_FILE} or {_INDEX} in the folder {path}, found neither: save with "
-                "save_pretrained() or dynsparse.save_safetensors"
-            )
-        path = files[0]
+        path = _find_file(path)
     if path.suffix != ".json":
         return read_weights(path)
     tensors = {}
@@ -268,6 +263,23 @@ def _read_folder(path: Path) -> WeightsFile:
                 raise ValueError(f"{path} says that {file.name} holds {name!r}, which it does not")
             tensors[name] = part[name]
     return WeightsFile(tensors, None, {})
+
+
+def _find_file(folder: Path) -> Path:
+    """Find the index or the file of a model in its folder."""
+    for pattern in (_INDEX, _FILE, "*.safetensors.index.json", "*.safetensors"):
+        files = sorted(folder.glob(pattern))  # the libraries have names of their own
+        if len(files) > 1:
+            raise ValueError(
+                f"the folder {folder} has several files, "
+                f"{shorten([file.name for file in files])}: pass the path of one"
+            )
+        if files:
+            return files[0]
+    raise FileNotFoundError(
+        f"expected a safetensors file or the index of several, such as {_FILE} or {_INDEX}, in the "
+        f"folder {folder}, found neither: save with save_pretrained() or dynsparse.save_safetensors"
+    )
 
 
 def _read_index(path: Path) -> dict[Path, list[str]]:
