@@ -402,7 +402,7 @@ def _load(
     for name, module in model.named_modules():
         if isinstance(module, SparseLinear) and name not in names:
             raise ValueError(f"the layer {name!r} is not sparse in the file")
-    quantized = _take_quantized(names, tensors)
+    quantized = _take_quantized(names, tensors, candidates)
     layers = _make_layers(model, candidates, names, tensors, described)
     loaded = {n: layer for n, layer in layers.items() if isinstance(layer, SparseLinear)}
     replaced = replace_layers(model, candidates, layers)
@@ -426,7 +426,7 @@ def _load(
 
 
 def _take_quantized(
-    names: list[str], tensors: dict[str, Tensor]
+    names: list[str], tensors: dict[str, Tensor], candidates: Mapping[str, Candidate]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return name -> the int8 values of a layer and their scale.
 
@@ -440,6 +440,11 @@ def _take_quantized(
         scale = tensors.pop(join_names(name, "scale"), None)
         if scale is None or scale.dtype is not torch.float32 or not bool(scale.isfinite().all()):
             raise ValueError(f"the int8 values of {name!r} need a finite float32 scale in the file")
+        if name in candidates and (dtype := candidates[name].weight.dtype) is not torch.float32:
+            raise ValueError(
+                f"the file has int8 weights, {name!r} is {dtype} in the model: load it into a "
+                "float32 model, after model.float()"
+            )
         quantized[name] = values, scale
         tensors[join_names(name, "values")] = values.float()
     return quantized
