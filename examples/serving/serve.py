@@ -3,8 +3,9 @@
     MODEL=model.onnx LIBRARY=libdynsparse.so uvicorn serve:app
     curl localhost:8000/predict -H 'Content-Type: application/json' -d '{"x": [[0.5, 0.25]]}'
 
-MODEL is a file of `dynsparse.integrations.onnx.export(..., weights="operator")` whose input is
-[batch, features], LIBRARY a copy of `dynsparse.integrations.onnxruntime.library()`.
+MODEL is a file of `dynsparse.integrations.onnx.export(..., weights="operator")` with one output,
+whose one input is float32 [batch, features] with a dynamic batch (`dynamic_shapes`). LIBRARY is a
+copy of `dynsparse.integrations.onnxruntime.library()`.
 """
 
 import os
