@@ -183,10 +183,11 @@ def test_the_spelling_of_popsparse():
     [
         ({"doGradAPass": "yes"}, "do_grad_a_pass must be True or False, got 'yes'"),
         ({"availableMemoryProportion": "much"}, "available_memory_proportion must be"),
-        ({"planConstraints": "{"}, "plan_constraints must be a mapping"),
+        ({"planConstraints": "{"}, "plan_constraints must be a mapping such as .'partition"),
         ({"doGradAPass": "true", "do_grad_a_pass": True}, "do_grad_a_pass is given twice"),
         ({"verboseLogging": "true"}, "DYNSPARSE_LOG_LEVEL=DEBUG"),
         ({"dense_grad": {}}, "use Update"),
+        (["doGradAPass"], "options must be a mapping such as .'available_memory_prop"),
     ],
 )
 def test_invalid_option_texts(value, message):
@@ -201,7 +202,7 @@ def test_invalid_option_texts(value, message):
         ({"partition": 4}, "plan_constraints.partition must be a mapping"),
         ({"partition": {"w": 1}}, "unknown partition constraint 'w'"),
         ({"partition": {"x": 0}}, r"plan_constraints.partition.x must be an integer"),
-        ({"exchange": []}, "plan_constraints.exchange must be a mapping"),
+        ({"exchange": []}, "plan_constraints.exchange must be a mapping such as .'grad_w"),
         ({"exchange": {"bucket": True}}, "unknown exchange constraint"),
         ({"exchange": {"grad_w_exchange_buckets": 1}}, "must be True or False"),
         ({"use_dense": "no"}, "must be True or False"),

@@ -47,7 +47,7 @@ def translate_names(options: Any, what: str = "options") -> dict[Any, Any]:
         ValueError: a name in both spellings. TypeError: not a mapping.
     """
     translated: dict[Any, Any] = {}
-    for original, value in _items(options, what):
+    for original, value in _items(options, what, {"available_memory_proportion": 0.5}):
         name = to_option_name(original)
         if name in translated:
             raise ValueError(f"option {name} is given twice, once as {original!r}: leave one out")
@@ -125,7 +125,9 @@ class PlanConstraints:
         if isinstance(value, cls):
             return value
         chosen: dict[str, Any] = {}
-        for section, content in [] if value is None else _items(value, "plan_constraints"):
+        example: dict[str, Any] = {"partition": {"x": 4}}
+        sections = [] if value is None else _items(value, "plan_constraints", example)
+        for section, content in sections:
             section = to_option_name(section)
             what = f"plan_constraints.{section}"
             if section == "use_dense":
@@ -133,7 +135,8 @@ class PlanConstraints:
                 continue
             if section not in _SECTIONS:
                 raise _unknown_name_error(section, [*_SECTIONS, "use_dense"], "plan constraint")
-            for key, item in _items(content, what):
+            example = {"x": 4} if section == "partition" else {"grad_w_exchange_buckets": True}
+            for key, item in _items(content, what, example):
                 key = to_option_name(key)
                 if key not in _SECTIONS[section]:
                     raise _unknown_name_error(key, _SECTIONS[section], f"{section} constraint")
@@ -144,9 +147,9 @@ class PlanConstraints:
         return cls(**chosen)
 
 
-def _items(value: Any, what: str) -> list[tuple[Any, Any]]:
+def _items(value: Any, what: str, example: dict[str, Any]) -> list[tuple[Any, Any]]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{what} must be a mapping such as {{'x': 4}}, got {value!r}")
+        raise TypeError(f"{what} must be a mapping such as {example}, got {value!r}")
     return list(value.items())
 
 
