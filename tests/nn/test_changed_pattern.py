@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import dynsparse as ds
@@ -120,6 +120,42 @@ def test_values_of_another_layer_require_its_pattern():
     parameters = dict(other.named_parameters())
     torch.testing.assert_close(functional_call(alike, parameters, (x,)), expected)
     assert torch.equal(one(x), copy.deepcopy(one)(x))
+
+
+CALLS = {
+    "Parameters": lambda f, p, x: f(p, x),
+    "detached": lambda f, p, x: f({n: v.detach() for n, v in p.items()}, x),
+    "grad": lambda f, p, x: grad(lambda p: f(p, x).square().sum())(p)["values"],
+    "vmap(grad)": lambda f, p, x: vmap(grad(lambda p, x: f(p, x).sum()), (None, 0))(p, x)["values"],
+}
+KINDS = {
+    "linear": (lambda: _layer(0), lambda: torch.randn(4, 16)),
+    "conv": (lambda: ds.nn.SparseConv2d(4, 8, 3, density=0.25), lambda: torch.randn(2, 4, 6, 6)),
+    "embedding": (lambda: ds.nn.SparseEmbedding(20, 8, 0.25), lambda: torch.arange(7)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [(k, c) for k in KINDS for c in CALLS if k == "linear" or "grad" not in c],
+)
+def test_copies_with_an_earlier_pattern_refuse_the_values(kind, call):
+    make, sample = KINDS[kind]
+    layer, x = make(), sample()
+    earlier = copy.deepcopy(layer)
+    layer.set_pattern(_other_pattern(layer))
+    now, parameters = copy.deepcopy(layer), dict(layer.named_parameters())
+
+    def compute(module):
+        return CALLS[call](lambda p, x: functional_call(module, p, (x,)), parameters, x)
+
+    for refused in (earlier, copy.deepcopy(earlier).to("meta")):
+        with pytest.raises(RuntimeError, match="values of another sparse layer"):
+            compute(refused)
+    # The layer itself and copies with its pattern compute, and the earlier one with other values.
+    torch.testing.assert_close(compute(now), compute(layer))
+    parameters = {n: p.detach().clone() for n, p in parameters.items()}
+    compute(earlier)
 
 
 def test_setting_the_same_pattern_keeps_the_capture():

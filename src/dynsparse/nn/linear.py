@@ -17,12 +17,12 @@ from dynsparse._core.checks import check_integer, check_types
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.backends import make_executor
 from dynsparse.nn.init import count_blocks, random_pattern, select_largest_blocks, uniform
+from dynsparse.nn.owners import check_given
 from dynsparse.nn.sharded import device_of, require_unsharded
 from dynsparse.nn.sparse_module import SparseModule, trace_call
 from dynsparse.ops.linear.autograd import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.products import route
 from dynsparse.ops.linear.sparse_input import sparse_input_linear
-from dynsparse.ops.torch_internals import is_wrapped
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import ShardSpec
 
@@ -388,8 +388,7 @@ class SparseLinear(SparseModule):
         if type(values) is not Parameter or is_dynamo_compiling():
             given, index = require_unsharded(self.values), self.index
             if not is_compiling():
-                if is_wrapped(given):
-                    self._check_stacked(given)
+                check_given(self, given)
                 if given.device != index.cols.device:  # of a base on the meta device
                     index = self._pattern._index_on(given.device)
             return linear(x, given, index, self.bias)

@@ -16,21 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.backends import Executor
+from dynsparse.nn.owners import check_given, check_owner, drop_references, set_owner
 from dynsparse.nn.sharded import device_of, gather_full, is_sharded, require_unsharded
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.layer_index import Read, register_index
 from dynsparse.ops.linear.panels import discard_panels
-from dynsparse.ops.torch_internals import distributed_caller, unwrap
+from dynsparse.ops.torch_internals import distributed_caller
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import DimShard, ShardSpec, check_consistent, digest, ranks_of
-
-# The layer that each Parameter of values belongs to.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def trace_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,12 +35,6 @@ def trace_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     torch.nn: the graph follows the module's pattern."""
     tracer = args[0].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
-
-
-def drop_references(values: Tensor) -> None:
-    """Drop the weak references to a layer's Parameter: torch swaps no tensor that has one."""
-    _owners.pop(values, None)
-    capture.forget_replaced(values)
 
 
 # Held while values and pattern of a layer change or are read together. One lock for all layers, as
@@ -234,7 +225,13 @@ class SparseModule(nn.Module):
         pattern should call this; otherwise they are its memory.
         """
         if torch.is_grad_enabled() or is_compiling():
-            return require_unsharded(self.values), self.index
+            values = require_unsharded(self.values)
+            if is_compiling():
+                return values, self.index
+            if type(values) is nn.Parameter:
+                return values, self._current().index.index
+            check_given(self, values)
+            return values, self.index
         state = self._current()
         return require_unsharded(state.memory), state.index.index
 
@@ -265,7 +262,7 @@ class SparseModule(nn.Module):
                 )
                 return LayerState(pattern, values, None)
             index = self._own_index if before is None else before.index
-            self._check_owner()
+            check_owner(self)
             state = LayerState(pattern, values, index, self._row_ptr)
             self._row_ptr = state.index.row_ptr
             if state.index.on_cpu:
@@ -274,45 +271,6 @@ class SparseModule(nn.Module):
                 pattern._attach(state.index.index)
             self._state, self._own_index = state, None
             return state
-
-    def _check_owner(self) -> None:
-        owner = _owners.get(self.values, weakref.ref(self))()
-        if owner is None or owner is self:
-            _owners[self.values] = weakref.ref(self)
-        elif not owner._pattern._has_slots_of(self._pattern):
-            raise RuntimeError(
-                "this layer was given the values of another sparse layer, whose pattern differs: "
-                "pass rows and cols with them, as in the other layer's state_dict()"
-            )
-
-    def _check_stacked(self, values: Tensor) -> None:
-        """Refuse values that were stacked, as `torch.func.stack_module_state` does it, with those
-        of layers with other patterns: stacks have no patterns.
-
-        Layers are found by their values, so the check ends where these have been trained on.
-        """
-        stacked, shape = unwrap(values), values.shape
-        if stacked.dim() <= len(shape) or not stacked.numel() or stacked.is_meta:
-            return
-        rows = stacked.detach().reshape(-1, shape.numel())
-        for owner, reference in list(_owners.items()):
-            layer = reference()
-            if (
-                layer is None
-                or owner.shape != shape
-                or owner.device != rows.device
-                or is_sharded(owner)
-                or layer._pattern._has_slots_of(self._pattern)
-            ):
-                continue
-            flat = owner.detach().flatten()
-            first = (rows[:, :1] == flat[:1]).any()
-            if bool(first) and bool((rows == flat).all(1).any()) and bool((flat != flat[0]).any()):
-                raise RuntimeError(
-                    "values of sparse layers with different patterns were stacked, and all would "
-                    "be computed with the pattern of one: call the models one after the other, or "
-                    "give them one pattern before stack_module_state"
-                )
 
     def _install(
         self, pattern: SparsePattern, values: Tensor | None = None, keep_size: bool = True
@@ -373,7 +331,7 @@ class SparseModule(nn.Module):
                         _pattern=pattern, _state=new, _row_ptr=row_ptr, executor=executor,
                         _substitutes=None, _own_index=None,
                     )  # fmt: skip
-                    _owners[self.values] = weakref.ref(self)
+                    set_owner(self)
                 for follow in switches:
                     follow()
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import swap_tensors
 
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.owners import check_owner, drop_references
 from dynsparse.nn.sharded import is_sharded, local_part
-from dynsparse.nn.sparse_module import drop_references
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import AXES, GrowRequest, RankGrid, Ranks, ShardSpec, gather_sorted, ranks_of
 
@@ -219,7 +219,7 @@ def resize_shards(layer: SparseLinear, count: int) -> None:
     swap_tensors(values, holder.sharded_param)
     holder.sharded_param = values
     holder._setattr_on_modules(values)
-    layer._check_owner()
+    check_owner(layer)
 
 
 def _fsdp_parameter(layer: SparseLinear) -> Any:
