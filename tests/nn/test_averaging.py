@@ -71,6 +71,54 @@ def test_plain_copies_keep_their_pattern():
     net[0].set_pattern(other)
 
 
+MAKERS = [
+    "timm/utils/model_ema.py",
+    "ema_pytorch/ema_pytorch.py",
+    "ema_pytorch/post_hoc_ema.py",
+    "ignite/handlers/ema_handler.py",
+    "opacus/grad_sample/functorch.py",
+]
+
+
+def copy_in(file, module):
+    """A deep copy by code of this file."""
+    names = {"copy": copy}
+    exec(
+        compile("def make(module):\n    return copy.deepcopy(module)", f"/lib/{file}", "exec"),
+        names,
+    )
+    return names["make"](module)
+
+
+@pytest.mark.parametrize("file", MAKERS)
+def test_copies_of_libraries_follow(file):
+    net = model()
+    average = copy_in(file, net)
+    other = ds.SparsePattern.random(net[0].pattern.shape, nnz=net[0].pattern.nnz)
+    net[0].set_pattern(other)
+    assert average[0].pattern == other
+
+
+def test_gradients_per_sample_after_updates():
+    """As Opacus computes them: with a copy of each layer on the meta device."""
+    layer = model()[0]
+    base = copy_in("opacus/grad_sample/functorch.py", layer).to("meta")
+    optimizer = torch.optim.SGD([*layer.parameters()], lr=0.1)
+    trainer = ds.SET(layer, optimizer, total_steps=10, update_interval=1, seed=0)
+    for _ in range(3):
+        x = torch.randn(5, 12).double()
+
+        def loss(parameters, x):
+            return torch.func.functional_call(base, parameters, (x,)).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        found = per_sample(dict(layer.named_parameters()), x)
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        torch.testing.assert_close(found["values"].sum(0), layer.values.grad)
+        assert trainer.step() is not None
+
+
 def test_different_models_raise():
     net = model()
     with pytest.raises(ValueError, match="is only in one"):

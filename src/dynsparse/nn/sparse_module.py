@@ -155,7 +155,7 @@ class SparseModule(nn.Module):
     _omits_pattern: bool = False
     # Whether its pattern or values were replaced, which a trainer checks before its next step.
     _was_replaced: bool = False
-    # Averages of this layer, which follow its pattern.
+    # Copies of this layer, such as averages, which follow its pattern.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
 
     @property
@@ -415,7 +415,7 @@ class SparseModule(nn.Module):
         with update_lock:
             state = copy.deepcopy(self._state_to_copy(), memo)
         copied.__setstate__(state)
-        if _is_made_for_averaging():
+        if _is_made_to_follow():
             self.add_follower(copied)
         return copied
 
@@ -646,13 +646,21 @@ class SparseModule(nn.Module):
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
 
 
-# Files of torch, timm and Lightning that copy a model to average its weights.
-_AVERAGERS = ("optim/swa_utils.py", "utils/model_ema.py", "callbacks/stochastic_weight_avg.py")
+# Files that copy a model, or a layer, to use the copy while the original is trained.
+_COPIERS = (
+    "optim/swa_utils.py",  # averages of torch, timm, Lightning, ema-pytorch and ignite
+    "utils/model_ema.py",
+    "callbacks/stochastic_weight_avg.py",
+    "ema_pytorch/ema_pytorch.py",
+    "ema_pytorch/post_hoc_ema.py",
+    "handlers/ema_handler.py",
+    "opacus/grad_sample/functorch.py",  # computes the gradients of single samples with it
+)
 
 
-def _is_made_for_averaging() -> bool:
-    """Whether the current copy is made by a class that averages weights."""
+def _is_made_to_follow() -> bool:
+    """Whether the current copy is made by a class whose copies follow the original's pattern."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith(_AVERAGERS):
+    while frame is not None and not frame.f_code.co_filename.endswith(_COPIERS):
         frame = frame.f_back
     return frame is not None
