@@ -170,6 +170,46 @@ class Unknown:
         self.optimizer, self.state = optimizer, {"slow": [torch.zeros(2)]}
 
 
+def make_private(optimizer):
+    """An optimizer around another one, whose class and step are in a module of Opacus's name."""
+    names = {"__name__": "opacus.optimizers.optimizer", "Optimizer": torch.optim.Optimizer}
+    code = """
+class DPOptimizer(Optimizer):
+    def __init__(self, original):
+        self.original_optimizer = original
+        self.param_groups, self.state = original.param_groups, original.state
+        self.defaults = original.defaults
+
+    def step(self):
+        self.original_optimizer.step()
+"""
+    exec(code, names)
+    return names["DPOptimizer"](optimizer)
+
+
+def test_growth_by_gradient_with_private_steps_raises():
+    model, optimizer, trainer = small()
+    private = make_private(optimizer)
+    for wrapped in (private, EveryNthStep(private, 1)):
+        with pytest.raises(ValueError, match="growth by gradient is not private"):
+            ds.RigL(model, wrapped, total_steps=20)
+    # The optimizer may become private after the trainer is made.
+    before = model[0].pattern
+    for step in range(3):
+        loss_of(model, step).backward()
+        if step < 2:
+            private.step()
+    with pytest.raises(ValueError, match="growth by gradient is not private"):
+        private.step()
+    assert (trainer.steps, model[0].pattern) == (2, before)
+    trainer.stop()
+    random = ds.SET(model, private, total_steps=20, update_interval=2)
+    for step in range(4):
+        loss_of(model, step).backward()
+        private.step()
+    assert random.updates == 2
+
+
 def test_wrapper_with_state_but_without_hooks_raises():
     model, inner, _ = small()
     with pytest.raises(TypeError, match="got Unknown, a wrapper with state of its own"):

@@ -55,6 +55,20 @@ def _hooks_of(optimizer: Any) -> int | None:
     return None if hooks is None else id(hooks)
 
 
+def refuse_private_steps(optimizer: Any) -> None:
+    """Raise ValueError if an optimizer, perhaps in wrappers, or the step that is being taken is one
+    of Opacus, which makes the gradients of the weights private, but not x and dY."""
+    modules = [str(frame.f_globals.get("__name__")) for frame in _stack()]
+    while optimizer is not None:
+        modules += [kind.__module__ for kind in type(optimizer).__mro__]
+        optimizer = getattr(optimizer, "optimizer", None)
+    if any(module.startswith("opacus.optimizers") for module in modules):
+        raise ValueError(
+            "growth by gradient is not private: Opacus neither clips the gradients that it ranks "
+            "nor adds noise to them, so the pattern reveals samples: use SET, which needs none"
+        )
+
+
 class OptimizerSteps:
     """Calls a trainer's `_begin_step` before every step of its optimizer, and its `_finish_step`
     after it, once each.

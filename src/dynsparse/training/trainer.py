@@ -37,7 +37,12 @@ from dynsparse.training.rank_consistency import (
 )
 from dynsparse.training.records.files import write_pending_updates
 from dynsparse.training.schedule import Schedule, describe_next_update, is_due_within
-from dynsparse.training.steps import OptimizerSteps, unscale, unwrap_optimizer
+from dynsparse.training.steps import (
+    OptimizerSteps,
+    refuse_private_steps,
+    unscale,
+    unwrap_optimizer,
+)
 from dynsparse.training.update import (
     Change,
     UpdateRequest,
@@ -121,7 +126,8 @@ class SparseTrainer:
     Raises:
         TypeError: an `initial_value` that is neither number nor function, an optimizer that cannot
             follow (LBFGS).
-        ValueError: a model without sparse layers, an optimizer that does not hold their values.
+        ValueError: a model without sparse layers, an optimizer that does not hold their values,
+            growth by gradient with an optimizer of Opacus.
     """
 
     own_state_holds = "slots"
@@ -157,6 +163,8 @@ class SparseTrainer:
             self.drop_score = drop_score
             self.regrow_dropped = check_flag("regrow_dropped", regrow_dropped)
             self.initial_value = initial_value
+            if self._needs_gradients:
+                refuse_private_steps(optimizer)
             self.budget = LayerBudget() if budget is None else budget
             self.history: History = LastStep() if history is None else history
             self.steps = self.updates = 0
@@ -469,6 +477,8 @@ class SparseTrainer:
 
     def _check(self) -> None:
         self._check_one_optimizer()
+        if self._needs_gradients:  # Opacus may have wrapped the optimizer since
+            refuse_private_steps(self._loop_optimizer)
         check_gradients(self._trainable_layers(), self._captures, self.ranks.alone)
 
     def _check_one_optimizer(self) -> None:
