@@ -137,6 +137,8 @@ def test_frozen_parameters_do_not_change():
 
 def test_unsupported_models_raise():
     model, dense, batches = pruned()
+    with pytest.raises(ValueError, match="none of the parameters of the blocks require a gradient"):
+        repair(ds.freeze(copy.deepcopy(model)), dense, batches)
     with pytest.raises(ValueError, match="the model has no sparse layers: call"):
         repair(dense, dense, batches)
     other = copy.deepcopy(dense)

@@ -32,6 +32,27 @@ def test_schedule_without_updates_warns():
         ds.SET(model, optimizer, total_steps=100, drop_fraction=0.0)
 
 
+@pytest.mark.parametrize("kind", [ds.RigL, ds.SET])
+def test_frozen_values_warn(kind):
+    model, optimizer, trainer = small()
+    trainer.stop()
+    for layer in (model[0], model[2]):
+        layer.values.requires_grad_(False)
+    with pytest.warns(UserWarning, match="none of the sparse layers' values require a gradient"):
+        trainer = kind(model, optimizer, total_steps=20, update_interval=2)
+    assert "next_update=none" in repr(trainer)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()  # of the biases
+        optimizer.step()
+        if step == 2:
+            assert trainer.updates == 0
+            model.requires_grad_()
+            assert "next_update=after step 4" in repr(trainer)
+    assert trainer.updates == 1
+    ds.Static(model.requires_grad_(False), optimizer)  # has no updates, so nothing to warn of
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5, 10, 50, 100, 999, 1000, 5000])
 @pytest.mark.parametrize("kind", [ds.RigL, ds.SET, ds.SNFS, ds.MEST, ds.TopKAST, ds.GMP, ds.GraNet])
 def test_default_interval_of_short_trainings(kind, steps):

@@ -63,8 +63,9 @@ def repair(
 
     Raises:
         TypeError, ValueError: no batches; a model without sparse layers, whose blocks are not a
-            chain, or that has other blocks than `dense`. After a later error, completed blocks stay
-            repaired and the others are unchanged.
+            chain, of which no parameter requires a gradient, or that has other blocks than
+            `dense`. After a later error, completed blocks stay repaired and the others are
+            unchanged.
     """
     check_integer("epochs", epochs, 1)
     check_within("lr", lr, "(0, 1]")
@@ -86,6 +87,12 @@ def repair(
             blocks, others = (_describe_blocks(b.names) for b in (sparse_blocks, dense_blocks))
             raise ValueError(
                 f"the models must have the same blocks, got {blocks} and, in dense, {others}"
+            )
+        modules = map(model.get_submodule, sparse_blocks.names)
+        if not any(p.requires_grad for module in modules for p in module.parameters()):
+            raise ValueError(
+                "none of the parameters of the blocks require a gradient, so there is nothing to "
+                "train: call model.requires_grad_() first, for example after dynsparse.freeze"
             )
         hidden, dense_hidden = sparse_blocks.inputs, dense_blocks.inputs
         for k, name in enumerate(sparse_blocks.names):

@@ -84,7 +84,7 @@ def check_gradients(
     """
     raise_pending_errors(layers)
     has_no_gradients = all(layer.values.grad is None for layer in layers.values())
-    if has_no_gradients and any(map(len, pairs.values())):
+    if layers and has_no_gradients and any(map(len, pairs.values())):
         raise RuntimeError(
             "the gradients were cleared before the step, whose update needs them: call "
             "zero_grad() after the step or before backward()"

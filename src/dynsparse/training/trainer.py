@@ -214,7 +214,9 @@ class SparseTrainer:
             "density": f"{density:.4f}",
             "steps": f"{self.steps:,}" + ("" if total is None else f" of {total:,}"),
             "updates": f"{self.updates:,}",
-            "next_update": describe_next_update(self.schedule, self.steps + 1),
+            "next_update": describe_next_update(
+                self.schedule if self._trainable_layers() else None, self.steps + 1
+            ),
         }
 
     def __getstate__(self) -> dict[str, Any]:

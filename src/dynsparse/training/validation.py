@@ -115,12 +115,18 @@ def warn_of_settings(
     optimizer: torch.optim.Optimizer,
     layers: Mapping[str, SparseLinear],
 ) -> None:
-    """Warn of legal but probably unintended settings: a schedule without any update, and values
-    that lose their weight decay."""
+    """Warn of legal but probably unintended settings: a schedule without any update, layers of
+    which none can be trained, and values that lose their weight decay."""
     if schedule is not None and not is_due_within(schedule, 1, None):
         logs.warn(
             f"the pattern never changes: {schedule!r} has no update: lower update_interval, raise "
             "total_steps or drop_fraction, or use Static",
+        )
+    elif schedule is not None and not layers:
+        logs.warn(
+            "none of the sparse layers' values require a gradient, so no pattern can change: "
+            "adapters and dynsparse.freeze leave them so; call requires_grad_() for the values to "
+            "train, or use Static",
         )
     lost = _find_undecayed(optimizer, layers)
     if lost:
