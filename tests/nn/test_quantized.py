@@ -212,8 +212,14 @@ def test_training_raises():
         model(INPUT)
     sequence = ds.sparsify(nn.Sequential(nn.Linear(8, 8)), 0.5, verbose=False)
     ds.quantize(sequence)
-    with pytest.raises(ValueError, match="no sparse layers"):
-        ds.RigL(sequence, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), total_steps=5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    for train in (
+        lambda: ds.RigL(sequence, optimizer, total_steps=5),
+        lambda: ds.training.repair(sequence, nn.Sequential(nn.Linear(8, 8)), [torch.ones(1, 8)]),
+    ):
+        with pytest.raises(ValueError, match="are int8: train the float32 model, then quantize"):
+            train()
+    assert ds.freeze(sequence) is sequence
 
 
 def test_bad_input():

@@ -9,6 +9,7 @@ from torch import nn
 
 from dynsparse._core.checks import check_types
 from dynsparse.nn.exclusions import has_hooks
+from dynsparse.nn.quantized import QuantizedSparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.nn.sparse_module import SparseModule
 
@@ -22,7 +23,7 @@ def freeze(model: nn.Module) -> nn.Module:
     free everything that only training needs: gradients, the order of the pattern by columns, and
     the slots of pattern updates; 4 bytes per block of the pattern remain. Layers that are sharded,
     or computed on a target or with an active subset of `TopKAST`, keep theirs. Each `nn.ReLU` that
-    follows a sparse layer in an `nn.Sequential` computes in place.
+    follows a sparse layer in an `nn.Sequential` computes in place. Layers in int8 stay as they are.
 
     A frozen model computes, saves, loads, copies and compiles as before. To train it again, call
     `model.train().requires_grad_()`; its optimizer and trainer continue where they stopped, but for
@@ -36,7 +37,7 @@ def freeze(model: nn.Module) -> nn.Module:
         ValueError: a model without sparse layers.
     """
     layers = [module for module in model.modules() if isinstance(module, SparseModule)]
-    if not layers:
+    if not layers and not any(isinstance(m, QuantizedSparseLinear) for m in model.modules()):
         raise ValueError("the model has no sparse layers")
     model.eval().requires_grad_(False)
     for parameter in model.parameters():

@@ -302,6 +302,15 @@ def quantize(
     return model
 
 
+def refuse_int8(model: nn.Module) -> None:
+    """Raise ValueError if a model has int8 layers, which cannot be trained."""
+    if any(isinstance(module, QuantizedSparseLinear) for module in model.modules()):
+        raise ValueError(
+            "the sparse layers of the model are int8: train the float32 model, then quantize it "
+            "again"
+        )
+
+
 def replace_by_quantized(model: nn.Module, layers: dict[str, QuantizedSparseLinear]) -> None:
     """Replace layers by name, and set the model up for inference."""
     replacement: Any

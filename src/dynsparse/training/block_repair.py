@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dynsparse._core.checks import check_integer, check_types, check_within
 from dynsparse.nn.calibration import Blocks, drop_padding, evaluation_mode, list_batches
+from dynsparse.nn.quantized import refuse_int8
 from dynsparse.nn.sparse_module import SparseModule
 
 
@@ -72,6 +73,7 @@ def repair(
     batches = list_batches(calibration)
     sizes = {n: m.values.numel() for n, m in model.named_modules() if isinstance(m, SparseModule)}
     if not sizes:
+        refuse_int8(model)
         raise ValueError("the model has no sparse layers: call dynsparse.sparsify first")
     repaired = []
     with evaluation_mode(model), evaluation_mode(dense):

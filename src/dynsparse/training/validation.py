@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynsparse._core import logs
 from dynsparse._core.checks import is_number, shorten
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.quantized import refuse_int8
 from dynsparse.training.grow import GradientStep
 from dynsparse.training.schedule import Schedule, is_due_within
 
@@ -38,6 +39,7 @@ def find_sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
         model = model.module  # names are those of the model
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not layers:
+        refuse_int8(model)
         raise ValueError(
             "the model has no sparse layers: use dynsparse.nn.SparseLinear, or dynsparse.sparsify"
         )
