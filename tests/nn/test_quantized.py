@@ -250,6 +250,14 @@ def test_bad_input():
     refused(ValueError, "NaN or infinite", infinite)
     with pytest.raises(TypeError, match="must be a linear layer, got a SparseConv2d"):
         QuantizedSparseLinear.from_float(made().conv)
+    subset = made()
+    optimizer = torch.optim.SGD(subset.parameters(), 0.1)
+    trainer = ds.TopKAST(subset, optimizer, total_steps=10, forward_fraction=0.5)
+    subset(INPUT).sum().backward()
+    trainer.step()
+    refused(ValueError, r"chosen by Top-KAST: call the trainer's shrink\(\) first", subset)
+    trainer.shrink()
+    ds.quantize(subset)
     model = ds.quantize(made())
     with pytest.raises(RuntimeError, match=r"float32 activations on the CPU, got torch\.bfloat16"):
         model.first(torch.ones(2, 16).bfloat16())

@@ -232,6 +232,11 @@ def _check_layer(name: str, layer: SparseLinear) -> None:
             f"{name} must have float32 values, got {layer.values.dtype}: convert the model with "
             "model.float() first"
         )
+    if layer.active is not None:
+        raise ValueError(
+            f"{name} computes with a part of its weights, chosen by Top-KAST: call the trainer's "
+            "shrink() first"
+        )
     if layer.executor is not None:
         raise ValueError(f"{name} is computed by {layer.kernel(1)}, which has no int8 weights")
     check_no_hooks(name, layer)
