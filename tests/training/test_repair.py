@@ -145,6 +145,8 @@ def test_unsupported_models_raise():
     del other.blocks[2]
     with pytest.raises(ValueError, match=r"must have the same blocks, got 3 blocks 'blocks.0', "):
         repair(model, other, batches)
+    with pytest.raises(ValueError, match=r"before pruning, got one whose layer 'blocks.0.up' is"):
+        repair(model, model, batches)
     with pytest.raises(ValueError, match="epochs must be an integer of at least 1, got 0"):
         repair(model, dense, batches, epochs=0)
     with pytest.raises(ValueError, match=r"lr must be a number in \(0, 1\], got 2"):
@@ -152,4 +154,4 @@ def test_unsupported_models_raise():
     flat = ds.sparsify(nn.ModuleDict({"a": nn.Linear(4, 4)}), 0.5, verbose=False)
     flat.forward = lambda x: flat["a"](x)
     with pytest.raises(ValueError, match="the blocks of the model are not a chain"):
-        repair(flat, flat, [torch.ones(2, 4)])
+        repair(flat, ds.densify(copy.deepcopy(flat)), [torch.ones(2, 4)])

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from dynsparse._core.checks import check_integer, check_types, check_within
 from dynsparse.nn.calibration import Blocks, drop_padding, evaluation_mode, list_batches
-from dynsparse.nn.quantized import refuse_int8
+from dynsparse.nn.quantized import QuantizedSparseLinear, refuse_int8
 from dynsparse.nn.sparse_module import SparseModule
 
 
@@ -65,8 +65,8 @@ def repair(
     Raises:
         TypeError, ValueError: no batches; a model without sparse layers, whose blocks are not a
             chain, of which no parameter requires a gradient, or that has other blocks than
-            `dense`. After a later error, completed blocks stay repaired and the others are
-            unchanged.
+            `dense`; a `dense` with sparse layers. After a later error, completed blocks stay
+            repaired and the others are unchanged.
     """
     check_integer("epochs", epochs, 1)
     check_within("lr", lr, "(0, 1]")
@@ -75,6 +75,13 @@ def repair(
     if not sizes:
         refuse_int8(model)
         raise ValueError("the model has no sparse layers: call dynsparse.sparsify first")
+    kinds = SparseModule, QuantizedSparseLinear
+    sparse = [name for name, module in dense.named_modules() if isinstance(module, kinds)]
+    if sparse:
+        raise ValueError(
+            f"dense must be the model before pruning, got one whose layer {sparse[0]!r} is sparse: "
+            "pass a copy.deepcopy(model) from before dynsparse.sparsify"
+        )
     repaired = []
     with evaluation_mode(model), evaluation_mode(dense):
         with torch.no_grad():
