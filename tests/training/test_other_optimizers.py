@@ -212,8 +212,21 @@ def test_growth_by_gradient_with_private_steps_raises():
 
 def test_wrapper_with_state_but_without_hooks_raises():
     model, inner, _ = small()
-    with pytest.raises(TypeError, match="got Unknown, a wrapper with state of its own"):
+    with pytest.raises(TypeError, match=r"got \S+\.Unknown, a wrapper with state of its own"):
         ds.RigL(model, Unknown(inner), schedule=EVERY)
+
+
+class OptimWrapper:
+    """As fastai's, which is no optimizer of torch's either."""
+
+    def __init__(self, optimizer):
+        self.opt = optimizer
+
+
+def test_optimizer_of_fastai_raises():
+    model, optimizer, _ = small()
+    with pytest.raises(TypeError, match=r"\.OptimWrapper: pass the optimizer that it holds, its"):
+        ds.RigL(model, OptimWrapper(optimizer), total_steps=10)
 
 
 @pytest.mark.parametrize("container", [list, tuple, named])

@@ -275,11 +275,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor])
         ValueError: a layer's values are in none of its parameter groups.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        inside = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
-        raise TypeError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            + ", a wrapper with state of its own, whose steps cannot be followed" * inside
-        )
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        line = f"expected a torch.optim.Optimizer, got {kind.removeprefix('builtins.')}"
+        if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            line += ", a wrapper with state of its own, whose steps cannot be followed"
+        elif isinstance(getattr(optimizer, "opt", None), torch.optim.Optimizer):  # of fastai
+            line += ": pass the optimizer that it holds, its .opt"
+        raise TypeError(line)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS mixes all weights in its state, which cannot follow a pattern")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
