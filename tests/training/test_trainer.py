@@ -330,6 +330,9 @@ def test_update_without_backward_raises():
     trainer = RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=EVERY)
     with pytest.raises(RuntimeError, match=r"call trainer\.step\(\) after loss\.backward\(\)"):
         trainer.step()
+    layer.values.grad = torch.ones_like(layer.values)
+    with pytest.raises(RuntimeError, match=r"set by hand or come from torch\.func are not seen"):
+        trainer.step()
 
 
 def test_mismatched_states_raise():

@@ -264,7 +264,8 @@ def layers_with_gradients(
         raise RuntimeError(
             f"step {step} ends in a pattern update, but no gradient reached any sparse layer since "
             "the step before: call trainer.step() after loss.backward(), and make the trainer "
-            "after moving the model to its device"
+            "after moving the model to its device; gradients that are set by hand or come from "
+            "torch.func are not seen, and SET needs none"
         )
     return reached
 
