@@ -12,8 +12,11 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import (
     SET,
     ConstantSchedule,
+    GlobalBudget,
     GradientGrowth,
+    LayerBudget,
     RigL,
+    SoftBudget,
     SparseTrainer,
     Static,
 )
@@ -333,6 +336,42 @@ def test_update_without_backward_raises():
     layer.values.grad = torch.ones_like(layer.values)
     with pytest.raises(RuntimeError, match=r"set by hand or come from torch\.func are not seen"):
         trainer.step()
+
+
+@pytest.mark.parametrize("returned", [0, 3])
+@pytest.mark.parametrize("regrow", [False, True])
+def test_growth_of_other_numbers_raises(regrow, returned):
+    class Few(GradientGrowth):
+        def choose(self, requests, step, ranks=None):
+            return [flat[:returned] for flat in super().choose(requests, step)]
+
+    model = make_model()
+    trainer = SparseTrainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=EVERY, growth=Few(),
+        regrow_dropped=regrow,
+    )  # fmt: skip
+    model(torch.randn(4, 12, dtype=torch.float64)).sum().backward()
+    match = f"layer '0': the growth returned {returned} positions, .* were asked for"
+    with pytest.raises(ValueError, match=match):
+        trainer.step()
+
+
+@pytest.mark.parametrize("budget", [LayerBudget, GlobalBudget, SoftBudget])
+def test_schedule_with_a_fraction_of_blocks_raises(budget):
+    class Half:
+        def is_due(self, step):
+            return True
+
+        def drop_count(self, step, nnz):
+            return nnz / 2
+
+    layer = small_layer()
+    trainer = SparseTrainer(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=Half(),
+        growth=GradientGrowth(), budget=budget(),
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="the schedule's drop_count must be an integer, got"):
+        step_with_gradient(layer, trainer, GRADIENT)
 
 
 def test_mismatched_states_raise():

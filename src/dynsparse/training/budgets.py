@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse._core.checks import check_choice, check_types, check_within
+from dynsparse._core.checks import check_choice, check_integer, check_types, check_within
 from dynsparse.allocation import allocate
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import fetch_scalars
@@ -125,9 +125,14 @@ class Survey:
         pattern = self.patterns[name]
         return pattern.total - pattern.nnz + (drop if self.regrow_dropped else 0)
 
+    def drop_count(self, nnz: int) -> int:
+        """How many of `nnz` blocks the schedule replaces."""
+        count = self.schedule.drop_count(self.step, nnz)
+        return check_integer("the schedule's drop_count", count, 0)
+
     def replacements(self, name: str, nnz: int) -> int:
         """How many of `nnz` blocks the schedule replaces, no more than there is room for."""
-        count = min(self.schedule.drop_count(self.step, nnz), nnz)
+        count = min(self.drop_count(nnz), nnz)
         return count if self.regrow_dropped else min(count, self.room(name, 0))
 
 
@@ -185,7 +190,7 @@ class GlobalBudget(Budget):
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
         blocks = sum(p.nnz for p in patterns.values())
-        total = min(survey.schedule.drop_count(survey.step, blocks), sum(most))
+        total = min(survey.drop_count(blocks), sum(most))
         drops = survey.count_lowest(total, most)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
 
@@ -211,7 +216,7 @@ class SoftBudget(Budget):
         for name, pattern in survey.patterns.items():
             blocks = self.blocks[name]
             drop = max(0, pattern.nnz - blocks)
-            grow = survey.schedule.drop_count(survey.step, blocks)
+            grow = survey.drop_count(blocks)
             counts[name] = Counts(drop, min(grow, survey.room(name, drop)))
         return counts
 
@@ -367,7 +372,7 @@ class MomentumBudget(Budget):
         drops, means, room = [], [], []
         momentum = survey.mean_momentum()
         for (name, pattern), mean in zip(survey.patterns.items(), momentum, strict=True):
-            count = survey.schedule.drop_count(survey.step, pattern.nnz)
+            count = survey.drop_count(pattern.nnz)
             drop = min(count, max(0, pattern.nnz - 1))
             drops.append(drop)
             means.append(mean)

@@ -172,8 +172,8 @@ def _broadcast_counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
 
 @dataclass
 class _LayerPlan:
-    """One layer, and what is chosen for it: the slots to drop, where nothing can grow, and the
-    positions to grow."""
+    """One layer, and what is chosen for it: the slots to drop, where nothing can grow, the
+    positions to grow, and how many of them the growth returned."""
 
     name: str
     layer: SparseLinear
@@ -182,6 +182,7 @@ class _LayerPlan:
     drop: Tensor = field(init=False)
     occupied: SparsePattern = field(init=False)
     grow: Tensor = field(init=False)
+    returned: int = field(init=False)
 
     @property
     def pattern(self) -> SparsePattern:
@@ -285,7 +286,7 @@ def _choose_growth(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
     ]
     chosen = request.growth.choose(requests, request.step, request.ranks)
     for plan, grow in zip(plans, chosen, strict=True):
-        plan.grow = grow
+        plan.grow, plan.returned = grow, len(grow)
         if request.regrow_dropped and plan.counts.drop:
             with layer_errors(plan.name):
                 plan.drop = plan.drop[~torch.isin(plan.pattern.flat[plan.drop], grow)]
@@ -320,6 +321,11 @@ def _make_rewirings(plans: Sequence[_LayerPlan]) -> list[Rewiring]:
     rewirings = []
     for plan in plans:
         with layer_errors(plan.name):
+            count = plan.counts.grow
+            if plan.returned != count and not plan.layer.can_resize:
+                raise ValueError(
+                    f"the growth returned {plan.returned} positions, {count} were asked for"
+                )
             sorts = not plan.layer.keeps_slots
             rewirings.append(Rewiring.make(plan.pattern, plan.drop, plan.grow, row_major=sorts))
     return rewirings
