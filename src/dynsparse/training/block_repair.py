@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from dynsparse._core.checks import check_integer, check_types, check_within
 from dynsparse.nn.calibration import Blocks, drop_padding, evaluation_mode, list_batches
-from dynsparse.nn.quantized import QuantizedSparseLinear, refuse_int8
+from dynsparse.nn.quantized import refuse_int8
 from dynsparse.nn.sparse_module import SparseModule
 
 
@@ -65,22 +65,22 @@ def repair(
     Raises:
         TypeError, ValueError: no batches; a model without sparse layers, whose blocks are not a
             chain, of which no parameter requires a gradient, or that has other blocks than
-            `dense`; a `dense` with sparse layers. After a later error, completed blocks stay
-            repaired and the others are unchanged.
+            `dense`; a `dense` with the patterns of the model. After a later error, completed blocks
+            stay repaired and the others are unchanged.
     """
     check_integer("epochs", epochs, 1)
     check_within("lr", lr, "(0, 1]")
     batches = list_batches(calibration)
-    sizes = {n: m.values.numel() for n, m in model.named_modules() if isinstance(m, SparseModule)}
-    if not sizes:
+    sparse = {n: m for n, m in model.named_modules() if isinstance(m, SparseModule)}
+    if not sparse:
         refuse_int8(model)
         raise ValueError("the model has no sparse layers: call dynsparse.sparsify first")
-    kinds = SparseModule, QuantizedSparseLinear
-    sparse = [name for name, module in dense.named_modules() if isinstance(module, kinds)]
-    if sparse:
+    sizes = {name: module.values.numel() for name, module in sparse.items()}
+    twins = dict(dense.named_modules())
+    if all(getattr(twins.get(n), "pattern", None) == m.pattern for n, m in sparse.items()):
         raise ValueError(
-            f"dense must be the model before pruning, got one whose layer {sparse[0]!r} is sparse: "
-            "pass a copy.deepcopy(model) from before dynsparse.sparsify"
+            "dense must be the model before pruning, got one with the same patterns: pass a "
+            "copy.deepcopy(model) from before dynsparse.sparsify"
         )
     repaired = []
     with evaluation_mode(model), evaluation_mode(dense):
