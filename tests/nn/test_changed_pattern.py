@@ -125,6 +125,7 @@ def test_values_of_another_layer_require_its_pattern():
 CALLS = {
     "Parameters": lambda f, p, x: f(p, x),
     "detached": lambda f, p, x: f({n: v.detach() for n, v in p.items()}, x),
+    "inference": torch.no_grad()(lambda f, p, x: f({n: v.detach() for n, v in p.items()}, x)),
     "grad": lambda f, p, x: grad(lambda p: f(p, x).square().sum())(p)["values"],
     "vmap(grad)": lambda f, p, x: vmap(grad(lambda p, x: f(p, x).sum()), (None, 0))(p, x)["values"],
 }
@@ -152,6 +153,13 @@ def test_copies_with_an_earlier_pattern_refuse_the_values(kind, call):
     for refused in (earlier, copy.deepcopy(earlier).to("meta")):
         with pytest.raises(RuntimeError, match="values of another sparse layer"):
             compute(refused)
+    # A call that was refused leaves nothing behind that lets the next one pass.
+    functional_call(earlier, copy.deepcopy(earlier).state_dict(), (x,))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="values of another sparse layer"):
+            compute(earlier)
+    with pytest.raises(RuntimeError, match="values of another sparse layer"):
+        functional_call(earlier, parameters, (x,))
     # The layer itself and copies with its pattern compute, and the earlier one with other values.
     torch.testing.assert_close(compute(now), compute(layer))
     parameters = {n: p.detach().clone() for n, p in parameters.items()}

@@ -386,11 +386,13 @@ class SparseLinear(SparseModule):
         parameters = self._parameters
         values = parameters.get("values")
         if type(values) is not Parameter or is_dynamo_compiling():
-            given, index = require_unsharded(self.values), self.index
-            if not is_compiling():
-                check_given(self, given)
-                if given.device != index.cols.device:  # of a base on the meta device
-                    index = self._pattern._index_on(given.device)
+            given = require_unsharded(self.values)
+            if is_compiling():
+                return linear(x, given, self.index, self.bias)
+            check_given(self, given)  # before the state takes their address
+            index = self.index
+            if given.device != index.cols.device:  # of a base on the meta device
+                index = self._pattern._index_on(given.device)
             return linear(x, given, index, self.bias)
         state = self._state
         if (

@@ -57,7 +57,9 @@ def check_given(layer: Any, values: Tensor) -> None:
 def _check_memory(layer: Any, given: Tensor) -> None:
     """Refuse values in the memory of another layer's values, if its pattern differs."""
     address = given.data_ptr()
-    if not address:  # empty, or on the meta device
+    state = layer._state
+    # No address: empty, or on the meta device. That of the layer's own values: the usual case.
+    if not address or (state is not None and state.address == address):
         return
     # Each step of `_owners.values()` takes ten times as long.
     for owner in [reference() for reference in list(_owners.data.values())]:

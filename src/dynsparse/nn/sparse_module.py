@@ -25,7 +25,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex, cuda
 from dynsparse.ops.linear.layer_index import Read, register_index
 from dynsparse.ops.linear.panels import discard_panels
-from dynsparse.ops.torch_internals import distributed_caller
+from dynsparse.ops.torch_internals import distributed_caller, is_wrapped
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import DimShard, ShardSpec, check_consistent, digest, ranks_of
 
@@ -55,7 +55,7 @@ class LayerState:
         memory: the values without their Parameter, whose memory may be replaced.
         read: index and memory as forward needs them.
         address: address of the memory, which tells whether it is still that of the values; -1 for
-            sharded values.
+            sharded values and in a transform of torch.func.
         watched, version: a tensor of the index and its version counter, which detect writes to the
             index.
     """
@@ -86,7 +86,8 @@ class LayerState:
             self.memory = memory = values.detach()
             plain = index.on_cpu and not sharded and memory.dtype is torch.float32
             self.read = Read(index, memory, plain and memory.is_contiguous())
-            self.address = -1 if sharded else values.data_ptr()
+            has_address = not sharded and not is_wrapped(values)
+            self.address = values.data_ptr() if has_address else -1
             self.watched = (
                 index.cols if not index.cols.is_inference() else torch.empty(0, device="cpu")
             )
@@ -224,14 +225,15 @@ class SparseModule(nn.Module):
         With gradients enabled the values are the Parameter, and only the thread that changes the
         pattern should call this; otherwise they are its memory.
         """
-        if torch.is_grad_enabled() or is_compiling():
-            values = require_unsharded(self.values)
-            if is_compiling():
-                return values, self.index
-            if type(values) is nn.Parameter:
-                return values, self._current().index.index
-            check_given(self, values)
+        values = require_unsharded(self.values)
+        if is_compiling():
             return values, self.index
+        if type(values) is not nn.Parameter:
+            check_given(self, values)  # before the state takes their address
+            if torch.is_grad_enabled():
+                return values, self.index
+        elif torch.is_grad_enabled():
+            return values, self._current().index.index
         state = self._current()
         return require_unsharded(state.memory), state.index.index
 

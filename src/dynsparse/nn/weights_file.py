@@ -267,8 +267,9 @@ def _read_folder(path: Path) -> WeightsFile:
 
 def _find_file(folder: Path) -> Path:
     """Find the index or the file of a model in its folder."""
-    for pattern in (_INDEX, _FILE, "*.safetensors.index.json", "*.safetensors"):
-        files = sorted(folder.glob(pattern))  # the libraries have names of their own
+    # Libraries have names of their own, and diffusers "...safetensors.index.fp16.json".
+    for pattern in (_INDEX, _FILE, "[!.]*.safetensors.index*.json", "[!.]*.safetensors"):
+        files = sorted(folder.glob(pattern))
         if len(files) > 1:
             raise ValueError(
                 f"the folder {folder} has several files, "
@@ -402,7 +403,7 @@ def _load(
     for name, module in model.named_modules():
         if isinstance(module, SparseLinear) and name not in names:
             raise ValueError(f"the layer {name!r} is not sparse in the file")
-    quantized = _take_quantized(names, tensors, candidates)
+    quantized = _take_quantized(model, names, tensors)
     layers = _make_layers(model, candidates, names, tensors, described)
     loaded = {n: layer for n, layer in layers.items() if isinstance(layer, SparseLinear)}
     replaced = replace_layers(model, candidates, layers)
@@ -426,13 +427,14 @@ def _load(
 
 
 def _take_quantized(
-    names: list[str], tensors: dict[str, Tensor], candidates: Mapping[str, Candidate]
+    model: nn.Module, names: list[str], tensors: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return name -> the int8 values of a layer and their scale.
 
     In `tensors` they are replaced by float32 values, so that the layers are loaded as others are.
     """
     quantized: dict[str, tuple[Tensor, Tensor]] = {}
+    modules = dict(model.named_modules())
     for name in names:
         values = tensors.get(join_names(name, "values"))
         if values is None or values.dtype is not torch.int8:
@@ -440,11 +442,12 @@ def _take_quantized(
         scale = tensors.pop(join_names(name, "scale"), None)
         if scale is None or scale.dtype is not torch.float32 or not bool(scale.isfinite().all()):
             raise ValueError(f"the int8 values of {name!r} need a finite float32 scale in the file")
-        if name in candidates and (dtype := candidates[name].weight.dtype) is not torch.float32:
-            raise ValueError(
-                f"the file has int8 weights, {name!r} is {dtype} in the model: load it into a "
-                "float32 model, after model.float()"
-            )
+        for parameter in modules[name].parameters() if name in modules else ():
+            if parameter.dtype is not torch.float32:
+                raise ValueError(
+                    f"the file has int8 weights, {name!r} is {parameter.dtype} in the model: load "
+                    "it into a float32 model, after model.float()"
+                )
         quantized[name] = values, scale
         tensors[join_names(name, "values")] = values.float()
     return quantized
