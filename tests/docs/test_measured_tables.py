@@ -87,6 +87,7 @@ def test_int8_over_float32():
     assert f"and {span(epyc, 4, (8,))} and {span(xeon, 4, (8,))} for 8." in text
     assert f"size: {span(epyc, 1, (1,))} for 1 sample on the EPYC." in text
     assert f"slower: {span(epyc, 1, (8,))} and {span(xeon, 1, (8,))}." in text
+    assert f"128 they take {span(epyc, 1, many)} and {span(xeon, 1, many)}." in text
     assert all(row[kind] < 1.5 for n, row in xeon.items() if ", 128 " in n for kind in row)
     assert all(row["int8 weights"] < 1 for n, row in xeon.items() if "blocks of 1," in n)
 
