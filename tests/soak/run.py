@@ -209,12 +209,15 @@ BACKWARDS = ("none", "zero", "asked")
 def _watch(name: str, one: Callable[[], None], times: int) -> Watched:
     memory, files, start = [], [], time.monotonic()
     every = max(times // _SAMPLES, 1)
+    gc.collect()
+    gc.freeze()  # the collections below look at new objects only, which takes a tenth of the time
     for count in range(1, times + 1):
         one()
         if count % every == 0:
             gc.collect()
             memory.append(resident())
             files.append(open_files())
+    gc.unfreeze()
     return Watched(name, time.monotonic() - start, memory, files)
 
 
