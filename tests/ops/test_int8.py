@@ -114,8 +114,8 @@ def test_few_samples_by_masks(library, density, shape):
 @pytest.mark.parametrize("library", ISAS)
 def test_many_samples_by_panels(library, monkeypatch):
     made = []
-    make = int8.make_panels
-    monkeypatch.setattr(int8, "make_panels", lambda *args: made.append(make(*args)) or made[-1])
+    make = int8.make_row_panels
+    monkeypatch.setattr(int8, "make_row_panels", lambda *args: made.append(make(*args)) or made[-1])
     generator = torch.Generator().manual_seed(0)
     layer = Layer(generator, (40, 16384), 0.05, 1)
     for batch in (256, 300):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynsparse._core import native
 from dynsparse.ops.linear.layer_index import TensorCache, check_rows
-from dynsparse.ops.linear.panels import make_masks, make_panels
+from dynsparse.ops.linear.panels import make_masks, make_row_panels
 from dynsparse.ops.torch_internals import empty_on_cpu, refuse_onnx_export
 from dynsparse.pattern.on_device import expand_row_pointers
 
@@ -192,7 +192,7 @@ def _derive(
         return None, None
 
     def make() -> Tensor | None:
-        return make_panels(False, *sizes[:2], cols, row_ptr, cols.new_empty(0))
+        return make_row_panels(row_ptr, cols, in_features, batch)
 
     return _keep(_panels, row_ptr, cols, make), None
 
