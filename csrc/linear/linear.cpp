@@ -27,14 +27,7 @@ bool fused_pays(i64 batch, i64 nnz, i64 out) {
   return batch > 32 && (batch > 64 || nnz > 64 * out);
 }
 
-int run_any(ElementPass& pass, const void* panels) {
-  PanelIndex index;
-  if (panels) {
-    index = panel_index(panels);
-    pass.panels = &index;
-  }
-  return run(pass) ? 0 : 1;
-}
+int run_any(const ElementPass& pass, const void* panels) { return run(pass, panels) ? 0 : 1; }
 
 int run_any(const BlockPass& pass) {
   return (lines_fit(pass) ? run_in_lines(pass) : run_in_tiles(pass)) ? 0 : 1;

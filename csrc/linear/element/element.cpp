@@ -284,7 +284,12 @@ i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
   return least(pass.majors, low * CHUNK);
 }
 
-bool run(const ElementPass& pass) {
+bool run(ElementPass pass, const void* panels) {
+  PanelIndex index;
+  if (panels) {
+    index = panel_index(panels);
+    pass.panels = &index;
+  }
   if (pass.batch == 1 && !pass.sums && pass.packed.data.f32 && pass.out.f32)
     return run_sample(pass);
   if (pass.panels) return run_in_panels(pass);

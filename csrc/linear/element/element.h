@@ -60,8 +60,9 @@ constexpr i64 SHARE = 128;
 // costs a tenth.
 constexpr i64 APART = 5 * LINE;
 
-// False where scratch memory is not to be had.
-bool run(const ElementPass& pass);
+// panels: what dynsparse_panels_make has made of the index, or null. False where scratch memory is
+// not to be had.
+bool run(ElementPass pass, const void* panels);
 
 // out[i] = values[i] * scale for the i < count.
 void widen(const int8_t* values, i64 count, float scale, float* out);

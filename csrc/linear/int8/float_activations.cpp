@@ -152,12 +152,7 @@ bool int8_forward_elements(const Int8Pass& pass) {
   elements.int8_values = pass.values;
   elements.scale = pass.scale;
   elements.bias = pass.bias;
-  PanelIndex panels;
-  if (pass.panels) {
-    panels = panel_index(pass.panels);
-    elements.panels = &panels;
-  }
-  return run(elements);
+  return run(elements, pass.panels);
 }
 
 bool int8_forward_many(const Int8Pass& pass) {
