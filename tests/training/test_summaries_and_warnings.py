@@ -4,6 +4,7 @@ import gc
 import warnings
 
 import pytest
+import torch
 from small_trainings import loss_of, small
 
 import dynsparse as ds
@@ -22,6 +23,43 @@ def test_unreferenced_trainer_warns():
     trainer.step()
     del trainer
     optimizer.step()  # it has been used: a warning would be an error
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def test_optimizer_without_trainer_warns():
+    model, optimizer, trainer = small()
+    train(model, optimizer, 1)
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match=r"another optimizer \(AdamW\) .* make a new trainer") as w:
+        train(model, other, 20)
+    assert len(w) == 1
+    assert trainer.steps == 1
+    newer = ds.RigL(model, other, total_steps=100, update_interval=4)
+    train(model, other, 20)
+    assert newer.updates == 5
+
+
+def test_optimizers_that_do_not_warn():
+    model, optimizer, trainer = small()
+    head = torch.nn.Linear(2, 2)
+    unrelated = torch.optim.SGD(head.parameters(), lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        unrelated.step()
+        train(model, other, 2)  # between the trainer's steps
+        train(model, optimizer, 1)
+    trainer.stop()
+    train(model, other, 20)
+    ended = ds.SET(model, optimizer, total_steps=4, update_interval=1)
+    train(model, optimizer, 4)
+    assert ended.updates
+    train(model, other, 20)  # fine-tunes the final patterns
 
 
 def test_schedule_without_updates_warns():

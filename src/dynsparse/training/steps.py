@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dynsparse._core import logs
 from dynsparse._core.interrupts import defer_signals
@@ -20,11 +21,16 @@ from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import OFF, counter, is_traced, span
 from dynsparse.training.optimizer_state import nested_optimizers
+from dynsparse.training.schedule import is_due_within
 
 Rewirings = dict[str, Rewiring] | None
 """By layer name; None where no pattern changed."""
 
 _STEP = "trainer.step()"
+_OTHER_STEPS = 10
+"""Steps of an optimizer that no trainer follows, after which its layers' trainer warns."""
+_following: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+"""Those of all trainers that follow their optimizer."""
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -95,6 +101,8 @@ class OptimizerSteps:
         self._span: Any = OFF
         self._last_caller = ""
         self._marks: list[tuple[weakref.ref[Tensor], int] | None] = []
+        self._other_steps = 0  # of optimizers that no trainer follows, since the last step
+        self._unrelated: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
     def is_hooked(self) -> bool:
@@ -115,12 +123,15 @@ class OptimizerSteps:
         optimizers.pop(None, None)
         if self._hooks is None and optimizers:
             self._hooks = _Hooks(self, list(optimizers.values()))
+            _follow_all_optimizers()
+            _following.add(self)
 
     def stop(self) -> None:
         """Stop following the optimizer's own steps."""
         if self._hooks is not None:
             self._hooks.close()
         self._hooks, self._depth = None, 0
+        _following.discard(self)
 
     def step(self, take: Callable[[], Any] | None = None) -> Rewirings:
         """Take a step; returns what `_finish_step` returned, None where the optimizer took none.
@@ -213,7 +224,7 @@ class OptimizerSteps:
 
     def _mark_step(self) -> None:
         """Note that a step was taken with the present gradient."""
-        self._by_hand = False
+        self._by_hand, self._other_steps = False, 0
         if self._hooks is not None:
             self._hooks.used = True
         self._last_caller = self._caller or "optimizer.step()"
@@ -297,6 +308,44 @@ class OptimizerSteps:
                 self._end()
                 if self._caller != _STEP:
                     self._end_span()
+
+    def follows(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._hooks is not None and any(o is optimizer for o in self._hooks.optimizers)
+
+    def note_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer that no trainer follows trains the layers in place of the trainer's,
+        as one that a loop, or a notebook's cell, has made anew."""
+        trainer = self._trainer()
+        if trainer is None or trainer.schedule is None or optimizer in self._unrelated:
+            return
+        values = {id(layer.values) for layer in trainer.layers.values()}
+        if not any(id(p) in values for group in optimizer.param_groups for p in group["params"]):
+            self._unrelated.add(optimizer)
+            return
+        self._other_steps += 1
+        if self._other_steps == _OTHER_STEPS and is_due_within(
+            trainer.schedule, trainer.steps + 1, None
+        ):
+            logs.warn(
+                f"another optimizer ({type(optimizer).__name__}) than that of the sparse trainer "
+                f"has taken {_OTHER_STEPS} steps, which the trainer does not count, so the "
+                "patterns stay as they are: make a new trainer for each new optimizer"
+            )
+
+
+@functools.cache
+def _follow_all_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Any, *_: Any) -> None:
+    """Called after each step of any optimizer of torch."""
+    if torch.compiler.is_compiling():
+        return
+    following = list(_following)
+    if not any(steps.follows(optimizer) for steps in following):
+        for steps in following:
+            steps.note_other_step(optimizer)
 
 
 def _add_hooks(optimizer: torch.optim.Optimizer) -> None:
