@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -262,6 +263,19 @@ class TileMachine:
     def for_pattern(self, pattern: SparsePattern) -> TileMachine:
         """Returns itself: every run uses the layer's current pattern."""
         return self
+
+
+@contextmanager
+def use_executors(executors: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Give layers other executors while the context lasts: pairs of a layer and its executor."""
+    before = [(layer, layer.executor) for layer, _ in executors]
+    try:
+        for layer, executor in executors:
+            layer.executor = executor
+        yield
+    finally:
+        for layer, executor in before:
+            layer.executor = executor
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

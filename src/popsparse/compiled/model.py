@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from popsparse.programs.dense_weights import operations
 from popsparse.programs.layout import SparseTensor
 from popsparse.programs.update import UpdatePrograms
 from popsparse.tensor_ops import Spread
-from popsparse.torch_layer import TargetOptions, TileMachine
+from popsparse.torch_layer import TargetOptions, TileMachine, use_executors
 
 if TYPE_CHECKING:
     from popsparse.compiled.trace import Key
@@ -549,27 +548,18 @@ class CompiledModel:
                 )
                 sparse.layer.values.grad = torch.from_numpy(gradient)
         before = {sparse.name: sparse.layer.pattern for sparse in self._layers}
-        with self._use_scores():
+        scored = [
+            (sparse.layer, _ScoresExecutor(self.target, sparse.update.scores))
+            for sparse in self._layers
+            if sparse.update is not None
+        ]
+        with use_executors(scored):
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
         for sparse in self._layers:
             sparse.layer.values.grad = None
             if sparse.update is not None and sparse.layer.pattern is not before[sparse.name]:
                 self._rewire(sparse)
-
-    @contextmanager
-    def _use_scores(self) -> Iterator[None]:
-        """Let growth use the scores that the machine computed."""
-        executors = [(sparse.layer, sparse.layer.executor) for sparse in self._layers]
-        for sparse in self._layers:
-            if sparse.update is not None:
-                scored: Any = _ScoresExecutor(self.target, sparse.update.scores)
-                sparse.layer.executor = scored
-        try:
-            yield
-        finally:
-            for layer, executor in executors:
-                layer.executor = executor
 
     def _rewire(self, sparse: _SparseWeights) -> None:
         """Send a new pattern, its values and their optimizer state."""

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from dynsparse.nn import SparseLinear
 from popsparse.compiled.blocks import block_of, tracers
 from popsparse.compiled.decompositions import TABLE, WRITING
+from popsparse.torch_layer import use_executors
 
 Key = tuple[str, ...]
 """Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
@@ -322,15 +323,9 @@ def trace(
         return list(after.values())
 
     flat = list(tensors.values())
-    executors = [(m, m.executor) for m in model.modules() if isinstance(m, SparseLinear)]
-    try:
-        for layer, _ in executors:
-            layer.executor = None
-        with torch.random.fork_rng([]), sdpa_kernel(SDPBackend.MATH):
-            traced = make_fx(step, WRITING)(*flat)
-    finally:
-        for layer, executor in executors:
-            layer.executor = executor
+    no_executors = [(m, None) for m in model.modules() if isinstance(m, SparseLinear)]
+    with use_executors(no_executors), torch.random.fork_rng([]), sdpa_kernel(SDPBackend.MATH):
+        traced = make_fx(step, WRITING)(*flat)
 
     def replay(*flat: Tensor) -> Any:
         return fx.Interpreter(traced).run(*flat)

@@ -19,6 +19,7 @@ from dynsparse.nn.backends import make_executor
 from dynsparse.training import SparseTrainer
 from popsparse.poptorch.options import ConnectionType, Options, OutputMode, ReductionType
 from popsparse.report import write_layer_report
+from popsparse.torch_layer import use_executors
 
 
 def _split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
@@ -369,15 +370,11 @@ class WrappedModel:
     def _set_mode(self) -> Iterator[None]:
         """Set training or evaluation mode and the target; restore both afterwards."""
         flags = [(module, module.training) for module in self.model.modules()]
-        executors = [(layer, layer.executor) for layer, _ in self._executors]
         self.model.train(self._training)
         try:
-            for layer, executor in self._executors:
-                layer.executor = executor
-            yield
+            with use_executors(self._executors):
+                yield
         finally:
-            for layer, executor in executors:
-                layer.executor = executor
             for module, flag in flags:
                 module.training = flag
 
