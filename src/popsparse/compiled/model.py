@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from dynsparse.training import SparseTrainer
 from dynsparse.training.drop import MagnitudeGradient
 from dynsparse.training.history import LastStep
 from popsparse.compiled.lower import Backward, Lowering, narrow, place_weight, type_of
-from popsparse.compiled.pipeline import Pipeline, StageProfile, StepOptions
+from popsparse.compiled.pipeline import Key, Pipeline, StageProfile, StepOptions
 from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Program, Repeat, Target
 from popsparse.machine import Sequence as Steps
 from popsparse.machine import Tensor as Variable
@@ -28,9 +28,6 @@ from popsparse.programs.layout import SparseTensor
 from popsparse.programs.update import UpdatePrograms
 from popsparse.tensor_ops import Spread
 from popsparse.torch_layer import TargetOptions, TileMachine, use_executors
-
-if TYPE_CHECKING:
-    from popsparse.compiled.trace import Key
 
 
 class _SparseWeights(NamedTuple):

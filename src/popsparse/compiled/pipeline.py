@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
@@ -33,12 +33,31 @@ from popsparse.machine.dtypes import DType
 from popsparse.machine.memory import find_carried
 from popsparse.tensor_ops import map_elements
 
-if TYPE_CHECKING:
-    from popsparse.compiled.trace import Key, Step
-
 SCHEDULES = ("grouped", "interleaved", "sequential")
 
+Key = tuple[str, ...]
+"""Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
+("rate", number of the group), ("input", number), ("target",), ("loss",), ("output",), and
+("sum", parameter), the sum of the gradients of the micro-batches so far."""
+
 FORWARD, BACKWARD, UPDATE, SHARED = "forward", "backward", "update", "shared"
+
+
+class Step(NamedTuple):
+    """A traced step.
+
+    Attributes:
+        module: holds the graph and its constants.
+        inputs: the placeholder of every tensor.
+        outputs: the node of the loss, and of the new value of each tensor that the step changes.
+        stages: the processor of each stage of the model, and its name. Each node has the number of
+            its stage in `meta["custom"]["stage"]`.
+    """
+
+    module: fx.GraphModule
+    inputs: dict[Key, fx.Node]
+    outputs: dict[Key, fx.Node]
+    stages: list[tuple[int, str]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,33 +28,12 @@ from torch.utils import _pytree as pytree
 from dynsparse.nn import SparseLinear
 from popsparse.compiled.blocks import block_of, tracers
 from popsparse.compiled.decompositions import TABLE, WRITING
+from popsparse.compiled.pipeline import Key, Step
 from popsparse.torch_layer import use_executors
-
-Key = tuple[str, ...]
-"""Names a tensor of a step: ("parameter", name), ("buffer", name), ("state", parameter, key),
-("rate", number of the group), ("input", number), ("target",), ("loss",), ("output",), and
-("sum", parameter), the sum of the gradients of the micro-batches so far."""
 
 # Operators that do not change values, and those around an optimizer's step.
 _IDENTITIES = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "detach_"}
 _STEP = "step"
-
-
-class Step(NamedTuple):
-    """A traced step.
-
-    Attributes:
-        module: holds the graph and its constants.
-        inputs: the placeholder of every tensor.
-        outputs: the node of the loss, and of the new value of each tensor that the step changes.
-        stages: the processor of each stage of the model, and its name. Each node has the number of
-            its stage in `meta["custom"]["stage"]`.
-    """
-
-    module: fx.GraphModule
-    inputs: dict[Key, fx.Node]
-    outputs: dict[Key, fx.Node]
-    stages: list[tuple[int, str]]
 
 
 def _step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
