@@ -301,15 +301,28 @@ def test_bad_input():
         with pytest.raises(ValueError, match=f"{kind.__name__} looks at gradients or weights on"):
             compiled.step(*digits(1)[0])
     model = nn.Sequential(nn.Linear(8, 4))
-    sorting = copy.deepcopy(model).append(_Sort())
-    compiled = popsparse.compile(sorting, sgd(sorting), nn.functional.mse_loss, TARGET)
-    with pytest.raises(NotImplementedError, match=r"aten\.sort\.default of 'forward 1 sort' has"):
-        compiled.step(x, y)
+    unsupported = {
+        "sort": lambda x: x.sort().values,
+        # Random numbers, which must neither be zeros nor constants of the program.
+        "rand_like": lambda x: x + torch.rand_like(x),
+        "rand": lambda x: x + torch.rand(4),
+        "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    }
+    for name, function in unsupported.items():
+        other = copy.deepcopy(model).append(_Apply(function))
+        compiled = popsparse.compile(other, sgd(other), nn.functional.mse_loss, TARGET)
+        message = rf"aten\.{name}\.default of 'forward 1 {name}' has no program"
+        with pytest.raises(NotImplementedError, match=message):
+            compiled.step(x, y)
 
 
-class _Sort(nn.Module):
+class _Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def forward(self, x):
-        return x.sort().values
+        return self.function(x)
 
 
 def test_constants_beyond_int32_raise():

@@ -31,8 +31,6 @@ TABLE: dict[Any, Callable[..., Any]] = get_decompositions(
         aten.native_layer_norm,
         aten.native_layer_norm_backward,
         aten.native_batch_norm_backward,
-        aten.native_dropout,
-        aten.native_dropout_backward,
         aten._unsafe_view,
         aten.split_with_sizes,
         aten.std,

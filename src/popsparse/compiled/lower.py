@@ -36,7 +36,7 @@ _VIEWS = {
 }  # fmt: skip
 _SPARSE_BACKWARD = torch.ops.dynsparse.linear_backward.default
 _SUMS = {"sum": "add", "amax": "max", "amin": "min"}
-_RANDOM = {"bernoulli"}
+_RANDOM = "bernoulli"
 # These take one or more instructions for each element; the others one for each vector.
 _FUNCTIONS = {
     "acos", "asin", "atan", "atan2", "cos", "digamma", "div", "elu", "erf", "erfc", "exp", "exp2",
@@ -50,6 +50,11 @@ _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}
 def name_of(node: Node) -> str:
     """The operator's name, such as "mm"."""
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def is_random(node: Node) -> bool:
+    """Whether the operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def narrow(dtype: torch.dtype) -> torch.dtype:
@@ -67,7 +72,7 @@ def _is_elementwise(node: Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     name = name_of(node)
-    return torch.Tag.pointwise in tags or name in _RANDOM or name in ("_to_copy", "copy")
+    return torch.Tag.pointwise in tags or name in (_RANDOM, "_to_copy", "copy")
 
 
 class Backward(NamedTuple):
@@ -210,7 +215,7 @@ class Lowering:
             return self.value(source)[number]
         name = name_of(node)
         sources = [self.value(source) for source in node.all_input_nodes]
-        if not any(isinstance(source, (Tensor, tuple)) for source in sources):
+        if not is_random(node) and not any(isinstance(s, (Tensor, tuple)) for s in sources):
             return self._fold(node)
         if node.target is torch.ops.dynsparse.linear.default:
             return self._sparse_forward(node)
@@ -346,7 +351,7 @@ class Lowering:
             if isinstance(value, torch.Tensor) and (value.numel() == 1 or not any(value.stride()))
         }
         leaves = {s: self.tensor(s) for s in values if s not in constants}
-        if not leaves and not any(name_of(node) in _RANDOM for node in group):
+        if not leaves and not any(name_of(node) == _RANDOM for node in group):
             for node in group:
                 self.values[node] = self._fold(node)
             return
@@ -539,7 +544,7 @@ def _evaluate(
             if node in left_out:
                 values[node] = values[node.args[0]]
                 continue
-            if name_of(node) in _RANDOM:
+            if name_of(node) == _RANDOM:
                 # The machine uses torch's generator: the same numbers that the model draws on the
                 # host, in the order of host memory.
                 like = node.meta["val"]

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from dynsparse.nn import SparseLinear
 from popsparse.compiled.blocks import block_of, tracers
 from popsparse.compiled.decompositions import TABLE, WRITING
+from popsparse.compiled.lower import is_random, name_of
 from popsparse.compiled.pipeline import Key, Step
 from popsparse.torch_layer import use_executors
 
@@ -323,8 +324,8 @@ def trace(
 def _simplify(graph: fx.Graph) -> fx.Graph:
     """Remove operators that change nothing and those whose result is unused."""
     for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-        if "record_function" in name:
+        name = name_of(node)
+        if "record_function" in name or (is_random(node) and name != "bernoulli"):
             continue
         source: Any = None
         if name == "bernoulli":
