@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C._autograd import _get_sequence_nr
-from torch._functorch.compile_utils import fx_graph_cse
 from torch.func import functional_call, functionalize
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -348,4 +347,13 @@ def _simplify(graph: fx.Graph) -> fx.Graph:
         if "record_function" in str(node.target):
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    return fx_graph_cse(graph)
+    # Like torch's fx_graph_cse, which imports all of inductor.
+    known: dict[tuple[Any, str, str], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not is_random(node):
+            # A node's repr is its name; those of 1, 1.0 and True differ.
+            first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+    return graph
