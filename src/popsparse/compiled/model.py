@@ -182,7 +182,7 @@ class CompiledModel:
             if key[0] in ("parameter", "state", "sum") and key[1] in parameters
         }
         self._data = [key for key in step.inputs if key[0] in ("input", "target")]
-        loads = [(key, self._stream(graph, key, to_device=True)) for key in self._data]
+        loads = [(key, self._stream(graph, key)) for key in self._data]
         body = Steps(*(load for _, load in loads))
         partials = self.options.planned.partials_type
         lowering = Lowering(
@@ -201,7 +201,7 @@ class CompiledModel:
             body = pipeline.build(sums, loads, to_host[0])
         programs: dict[str, Program] = {"step": Repeat(how.device_iterations, body)}
         rates = [key for key in step.inputs if key[0] == "rate"]
-        programs["rates"] = Steps(*(self._stream(graph, key, to_device=True) for key in rates))
+        programs["rates"] = Steps(*(self._stream(graph, key) for key in rates))
         for node, (name, layer) in layers.items():
             if node in weights:
                 self._add_layer(
@@ -275,9 +275,10 @@ class CompiledModel:
         graph.map_linearly(variable, grain=2)
         return variable
 
-    def _stream(self, graph: Graph, key: Key, *, to_device: bool) -> Copy:
+    def _stream(self, graph: Graph, key: Key) -> Copy:
+        """Create the stream of a variable from the host, and the copy from it."""
         name, variable = " ".join(key), self._variables[key]
-        stream = graph.add_stream(name, variable.dtype, variable.numel, to_device=to_device)
+        stream = graph.add_stream(name, variable.dtype, variable.numel, to_device=True)
         return Copy(stream, variable, name=f"{name} from host")
 
     def _add_layer(
@@ -553,18 +554,15 @@ class CompiledModel:
         with use_executors(scored):
             trainer.before_optimizer_step()
             trainer.after_optimizer_step()
+        host = dict(self._host_tensors())
         for sparse in self._layers:
             sparse.layer.values.grad = None
             if sparse.update is not None and sparse.layer.pattern is not before[sparse.name]:
-                self._rewire(sparse)
-
-    def _rewire(self, sparse: _SparseWeights) -> None:
-        """Send a new pattern, its values and their optimizer state."""
-        assert sparse.update is not None
-        host = dict(self._host_tensors())
-        arrays = [self._encode(sparse, host[key]) for key in sparse.tensors]
-        sparse.update.send(self._patterns[sparse.name].meta_info, arrays)
-        self.profiles[f"rewire {sparse.name}"] = self._require_engine().run(f"rewire {sparse.name}")
+                # Send the new pattern, its values and their optimizer state.
+                arrays = [self._encode(sparse, host[key]) for key in sparse.tensors]
+                sparse.update.send(self._patterns[sparse.name].meta_info, arrays)
+                name = f"rewire {sparse.name}"
+                self.profiles[name] = engine.run(name)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
