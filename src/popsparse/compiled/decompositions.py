@@ -66,11 +66,6 @@ def _mean(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *
 TABLE[aten.mean.dim] = TABLE[aten.mean.default] = _mean
 
 
-@_decomposition_of(aten.sum.default)
-def _sum(x: Tensor, **more: Any) -> Tensor:
-    return x.sum(list(range(x.ndim)), **more)
-
-
 @_decomposition_of(aten.var_mean.correction)
 def _var_mean(
     x: Tensor, dims: Any = None, *, correction: float = 1, keepdim: bool = False

@@ -31,8 +31,8 @@ Node = Any
 """An `fx.Node`, whose arguments may be anything."""
 
 _VIEWS = {
-    "_unsafe_view", "as_strided", "cat", "constant_pad_nd", "expand", "flip", "permute", "repeat",
-    "reshape", "select", "slice", "squeeze", "stack", "unfold", "unsqueeze", "view",
+    "as_strided", "cat", "constant_pad_nd", "expand", "flip", "permute", "repeat", "select",
+    "slice", "squeeze", "stack", "unfold", "unsqueeze", "view",
 }  # fmt: skip
 _SPARSE_BACKWARD = torch.ops.dynsparse.linear_backward.default
 _SUMS = {"sum": "add", "amax": "max", "amin": "min"}
@@ -250,7 +250,7 @@ class Lowering:
             filler = torch.tensor(fill, dtype=node.meta["val"].dtype)
             args.append(int(self._constant(filler).addresses().reshape(-1)[0]))
         args = fx.map_arg(args, lambda n: torch.from_numpy(self.tensor(n).addresses()))
-        if name_of(node) in ("view", "_unsafe_view", "reshape"):
+        if name_of(node) == "view":  # of addresses that may not be contiguous
             addresses = args[0].reshape(args[1]).numpy()
         else:
             addresses = node.target(*args, **kwargs).numpy()
@@ -458,7 +458,7 @@ def place_weight(
             weight = create_operand(graph, layout, which, name, transposed=is_transposed)
             return keep_layout(weight, weight.reshape(*node.meta["val"].shape))
         transposes = operation == "permute" and reader.args[1] == [1, 0]
-        if transposes or (operation in ("view", "_unsafe_view") and not is_transposed):
+        if transposes or (operation == "view" and not is_transposed):
             readers += [(user, reader, is_transposed != transposes) for user in reader.users]
     return None
 
