@@ -1,8 +1,6 @@
 "use strict";
 // Memory by variables: curves over the steps, what a step holds, what lies on a tile.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const format = (v) => (Number.isInteger(v) ? v : +v.toPrecision(5)).toLocaleString("en-US");
   const KINDS = ["constant", "always live", "not always live"];
   const MOST = 25, WIDTH = 860, HEIGHT = 190, LEFT = 82, RIGHT = 12, TOP = 24, BOTTOM = 24;
 
@@ -84,8 +82,7 @@
     const label = draw("title", {});
     hit.append(label);
     const place = (event) => {
-      const box = svg.getBoundingClientRect();
-      const i = Math.floor((((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (x(1) - x(0)));
+      const i = Math.floor((inside(svg, event)[0] - LEFT) / (x(1) - x(0)));
       return Math.min(Math.max(i, 0), count - 1);
     };
     hit.addEventListener("pointermove", (event) => {
@@ -163,10 +160,6 @@
     };
     if (panel) {
       const count = +panel.dataset.tiles, at = panel.querySelector("svg").dataset;
-      const inside = (svg, event) => {
-        const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
-        return [((event.clientX - box.left) / box.width) * view.width, ((event.clientY - box.top) / box.height) * view.height];
-      };
       panel.querySelector("svg").addEventListener("click", (event) => {
         const [x, y] = inside(event.currentTarget, event);
         const column = Math.floor((x - at.left) / at.width), row = Math.floor((y - at.top) / at.height);

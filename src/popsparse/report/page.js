@@ -1,7 +1,15 @@
 "use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const format = (v) => (Number.isInteger(v) ? v : +v.toPrecision(5)).toLocaleString("en-US");
+
+// Where the pointer is in a drawing's own units.
+function inside(svg, event) {
+  const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+  return [((event.clientX - box.left) / box.width) * view.width,
+          ((event.clientY - box.top) / box.height) * view.height];
+}
+
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const format = (v) => (Number.isInteger(v) ? v : +v.toPrecision(5)).toLocaleString("en-US");
   const style = getComputedStyle(document.documentElement);
   const PARTS = ["compute", "exchange", "sync", "host"];
   const colour = (name) => style.getPropertyValue("--" + name).trim();
@@ -17,13 +25,6 @@
     const box = tip.getBoundingClientRect();
     tip.style.left = Math.min(event.clientX + 14, innerWidth - box.width - 8) + "px";
     tip.style.top = Math.min(event.clientY + 14, innerHeight - box.height - 8) + "px";
-  }
-
-  // Where the pointer is in a drawing's own units.
-  function inside(svg, event) {
-    const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
-    return [((event.clientX - box.left) / box.width) * view.width,
-            ((event.clientY - box.top) / box.height) * view.height];
   }
 
   for (const [id, series] of Object.entries(data.tiles || {})) {

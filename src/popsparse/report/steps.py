@@ -272,7 +272,6 @@ def live_data(profile: Profile, contents_of: str) -> dict[str, Any]:
     _, number_of = _largest_variables(profile.contents)
     tile = profile.memory.worst_tile
     peak = peak_step(profile, tile)
-    names = short_names(profile)
     # Little changes from step to step, so only changes are stored.
     changes, before = [], set[int]()
     for step in steps:
@@ -282,7 +281,7 @@ def live_data(profile: Profile, contents_of: str) -> dict[str, Any]:
     return {
         "contents": contents_of,
         "steps": steps,
-        "names": {step: names[step] for step in range(len(names))},
+        "names": short_names(profile),
         "changes": changes,
         "runs": [profile.steps[s].runs for s in steps],
         "tile": tile,
