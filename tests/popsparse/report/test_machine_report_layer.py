@@ -133,7 +133,8 @@ def test_static(tmp_path, capsys, more):
         assert f"{cycles:,.0f} {name.replace('_', ' ')}" in text
     ran = "cycles" in figures
     predicted = "Predicted by the execution model" if ran else "Predicted cycles"
-    for expected in ("Column bands", "Blocks per tile", predicted, "Runners-up"):
+    title = "Static product 128 × 96 by 32 on bow"
+    for expected in (title, "Column bands", "Blocks per tile", predicted, "Runners-up"):
         assert expected in text
     assert ("Grad input: timeline" in text) == ran
 
