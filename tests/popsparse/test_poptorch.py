@@ -106,8 +106,7 @@ def test_equals_a_plain_loop(accumulated, replicas, reduction, compile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_inductor_equals_a_compiled_loop(tmp_path, monkeypatch, by_environment):
+def test_inductor_equals_a_compiled_loop(tmp_path, monkeypatch):
     if shutil.which("c++") is None:
         pytest.skip("inductor needs a C++ compiler")
     x, labels = data(3 * 8)
@@ -116,11 +115,7 @@ def test_inductor_equals_a_compiled_loop(tmp_path, monkeypatch, by_environment):
     torch.compiler.reset()  # so that it compiles anew
     torch._inductor.utils.clear_caches()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
-    opts = options(3)
-    if by_environment:
-        monkeypatch.setenv("POPTORCH_CACHE_DIR", str(tmp_path / "cache"))
-    else:
-        opts.enableExecutableCaching(tmp_path / "cache")
+    opts = options(3).enableExecutableCaching(tmp_path / "cache")
     poptorch.trainingModel(model, opts, optimizer=trainer)(x, labels)
     assert any((tmp_path / "cache").iterdir())
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "other")
@@ -130,6 +125,14 @@ def test_inductor_equals_a_compiled_loop(tmp_path, monkeypatch, by_environment):
         compiled(x[8 * i : 8 * i + 8], labels[8 * i : 8 * i + 8])[1].backward()
         by_hand.step()
     assert same(model, plain)
+
+
+def test_cache_folder_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("POPTORCH_CACHE_DIR", str(tmp_path))
+    model, folders = network(), []
+    model.register_forward_hook(lambda *_: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    poptorch.inferenceModel(model, compile=False)(data(4)[0])
+    assert folders == [str(tmp_path)]
 
 
 def test_outputs_by_mode():
