@@ -1,13 +1,29 @@
-"""Puts this folder on the import path."""
+"""Puts this folder on the import path; restores what tests change in the whole process."""
 
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dynsparse.ops.linear import cost_table
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned():
+    """Fill new tensors with NaN, so that unwritten elements show."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_of import needs_kernels, with_library
+from kernels_of import ISAS, needs_kernels, with_library
 from product_checks import LAYOUTS, LOW, activations, check, dense_weight, shuffle_slots
 from torch import Tensor
 
@@ -24,8 +23,10 @@ from dynsparse.pattern import SparsePattern
 
 sparse, bfloat16 = KERNELS["sparse"], KERNELS["bfloat16"]
 
-ISAS = [isa for isa in native.supported_isas() if isa in native.describe()["available"]]
-pytestmark = pytest.mark.skipif(not ISAS, reason="the compiled kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(not ISAS, reason="the compiled kernels are not built"),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 BLOCK_SIZES = [1, 2, 3, 4, 5, 8, 16, 32, 48, 64, 128]
 KINDS = ["sparse", "small", "dense", "bfloat16"]
@@ -43,21 +44,6 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     library = native.load_isa(request.param)
     monkeypatch.setattr(native, "load", lambda: library)
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Fill new tensors with NaN, so that unwritten output elements show."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_kernels

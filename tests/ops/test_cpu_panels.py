@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,22 +22,10 @@ from dynsparse.pattern import PatternIndex, SparsePattern
 
 sparse = KERNELS["sparse"]
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Fill new tensors with NaN, so that unwritten output elements show."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built"),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 
 @given(

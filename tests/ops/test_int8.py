@@ -15,13 +15,7 @@ BLOCKS = [1, 2, 3, 4, 5, 8, 12, 16, 20, 24, 32, 64]
 QUADS = [8, 16, 24, 32, 64]
 LIBRARIES = [*ISAS, None]
 
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Fill new tensors with NaN, so that unwritten output elements show."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 class Layer:

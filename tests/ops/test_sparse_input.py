@@ -124,14 +124,10 @@ def test_results_are_equal_for_any_number_of_threads():
     layer = SparseLinear(512, 128, density=0.2)
     x = sparse(random_input(64, 512, 0.2, torch.Generator()))
     dy = torch.randn(64, 128)
-    threads = torch.get_num_threads()
     results = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        try:
-            results.append([layer(x), *gradients(layer, x, dy)])
-        finally:
-            torch.set_num_threads(threads)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append([layer(x), *gradients(layer, x, dy)])
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)
 

@@ -125,20 +125,17 @@ def test_cells_are_timed_by_kind():
 
 
 def test_measurement_uses_one_thread_and_restores(monkeypatch):
-    before, seen = torch.get_num_threads(), []
+    seen = []
     sparse = KERNELS["sparse"]
     counting = sparse._replace(forward=lambda *_: seen.append(torch.get_num_threads()))
     monkeypatch.setitem(KERNELS, "sparse", counting)
-    try:
-        torch.set_num_threads(3)
+    torch.set_num_threads(3)
+    time_cell(Cell(32, 32, 1, 0.5, 2), 0.0)
+    assert torch.get_num_threads() == 3
+    monkeypatch.setitem(KERNELS, "sparse", sparse._replace(forward=None))
+    with pytest.raises(TypeError):
         time_cell(Cell(32, 32, 1, 0.5, 2), 0.0)
-        assert torch.get_num_threads() == 3
-        monkeypatch.setitem(KERNELS, "sparse", sparse._replace(forward=None))
-        with pytest.raises(TypeError):
-            time_cell(Cell(32, 32, 1, 0.5, 2), 0.0)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+    assert torch.get_num_threads() == 3
     assert seen == [1] * (1 + tuning._LEAST_TIMINGS)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from against_dense import KINDS, patterns, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_of import needs_kernels
+from kernels_of import ISAS, needs_kernels, with_library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynsparse import SparsePattern
-from dynsparse._core import native
 from dynsparse.ops import block_sparse
 from dynsparse.ops.block_sparse import kernels, naive, plain, products
 from dynsparse.ops.block_sparse.kernels import Settings
@@ -145,15 +140,11 @@ def test_outputs_are_equal_for_any_number_of_threads():
     index, s = pattern.index, Settings(16, True, 0.2, 0.1, 9)
     found = []
     for threads in (1, 2, 3):
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            out, sums = kernels.forward(*given, index.row_ptr, index.cols, None, s)
-            gradients = kernels.backward(
-                out, *given, out, sums, index.row_ptr, index.cols, None, s, [True] * 3
-            )
-        finally:
-            torch.set_num_threads(before)
+        out, sums = kernels.forward(*given, index.row_ptr, index.cols, None, s)
+        gradients = kernels.backward(
+            out, *given, out, sums, index.row_ptr, index.cols, None, s, [True] * 3
+        )
         found.append((out, *gradients))
     for other in found[1:]:
         assert torch.equal(other[0], found[0][0])
@@ -161,40 +152,19 @@ def test_outputs_are_equal_for_any_number_of_threads():
         torch.testing.assert_close(other[2:], found[0][2:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not native._built_isas(), reason="the compiled kernels are not built")
-@pytest.mark.parametrize("isa", native._built_isas())
-def test_instruction_sets_agree(isa):
-    if isa not in native.supported_isas():
-        pytest.skip("not on this machine")
-    code = """
-import torch, sys
-from dynsparse import SparsePattern
-from dynsparse._core import native
-from dynsparse.ops.block_sparse import kernels, naive
-from dynsparse.ops.block_sparse.kernels import Settings
-assert native.describe()["isa"] == sys.argv[1]
-g = torch.Generator().manual_seed(0)
-for b in (1, 4, 12, 16, 32):
-    p = SparsePattern.random((96, 96), 0.4, block_size=b, generator=g)
-    q, k, v = (torch.randn(2, 2, 96, 20, generator=g) for _ in range(3))
-    told = (p.index.row_ptr, p.index.cols, None, Settings(b, True, 0.2, 0.0, 0))
-    out, sums = kernels.forward(q, k, v, *told)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    right = naive.attention(*wide, p, True, scale=0.2)
-    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
-    got = kernels.backward(out, q, k, v, out, sums, *told, [True, True, True])
-    for one, other in zip(got, torch.autograd.grad(right, wide, out.double())):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, isa],
-        env={**os.environ, "DYNSPARSE_ISA": isa},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block", [1, 4, 12, 16, 32])
+def test_each_instruction_set(isa, block):
+    pattern = SparsePattern.random((96, 96), 0.4, block_size=block)
+    ours = [x.requires_grad_() for x in operands(2, 2, 96, 96, 20, 20, torch.float32)]
+    oracle = [x.detach().double().requires_grad_() for x in ours]
+    wanted = naive.attention(*oracle, pattern, True, scale=0.2)
+
+    def compare():
+        found = attend(*ours, pattern, is_causal=True, scale=0.2)
+        same(found, wanted, ours, oracle, torch.float32)
+
+    with_library(isa, compare)
 
 
 def test_opcheck():
