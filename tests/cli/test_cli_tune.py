@@ -33,7 +33,7 @@ def test_measures_stores_and_deletes(capsys):
     status, out, _ = call(capsys, "tune", "--json")
     assert status == 0
     facts = json.loads(out)
-    assert cost_table.costs_from_json(facts["costs"])
+    assert set(facts["costs"]) == set(cost_table.FAMILIES)
     assert cost_table.load_measurement().excess == facts["excess"]
     status, out, _ = call(capsys, "tune", "--quick")
     assert status == 0

@@ -48,8 +48,7 @@ def tune(
         )
     name = cost_table.environment()["processor"]
     if json:
-        costs = cost_table.costs_to_json(result.costs)
-        print(dumps({"processor": name, **vars(result), "costs": costs}, indent=2))
+        print(dumps({"processor": name, **vars(result)}, indent=2))
     else:
         Console().print(_render(name, result), highlight=False, soft_wrap=True)
 

@@ -22,15 +22,14 @@ from dataclasses import dataclass
 from functools import cache
 from math import log2
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dynsparse._core import native
-from dynsparse._core.checks import is_number, shorten
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.folders import cache_folder
-from dynsparse._core.files.limits import check_regular, parse_json
+from dynsparse._core.files.limits import parse_json
 from dynsparse._core.processor import processor
 from dynsparse._core.version import __version__
 
@@ -456,22 +455,20 @@ def load_measurement() -> Measurement | None:
     """Return the stored measurement of this processor; None if there is none or it is invalid."""
     if not _kernels_digest():
         return None
-    file = _measurement_file()
     try:
-        check_regular(file)
-        content = file.read_bytes()
+        content = _measurement_file().read_bytes()
     except OSError:
         return None
+    costs: Costs = {}
     try:
-        fields = dict(parse_json(content))
-        costs = costs_from_json(fields.pop("costs"))
-        measurement = Measurement(**fields, costs=costs)
-        if not isinstance(measurement.enabled, bool) or not isinstance(measurement.excess, dict):
-            raise ValueError(f"expected the fields of a measurement, got {shorten(fields)}")
+        fields = parse_json(content)
+        for name in FAMILIES:
+            forward, backward = (Cost(*numbers) for numbers in fields["costs"][name])
+            costs[name] = forward, backward
+        return Measurement(**{**fields, "costs": costs})
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("the stored kernel costs cannot be read and are ignored: %s", error)
         return None
-    return measurement
 
 
 def save_measurement(measurement: Measurement) -> None:
@@ -482,8 +479,7 @@ def save_measurement(measurement: Measurement) -> None:
     """
     file = _measurement_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    fields = {**vars(measurement), "costs": costs_to_json(measurement.costs)}
-    atomic_write_text(file, json.dumps(fields, allow_nan=False))
+    atomic_write_text(file, json.dumps(vars(measurement), allow_nan=False))
 
 
 def delete_measurement() -> bool:
@@ -493,27 +489,3 @@ def delete_measurement() -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def costs_to_json(costs: Costs) -> dict[str, list[list[float]]]:
-    """Return the costs as lists of numbers, for `costs_from_json`."""
-    return {name: [list(cost) for cost in passes] for name, passes in costs.items()}
-
-
-def costs_from_json(plain: Any) -> Costs:
-    """Return the costs of `costs_to_json`.
-
-    Raises:
-        ValueError: anything else.
-    """
-    costs: Costs = {}
-    try:
-        for name in FAMILIES:
-            forward, backward = (Cost(*numbers) for numbers in plain[name])
-            costs[name] = forward, backward
-    except (KeyError, TypeError, ValueError):
-        costs = {}
-    numbers = [number for passes in costs.values() for cost in passes for number in cost]
-    if not numbers or not all(is_number(number) and 0 <= number < 1e9 for number in numbers):
-        raise ValueError(f"expected costs of {len(FAMILIES)} families, got {shorten(plain)}")
-    return costs
