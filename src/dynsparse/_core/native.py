@@ -18,7 +18,7 @@ import ctypes
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dynsparse._core import logs, processor
+from dynsparse._core import logs
+from dynsparse._core.processor import processor
 
 _log = logging.getLogger(__name__)
 
@@ -143,9 +144,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-def _x86_levels(cpuinfo: str) -> list[str]:
-    """Return the x86-64 levels, best first, that the `flags` line of /proc/cpuinfo allows."""
-    flags = processor.parse_cpuinfo(cpuinfo).flags
+def _x86_levels(flags: Set[str]) -> list[str]:
+    """Return the x86-64 levels, best first, of a processor with these features."""
     levels: list[str] = []
     for level in ("v2", "v3", "v4"):
         if not _X86_LEVELS[level] <= flags:
@@ -162,10 +162,8 @@ def supported_isas() -> tuple[str, ...]:
         return ("neon",)  # part of every such processor
     if machine not in ("x86_64", "amd64"):
         return ("base",)
-    try:
-        return tuple(_x86_levels(Path("/proc/cpuinfo").read_text()))
-    except OSError:
-        return ("v2",)
+    flags = processor().flags
+    return tuple(_x86_levels(flags)) if flags else ("v2",)
 
 
 def _library_path(isa: str, kind: str = "") -> Path:
