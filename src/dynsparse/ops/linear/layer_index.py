@@ -89,29 +89,6 @@ class LayerIndex:
             out of bounds.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_derived",
-        "bias_shape",
-        "block_size",
-        "choices",
-        "col_ptr",
-        "cols",
-        "in_features",
-        "index",
-        "keep",
-        "masks",
-        "nnz",
-        "on_cpu",
-        "order",
-        "out_features",
-        "panels",
-        "row_ptr",
-        "slots",
-        "values_layout",
-        "values_shape",
-    )
-
     def __init__(self, index: PatternIndex, values: Tensor, keep: bool = True) -> None:
         if type(index) is not PatternIndex or not all(isinstance(t, Tensor) for t in index):
             check_kind("the index", index, PatternIndex, "the index tensors of a SparsePattern")
