@@ -33,9 +33,6 @@ struct Tile {
   i64 width() const { return static_cast<i64>(vectors) * VL; }
 };
 
-// Tiles packed before they are used: bounds the scratch memory of large batches.
-constexpr i64 TILES_AT_ONCE = 16;
-
 // How many of `units` equal pieces of work one task takes: many where they are small, but enough
 // tasks for an even load. `work` is the number of vector multiply-adds of all units.
 inline i64 units_per_task(i64 units, i64 work, int threads) {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynsparse._core import native
-from dynsparse._core.checks import check_kind, is_number, shorten
+from dynsparse._core.checks import check_fraction, check_kind
 from dynsparse.ops.torch_internals import is_plain_eager
 
 
@@ -57,8 +57,7 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     Raises:
         ValueError: a rate outside [0, 1].
     """
-    if not is_number(rate) or not 0 <= rate <= 1:
-        raise ValueError(f"dropout must lie in [0, 1], got {shorten(rate)}")
+    check_fraction("dropout", rate, zero=True)
     if not check_kind("x", x, Tensor, "a tensor").is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
     if not training or rate == 0:

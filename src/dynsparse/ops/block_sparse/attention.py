@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from dynsparse._core import native
 from dynsparse._core.checks import check_flag, check_kind, check_within, is_number, shorten
 from dynsparse.ops.block_sparse import kernels, plain
-from dynsparse.ops.block_sparse.kernels import Settings
+from dynsparse.ops.block_sparse.kernels import Settings, empty_by_token
 from dynsparse.ops.block_sparse.products import check_operand
 from dynsparse.ops.linear.autograd import register_autocast
 from dynsparse.ops.linear.layer_index import check_rows
@@ -122,15 +121,10 @@ _library.impl("block_attention", _forward, "CompositeExplicitAutograd")
 _library.impl("block_attention_backward", _backward, "CompositeExplicitAutograd")
 
 
-def _empty_by_token(q: Tensor, shape: Sequence[int]) -> Tensor:
-    n, heads, tokens, features = shape
-    return q.new_empty(n, tokens, heads, features).transpose(1, 2)
-
-
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, rest)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = _empty_by_token(q, (*q.shape[:3], v.shape[3]))
+    out = empty_by_token(q, (*q.shape[:3], v.shape[3]))
     return out, q.new_empty(q.shape[:3], dtype=sums)
 
 
@@ -138,7 +132,7 @@ def _backward_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     needed = zip((q, k, v), rest[8], strict=True)
-    dq, dk, dv = (_empty_by_token(q, t.shape) if n else q.new_empty(0) for t, n in needed)
+    dq, dk, dv = (empty_by_token(q, t.shape) if n else q.new_empty(0) for t, n in needed)
     return dq, dk, dv
 
 

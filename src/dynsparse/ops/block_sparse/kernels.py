@@ -51,10 +51,10 @@ def _options(s: Settings) -> tuple[float, int, int, float, int]:
     return s.scale, s.seed, s.threshold, s.keep_scale, torch.get_num_threads()
 
 
-def _empty_by_token(shape: Sequence[int]) -> Tensor:
-    """Allocate [batch, heads, tokens, features] with the heads of a token adjacent in memory."""
+def empty_by_token(q: Tensor, shape: Sequence[int]) -> Tensor:
+    """Allocate [batch, heads, tokens, features], like q, the heads of a token adjacent."""
     n, heads, tokens, features = shape
-    return torch.empty(n, tokens, heads, features, device="cpu").transpose(1, 2)
+    return q.new_empty(n, tokens, heads, features).transpose(1, 2)
 
 
 def forward(
@@ -70,7 +70,7 @@ def forward(
 
     The sums [batch, heads, queries] are the logarithms of the sums of exponentials.
     """
-    out = _empty_by_token((*q.shape[:3], v.shape[3]))
+    out = empty_by_token(q, (*q.shape[:3], v.shape[3]))
     sums = torch.empty(q.shape[:3], device="cpu")
     status = native.call(
         "dynsparse_attention_forward",
@@ -100,7 +100,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of q, k and v, or None for those that are not needed."""
     tensors = zip((q, k, v), needed, strict=True)
-    gradients = [_empty_by_token(t.shape) if n else None for t, n in tensors]
+    gradients = [empty_by_token(q, t.shape) if n else None for t, n in tensors]
     status = native.call(
         "dynsparse_attention_backward",
         *_append_strides((grad, q, k, v, out)),
