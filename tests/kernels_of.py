@@ -12,10 +12,8 @@ needs_kernels = pytest.mark.skipif(native.load() is None, reason="compiled kerne
 
 def with_library(isa, function, threads=1):
     """Return `function()` with the kernels of one instruction set, or without kernels if None."""
-    library = None if isa is None else native.load_isa(isa)
     before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda: library)
+    with native.use_isa(isa or "none"):
         torch.set_num_threads(threads)
         try:
             return function()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dynsparse.ops.linear import cost_table
 
@@ -24,6 +26,23 @@ def poisoned():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class _LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return results
+
+
+@pytest.fixture
+def largest_tensor():
+    """Count, in a `with` block, the `elements` of the largest tensor that an operator returns."""
+    return _LargestTensor()
 
 
 @pytest.fixture

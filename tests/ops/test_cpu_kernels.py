@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,9 @@ TYPES = {kind: [torch.float32, LOW] if kind == "bfloat16" else [torch.float32] f
 
 
 @pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    library = native.load_isa(request.param)
-    monkeypatch.setattr(native, "load", lambda: library)
-    return request.param
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with native.use_isa(request.param):
+        yield request.param
 
 
 @needs_kernels

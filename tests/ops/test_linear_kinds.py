@@ -13,13 +13,10 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import cost_table, cpu_dense, products
 from dynsparse.ops.linear.cost_table import Layer
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
-
-
-@pytest.fixture(autouse=True)
-def _same_costs():
-    yield
-    cost_table._active = None
+pytestmark = [
+    pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built"),
+    pytest.mark.usefixtures("restore_cost_table"),
+]
 
 
 @pytest.mark.parametrize("kind", products.KINDS)

@@ -242,27 +242,16 @@ def test_invalid_index_raises(row_ptr, cols):
         OPERATOR(*given, *index, None, None, 4, False, 1.0, 0.0)
 
 
-def test_memory_is_proportional_to_the_blocks():
+def test_memory_is_proportional_to_the_blocks(largest_tensor):
     """Plain torch also creates no tensor of size queries x keys."""
     pattern = SparsePattern([0, 3], [1, 2], shape=(4096, 4096), block_size=16)
-    largest = 0
     given = [x.requires_grad_() for x in operands(1, 1, 4096, 4096, 4, 4)]
-
-    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            found = function(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(found):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return found
-
-    with Watching():
+    with largest_tensor:
         index = pattern.index
         s = Settings(16, False, 1.0, 0.0, 0)
         out, sums = plain.forward(*given, index.row_ptr, index.cols, None, s)
         plain.backward(out, *given, out, sums, index.row_ptr, index.cols, None, s, [True] * 3)
-    assert largest <= 4096 * 4
+    assert largest_tensor.elements <= 4096 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

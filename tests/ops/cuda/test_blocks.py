@@ -223,7 +223,7 @@ def test_unaligned_operands_are_copied():
 def test_passes_reuse_data_derived_from_the_index(monkeypatch, b):
     """The first pass may run in a CUDA graph's memory pool, where nothing may be cached."""
     monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         case = Case(b, (2, 3), 20, dtype)
         blocks.derive(case.p)
         before = dict(case.p._derived)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton (x86-64 Linux): make test-gpu
 import compiled
 
 from dynsparse.ops.grow import cuda as growth
-from dynsparse.ops.linear.cuda import blocks, launch
+from dynsparse.ops.linear.cuda import launch
 from dynsparse.ops.linear.cuda.chip import INTERPRETED, Chip, numbers_of
 from dynsparse.ops.linear.cuda.configurations import (
     BLOCKS,
@@ -90,22 +90,6 @@ def test_every_capability_has_configurations(capability, table):
         numbers = numbers_of(dtype)
         assert choose_rows(b, dtype, 8192, 64, chip) == table[numbers].rows[b][0]
         assert choose_gradient(b, dtype, 4096, 64, 8192, chip) == table[numbers].gradient[b]
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("b", BLOCKS)
-def test_data_derived_from_an_index_serves_every_dtype(monkeypatch, b):
-    """Lists created in the memory pool of a CUDA graph would be lost."""
-    monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
-    case = Case(b, (2, 3), 70, torch.bfloat16)
-    blocks.derive(case.p)
-    known = set(case.p._derived)
-    for dtype in DTYPES:
-        x, dy, values = case.x.to(dtype), case.dy.to(dtype), case.values.to(dtype)
-        launch.forward(x, values, case.p, None)
-        launch.grad_input(dy, values, case.p)
-        launch.grad_weight(dy, x, case.p, dtype)
-    assert set(case.p._derived) == known
 
 
 def test_small_layers_and_batches_use_small_tiles():
