@@ -203,7 +203,6 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     Transformers", section 5.
     """
     batch = check_values(values, pattern)
-    check_kind("subblock_mask", subblock_mask, str, f"one of {', '.join(SUBBLOCK_MASKS)}")
     check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
     block, height = pattern.block_size, pattern.grid[0]
     index = pattern._index_on(values.device)
