@@ -249,22 +249,12 @@ def test_files_are_small(tmp_path, density, block, dtype, most):
     assert torch.equal(again.to_dense(), layer.to_dense())
 
 
-def test_files_of_version_1_load(tmp_path):
-    layer = SparseLinear(8, 8, 0.5)
-    about = {"": {"shape": [8, 8], "block_size": 1, "blocks": 32}}
-    header = {"format": "dynsparse", "version": "1", "layers": json.dumps(about), "aliases": "{}"}
-    save_file(layer.state_dict(), tmp_path / "m", {**header, "user": "{}"})
-    again = SparseLinear(8, 8, 0.5)
-    ds.load_safetensors(again, tmp_path / "m")
-    assert torch.equal(again.to_dense(), layer.to_dense())
-
-
 def test_foreign_metadata_raises(tmp_path):
     path = tmp_path / "m"
     layer = SparseLinear(8, 8, 0.5)
     ds.save_safetensors(layer, path)
     rewritten(path, change_header=lambda h: h.update(version="3"))
-    check_rejected(layer, path, "has format version 3, this dynsparse reads versions 1 and 2")
+    check_rejected(layer, path, "has format version 3, this dynsparse reads version 2")
     rewritten(path, change_header=lambda h: h.update(version="2", layers="{"))
     check_rejected(layer, path, "m is damaged: its metadata cannot be read")
     save_file(layer.state_dict(), path)

@@ -18,7 +18,7 @@ W[rows[i] b : (rows[i] + 1) b, cols[i] b : (cols[i] + 1) b] = values[i]. The met
 as the format requires:
 
     format       "dynsparse"
-    version      "2"; files of version "1" have rows and cols
+    version      "2"
     layers       JSON: sparse layer -> {"shape": [out, in], "block_size": b, "blocks": nnz}, with
                  int8 values also {"activations": "float32" or "int8"}
     aliases      JSON: key -> the key that holds the same tensor, for tied weights
@@ -58,7 +58,7 @@ from dynsparse.nn.transformers_import import convert_names, set_quantizers
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.packed import PACKED, pack, unpack
 
-_FORMAT, _VERSIONS = "dynsparse", ("1", "2")
+_FORMAT, _VERSION = "dynsparse", "2"
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PARTS = ("rows", "cols", "values")
 
@@ -110,7 +110,7 @@ def save_safetensors(
             raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
     header = {
         "format": _FORMAT,
-        "version": _VERSIONS[-1],
+        "version": _VERSION,
         "layers": json.dumps(_describe_layers(model)),
         "aliases": json.dumps(aliases),
         "user": json.dumps(user),
@@ -227,10 +227,10 @@ def read_weights(path: Path) -> WeightsFile:
     header, tensors = read_tensors(path)
     if header.get("format") != _FORMAT:
         return WeightsFile(tensors, None, {})
-    if header.get("version") not in _VERSIONS:
+    if header.get("version") != _VERSION:
         raise ValueError(
             f"{path} has format version {str(header.get('version'))[:20]}, this dynsparse reads "
-            f"versions {' and '.join(_VERSIONS)}: load it with the dynsparse that wrote it"
+            f"version {_VERSION}: load it with the dynsparse that wrote it"
         )
     try:
         aliases = {name: tensors[key] for name, key in parse_json(header["aliases"]).items()}
