@@ -130,31 +130,15 @@ def test_weights_of_the_other_order_raise(interleaved):
             other.load_state_dict(saved, strict=strict)
 
 
-def test_load_weights_of_another_interleave_length():
-    """Such as weights saved when the interleave length was always 1."""
-    options = {"block_size": 8, "density": 0.6, "interleaved": True, "batch_first": True}
-    own, other = (SparseMultiheadAttention(16, 2, **options) for _ in range(2))
-    assert own.interleave_length == 4
-    saved = own.state_dict()
-    saved["interleaved_heads"] = torch.ones((), dtype=torch.int32)
-    other.load_state_dict(saved)
-    assert (own.interleave_length, other.interleave_length) == (4, 1)
-    x = torch.randn(1, 5, 16)
-    assert not torch.allclose(own(x, x, x)[0], other(x, x, x)[0])
-    own.load_state_dict(other.state_dict())
-    torch.testing.assert_close(own(x, x, x), other(x, x, x))
-    dense = ds.densify(nn.Sequential(copy.deepcopy(own)))[0]
-    torch.testing.assert_close(own(x, x, x), dense(x, x, x))
-
-
-@pytest.mark.parametrize("run", [0, 3, 1.0, [4], 8])
+@pytest.mark.parametrize("run", [1, 3, [4]])
 def test_damaged_interleave_length_raises(run):
     attention = SparseMultiheadAttention(16, 2, block_size=8, density=0.6, interleaved=True)
-    saved = attention.state_dict()
-    saved["interleaved_heads"] = torch.tensor(run)
-    with pytest.raises(RuntimeError, match="'interleaved_heads' of the weights to be 1, 2"):
-        attention.load_state_dict(saved)
     assert attention.interleave_length == 4
+    saved = attention.state_dict()
+    attention.load_state_dict(saved)
+    saved["interleaved_heads"] = torch.tensor(run)
+    with pytest.raises(RuntimeError, match="'interleaved_heads' of the weights to be 4, got"):
+        attention.load_state_dict(saved)
 
 
 def test_interleaved_heads_cannot_be_sharded():

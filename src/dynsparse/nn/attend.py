@@ -107,38 +107,28 @@ def save_head_order(run: int | None, destination: Any, prefix: str) -> None:
 
 def check_head_order(
     run: int | None,
-    head_dim: int,
     state_dict: Mapping[str, Tensor],
     prefix: str,
     unexpected_keys: list[str],
     error_msgs: list[str],
-) -> int | None:
-    """Return the run length of the loaded weights, which may differ from the attention's.
-
-    Adds to `error_msgs`, as `load_state_dict` does, if only one of the two is interleaved.
-    """
+) -> None:
+    """Add to `error_msgs`, as `load_state_dict` does, if loaded weights have another head order."""
     name = prefix + _INTERLEAVED_KEY
     if name in unexpected_keys:
         unexpected_keys.remove(name)
     if not any(key.startswith(f"{prefix}q_proj.") for key in state_dict):
-        return run
+        return
     what = prefix.removesuffix(".") or "the attention"
     if (name in state_dict) != (run is not None):
         error_msgs.append(
             f"expected {what!r} with interleaved={run is not None}, got weights of "
             f"interleaved={run is None}: build the attention with that setting"
         )
-        return run
-    if run is None:
-        return None
-    saved = state_dict[name].tolist() if isinstance(state_dict[name], Tensor) else None
-    if saved in _RUN_LENGTHS and type(saved) is int and head_dim % saved == 0:
-        return saved
-    error_msgs.append(
-        f"expected {name!r} of the weights to be 1, 2 or 4 and to divide the {head_dim} features "
-        f"of a head, got {shorten(state_dict[name])}: the weights are damaged"
-    )
-    return run
+    elif run is not None and state_dict[name].tolist() != run:
+        error_msgs.append(
+            f"expected {name!r} of the weights to be {run}, got {shorten(state_dict[name])}: they "
+            "are damaged"
+        )
 
 
 def merge_masks(
@@ -175,27 +165,6 @@ def merge_masks(
 
 
 _PATTERN_KEYS = ("attention_rows", "attention_cols")
-
-
-def check_attention_pattern(pattern: object, adds_keys: bool) -> SparsePattern | None:
-    """Return `pattern`, after checking that the attention can have it.
-
-    Raises:
-        TypeError: another type.
-        ValueError: an attention that adds keys, which have no column in a pattern.
-    """
-    kinds = (SparsePattern, type(None))
-    checked: SparsePattern | None = check_kind(
-        "attention_pattern", pattern, kinds, "a SparsePattern or None"
-    )
-    if checked is not None and adds_keys:
-        raise ValueError(
-            "attention_pattern cannot be combined with add_bias_kv and add_zero_attn, whose keys "
-            "it does not contain: leave one of them out"
-        )
-    if checked is not None:
-        checked.index  # noqa: B018  made now: the next call may be compiled
-    return checked
 
 
 def check_pattern_call(pattern: SparsePattern, queries: int, keys: int, attn_mask: bool) -> None:
@@ -291,24 +260,8 @@ def attend_with_pattern(
             return mixed, None
         key_padding_mask = bias_of(key_padding_mask, q, (len(q), k.shape[2]))
         pattern = pattern.to_mask().to(q.device)
-    return _attend_with_mask(pattern, q, k, v, is_causal, key_padding_mask, rate)
-
-
-def _attend_with_mask(
-    mask: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    key_padding_mask: Tensor | None,
-    rate: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention at the entries of a mask by standard operators.
-
-    For attention weights, which are [L, S], and for exported graphs.
-    """
-    if is_causal:
-        mask = mask.tril()
+    # By standard operators, for attention weights, which are [L, S], and for exported graphs.
+    mask = pattern.tril() if is_causal else pattern
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     lowest = torch.finfo(q.dtype).min
     scores = torch.where(mask, scores, lowest)

@@ -23,7 +23,6 @@ from dynsparse.nn.attend import (
     ScoreMod,
     attend_flex,
     attend_with_pattern,
-    check_attention_pattern,
     check_flex_arguments,
     check_head_order,
     check_pattern_call,
@@ -154,7 +153,6 @@ class SparseMultiheadAttention(nn.Module):
                 f"got {embed_dim} and {num_heads}"
             )
         check_fraction("dropout", dropout, zero=True)
-        check_attention_pattern(attention_pattern, add_bias_kv or add_zero_attn)
         if head_dim is not None and head_dim < 1:
             raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         kdim = embed_dim if kdim is None else kdim
@@ -193,7 +191,7 @@ class SparseMultiheadAttention(nn.Module):
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra_keys)
         self.interleaved = check_flag("interleaved", interleaved)
         self._run = run_length(block_size, num_heads, self.head_dim)
-        self._attention_pattern = attention_pattern
+        self.attention_pattern = attention_pattern
 
     def _set(
         self,
@@ -245,8 +243,16 @@ class SparseMultiheadAttention(nn.Module):
 
     @attention_pattern.setter
     def attention_pattern(self, pattern: SparsePattern | None) -> None:
-        adds_keys = self.bias_k is not None or self.add_zero_attn
-        self._attention_pattern = check_attention_pattern(pattern, adds_keys)
+        kinds = (SparsePattern, type(None))
+        check_kind("attention_pattern", pattern, kinds, "a SparsePattern or None")
+        if pattern is not None:
+            if self.bias_k is not None or self.add_zero_attn:
+                raise ValueError(
+                    "attention_pattern cannot be combined with add_bias_kv and add_zero_attn, "
+                    "whose keys it does not contain: leave one of them out"
+                )
+            pattern.index  # noqa: B018  made now: the next call may be compiled
+        self._attention_pattern = pattern
 
     @property
     def embed_dim(self) -> int:
@@ -413,9 +419,7 @@ class SparseMultiheadAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        run = self.interleave_length
-        saved = check_head_order(run, self.head_dim, state_dict, prefix, *rest[-2:])
-        self._run = self._run if saved is None else saved
+        check_head_order(self.interleave_length, state_dict, prefix, *rest[-2:])
         if self._attention_pattern is not None:
             loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
             self._attention_pattern = loaded
