@@ -100,7 +100,7 @@ def test_table_of_int8_layers():
 
 
 def test_excluded_layers_are_not_quantized():
-    model = ds.quantize(made(), exclude=["attention", "fir*"])
+    model = ds.quantize(made(), exclude=["attention", "fir*", "attention.q_proj"])
     kinds = {n: type(m) for n, m in model.named_modules()}
     assert kinds["first"] is kinds["attention.q_proj"] is SparseLinear
     assert kinds["second"] is QuantizedSparseLinear

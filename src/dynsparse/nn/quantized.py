@@ -278,12 +278,11 @@ def quantize(
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, SparseLinear) and type(module).forward is SparseLinear.forward
     }
-    for pattern in check_patterns("exclude", exclude):
-        excluded = [name for name in named if matches_name(pattern, name)]
-        if not excluded:
+    patterns = check_patterns("exclude", exclude)
+    for pattern in patterns:
+        if not any(matches_name(pattern, name) for name in named):
             raise ValueError(f"exclude: the pattern {pattern!r} matches no sparse linear layer")
-        for name in excluded:
-            del named[name]
+    named = {n: m for n, m in named.items() if not any(matches_name(p, n) for p in patterns)}
     if not named and any(isinstance(m, QuantizedSparseLinear) for m in model.modules()):
         raise ValueError("the sparse linear layers of the model are int8 already")
     if not named:
@@ -295,15 +294,14 @@ def quantize(
         raise ValueError(
             "a layer cannot be replaced in itself: use QuantizedSparseLinear.from_float(layer)"
         )
-    layers: dict[int, QuantizedSparseLinear] = {}
-    for name, module in named.items():
-        if id(module) not in layers:
-            _check_layer(f"the layer {name!r}", module)
+    for name, layer in named.items():
+        _check_layer(f"the layer {name!r}", layer)
     check_no_adapters(model, named)
-    for module in named.values():
-        if id(module) not in layers:
-            layers[id(module)] = QuantizedSparseLinear.from_float(module, activations)
-    replace_by_quantized(model, {name: layers[id(module)] for name, module in named.items()})
+    layers = {
+        layer: QuantizedSparseLinear.from_float(layer, activations)
+        for layer in dict.fromkeys(named.values())
+    }
+    replace_by_quantized(model, {name: layers[layer] for name, layer in named.items()})
     return model
 
 
