@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -96,7 +95,6 @@ class SparsePattern:
     _device_index: tuple[Tensor, Tensor, Tensor] | None = None
     # Their copy to the CPU.
     _host_copy: HostCopy | None = None
-    _rows: weakref.ref[Tensor] | None = None
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
         self._init_from_coordinates(rows, cols, shape, block_size)
@@ -130,18 +128,20 @@ class SparsePattern:
     def _init_from_flat(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
         if len(flat) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(flat)}")
-        self.shape = shape
-        self.block_size = block_size
-        self._set_flat(flat)
+        self.shape, self.block_size = shape, block_size
+        height, width = self.grid
+        with _plain_tensors():
+            cols = empty(len(flat), dtype=torch.int32)
+            np.remainder(flat.numpy(), width, out=cols.numpy(), casting="unsafe")
+            self._set_index(row_pointers(flat, height, width), cols, cols.new_empty(0))
 
     @classmethod
     def _from_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
         """Make a pattern of distinct flat positions in the order of slots, int64 [nnz], with the
         shape and block size of `like`."""
         pattern = cls.__new__(cls)
-        pattern.shape, pattern.block_size = like.shape, like.block_size
         ordered, slots = flat.sort()
-        pattern._set_flat(ordered)
+        pattern._init_from_flat(ordered, like.shape, like.block_size)
         if not torch.equal(ordered, flat):
             pattern.slots = slots.int()
         return pattern
@@ -327,27 +327,16 @@ class SparsePattern:
         """The shape in blocks."""
         return self.shape[0] // self.block_size, self.shape[1] // self.block_size
 
-    def _set_flat(self, flat: Tensor) -> None:
-        height, width = self.grid
-        with _plain_tensors():
-            cols = empty(len(flat), dtype=torch.int32)
-            np.remainder(flat.numpy(), width, out=cols.numpy(), casting="unsafe")
-            self._set_index(row_pointers(flat, height, width), cols, cols.new_empty(0))
-
     def _set_index(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> None:
         vars(self).update(row_ptr=row_ptr, sorted_cols=cols, slots=slots)
 
     @property
     def rows(self) -> Tensor:
         """Block rows of the slots, int32 [nnz], on the CPU; computed from `row_ptr`."""
-        rows = None if self._rows is None else self._rows()
-        if rows is None:
-            with _plain_tensors():
-                each = torch.arange(self.grid[0], dtype=torch.int32, device="cpu")
-                rows = each.repeat_interleave(self.row_ptr.diff(), output_size=self.nnz)
-                rows = to_slot_order(rows, self.slots)
-            self._rows = weakref.ref(rows)
-        return rows
+        with _plain_tensors():
+            each = torch.arange(self.grid[0], dtype=torch.int32, device="cpu")
+            rows = each.repeat_interleave(self.row_ptr.diff(), output_size=self.nnz)
+            return to_slot_order(rows, self.slots)
 
     @property
     def cols(self) -> Tensor:
