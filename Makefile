@@ -76,9 +76,9 @@ test-newest:
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(PYTEST) tests/integrations \
 		tests/bench/test_peers.py tests/bench/test_reinforcement.py tests/distributed/test_loops.py \
-		tests/nn/test_convert_transformers.py tests/nn/test_pruned_models.py \
-		tests/nn/test_architectures.py tests/nn/test_experts.py tests/nn/test_calibration.py \
-		tests/nn/test_common_checks.py tests/nn/test_adapters.py tests/data/test_text_bpe.py \
+		tests/nn/test_pruned_models.py tests/nn/test_architectures.py tests/nn/test_experts.py \
+		tests/nn/test_calibration.py tests/nn/test_common_checks.py tests/nn/test_adapters.py \
+		tests/data/test_text_bpe.py \
 		tests/training/test_optimizers_of_libraries.py tests/training/test_other_optimizers.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/fuzz -k tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/api -k "onnx or keras"

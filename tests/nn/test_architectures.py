@@ -138,7 +138,14 @@ def describe_of(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["torch_geometric GraphSAGE", "GPT2LMHeadModel", "timm convnext_atto"]
+    "name",
+    [
+        "torch_geometric GraphSAGE",
+        "GPT2LMHeadModel",
+        "BertForMaskedLM",
+        "T5ForConditionalGeneration",
+        "timm convnext_atto",
+    ],
 )
 def test_densify_restores_module_classes(name):
     model, batch = made(name)

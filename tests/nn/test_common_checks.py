@@ -120,13 +120,6 @@ def test_resize_token_embeddings():
     model.resize_token_embeddings(50)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", *IMAGES])
-def test_script_raises_and_names_the_layer(name):
-    model, _ = sparse(name)
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script does not compile sparse"):
-        torch.jit.script(model)
-
-
 @pytest.mark.parametrize("name", IMAGES)
 def test_feature_extraction_and_new_classifier(name):
     model, batch = sparse(name)
