@@ -7,25 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from conv1d_layer import Conv1D
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, describe
-
-
-class Conv1D(nn.Module):
-    """The linear layer of GPT-2 implementations, with a transposed weight."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
 
 
 def encoder(d=16, layers=2, **options):
@@ -342,15 +330,6 @@ def test_shared_module_stays_shared():
     assert m["x"][0] is m["y"]
     ds.densify(m)
     assert m["x"][0] is m["y"]
-
-
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(20, 8)
-        self.mid = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def test_linear_subclasses_are_not_converted():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conv1d_layer import Conv1D
 from torch import nn
 
 import dynsparse as ds
@@ -11,17 +12,6 @@ from dynsparse.nn import SparseEmbedding, SparseLinear
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
-
-
-class Conv1D(nn.Module):
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
 
 
 class Model(nn.Module):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conv1d_layer import Conv1D
 from torch import nn
 from torch.nn.functional import linear
 
@@ -135,16 +136,6 @@ def test_disabled_torch_function_raises():
 
 
 def test_weight_of_conv1d_is_transposed():
-    class Conv1D(nn.Module):
-        def __init__(self, nf, nx):
-            super().__init__()
-            self.nf = nf
-            self.weight = nn.Parameter(torch.randn(nx, nf))
-            self.bias = nn.Parameter(torch.zeros(nf))
-
-        def forward(self, x):
-            return x @ self.weight + self.bias
-
     m = ds.sparsify(nn.Sequential(Conv1D(6, 8)), 0.5, verbose=False)
     assert m[0].weight.shape == (8, 6)
     x = torch.randn(3, 8)
