@@ -38,7 +38,7 @@ class Model(nn.Module):
             ValueError,
             "per_row does not apply to start='nonz",
         ),
-        ({"per_row": 1}, TypeError, "per_row must be True or False, got 1"),
+        ({"per_row": "yes"}, TypeError, "per_row must be True or False or None, got 'yes'"),
         ({"start": "wanda"}, ValueError, "start='wanda' needs calibration=, batches for"),
         ({"start": "wanda", "calibration": []}, ValueError, "calibration has no batches"),
         (

@@ -79,7 +79,7 @@ def test_under_autocast():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be an integer of at least 1, got 0"),
         ({"dropout": -0.1}, "dropout must lie in"),
     ],
 )

@@ -142,19 +142,15 @@ class SparseMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_integer("embed_dim", embed_dim)
-        check_integer("num_heads", num_heads)
-        for name, size in (("kdim", kdim), ("vdim", vdim), ("head_dim", head_dim)):
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim}
+        for name, size in (sizes | {"kdim": kdim, "vdim": vdim}).items():
             if size is not None:
-                check_integer(name, size)
-        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads):
+                check_integer(name, size, 1)
+        if head_dim is None and embed_dim % num_heads:
             raise ValueError(
-                f"embed_dim must be a multiple of num_heads, both at least 1, "
-                f"got {embed_dim} and {num_heads}"
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
         check_fraction("dropout", dropout, zero=True)
-        if head_dim is not None and head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         inner = embed_dim if head_dim is None else num_heads * head_dim
@@ -162,7 +158,7 @@ class SparseMultiheadAttention(nn.Module):
         options: dict[str, dict[str, Any]] = {
             name: {"density": density, "block_size": block_size} for name in PROJECTIONS
         }
-        if check_flag("matched", matched):
+        if matched:
             q, k, v, out = (even_pattern(s[::-1], density, block_size, generator) for s in shapes)
             # The features of one head are in few blocks, which its values then share.
             v = v if interleaved else align_rows(v, q)
@@ -189,7 +185,7 @@ class SparseMultiheadAttention(nn.Module):
             rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
             extra_keys = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra_keys)
-        self.interleaved = check_flag("interleaved", interleaved)
+        self.interleaved = bool(interleaved)
         self._run = run_length(block_size, num_heads, self.head_dim)
         self.attention_pattern = attention_pattern
 
@@ -421,8 +417,8 @@ class SparseMultiheadAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         check_head_order(self.interleave_length, state_dict, prefix, *rest[-2:])
         if self._attention_pattern is not None:
-            loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
-            self._attention_pattern = loaded
+            pattern = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
+            self.attention_pattern = pattern
 
     def extra_repr(self) -> str:
         pattern = self._attention_pattern

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import (
-    check_choice,
-    check_flag,
-    check_generator,
-    check_kind,
-    check_types,
-)
+from dynsparse._core.checks import check_choice, check_kind, check_types
 from dynsparse.allocation import allocate
 from dynsparse.nn.active_set import warn_of_active_sets
 from dynsparse.nn.attend import deinterleaved_order
@@ -148,9 +142,6 @@ def sparsify(
             a layer that no calibration batch reaches. The model is then unchanged, also after an
             error that it raises on a calibration batch.
     """
-    check_kind("model", model, nn.Module, "a torch.nn.Module")
-    check_generator(generator)
-    check_flag("keep_sparse", keep_sparse)
     _check_start(start, density=density, densities=densities, allocation=allocation,
                  calibration=calibration, per_row=per_row)  # fmt: skip
     batches = None if calibration is None else list_batches(calibration)

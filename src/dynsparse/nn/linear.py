@@ -248,8 +248,6 @@ class SparseLinear(SparseModule):
                 f"block_size is {block_size} but the pattern has blocks of {pattern.block_size}: "
                 "leave block_size out"
             )
-        check_integer("in_features", in_features, 1)
-        check_integer("out_features", out_features, 1)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}")

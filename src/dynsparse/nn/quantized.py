@@ -108,7 +108,6 @@ class QuantizedSparseLinear(nn.Module):
             TypeError, ValueError: a layer of another dtype or device, a convolution, values that
                 are not finite, a layer that another backend computes.
         """
-        check_choice("activations", activations, ACTIVATIONS)
         _check_layer("layer", layer)
         pattern, b = layer.pattern, layer.block_size
         blocks = pattern.by_rows(layer.values.detach()).reshape(-1, b, b)
@@ -271,8 +270,6 @@ def quantize(
             device or with values that are not finite, or with adapters of `sparse_lora`, a pattern
             that matches no sparse layer. The model is then unchanged.
     """
-    check_kind("model", model, nn.Module, "a torch.nn.Module")
-    check_choice("activations", activations, ACTIVATIONS)
     named: dict[str, SparseLinear] = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)

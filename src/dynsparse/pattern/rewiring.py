@@ -196,7 +196,6 @@ class Rewiring:
         Raises:
             ValueError: a slot or position out of range or repeated, or a position that is not free.
         """
-        check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _to_int64("drop", drop), _to_int64("grow", grow)
         nnz = pattern.nnz
         if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dynsparse._core.checks import (
-    check_flag,
-    check_generator,
     check_integer,
     check_kind,
     check_tensor,
@@ -272,8 +270,7 @@ class SparsePattern:
         count = check_integer("nnz", nnz, 0)
         if count > total:
             raise ValueError(f"nnz {count} is more than the {total} blocks of the shape {shape}")
-        if check_flag("per_row", per_row):
-            check_generator(generator)
+        if per_row:
             flat = sample_per_row(*grid, count, generator)
         else:
             flat = sample_without_replacement(total, count, generator)

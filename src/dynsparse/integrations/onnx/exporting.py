@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynsparse._core.checks import check_types, shorten
+from dynsparse._core.checks import check_choice, check_types
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     ignore_warnings,
@@ -72,7 +72,7 @@ def export(
             exporter cannot export.
         TypeError: not a module, `args` not a tuple. OSError: the file cannot be written.
     """
-    check_form(weights)
+    check_choice("weights", weights, FORMS)
     import_library("onnx")
     import_library("onnxscript")
     kinds = SparseLinear, QuantizedSparseLinear
@@ -91,12 +91,6 @@ def export(
     stored = {name: patterns[name] for name in present if name in patterns}
     store_weights(proto, stored, weights, quantized)
     write_model(proto, file)
-
-
-def check_form(weights: str) -> None:
-    """Raise ValueError if `weights` is none of the forms."""
-    if weights not in FORMS:
-        raise ValueError(f"weights must be one of {list(FORMS)}, got {shorten(weights)}")
 
 
 def _dense_copy(

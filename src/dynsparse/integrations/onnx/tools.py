@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_integer
+from dynsparse._core.checks import check_choice, check_integer
 from dynsparse.allocation import allocate
-from dynsparse.integrations.onnx.exporting import check_form
+from dynsparse.integrations.onnx.exporting import FORMS
 from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
     densify_initializers,
@@ -57,7 +57,7 @@ def sparsify_onnx(
             `export(weights="operator")`, and what `sparsify` raises.
         OSError: a file cannot be read or written.
     """
-    check_form(weights)
+    check_choice("weights", weights, FORMS)
     check_integer("block_size", block_size, 1)
     model = _read_with_matrices(source)
     densify_initializers(model)
@@ -152,7 +152,7 @@ def weights_to_onnx(
             fit the graph; the message names the first.
         OSError: a file cannot be read or written.
     """
-    check_form(weights)
+    check_choice("weights", weights, FORMS)
     model = _read_with_matrices(graph)
     densify_initializers(model)
     linear = find_linear_weights(model.graph)
