@@ -14,6 +14,8 @@ with warnings.catch_warnings():
     keras = pytest.importorskip("keras")
     from dynsparse.integrations import keras as sparse
 
+# By gradient, of changing sizes, with random numbers at every step, and with an active set.
+KINDS = ["rigl", "snfs", "gmp", "deepr", "topkast"]
 OPTIONS = {
     name: {"seed": 3} if "seed" in algorithm.arguments else {}
     for name, algorithm in BY_NAME.items()

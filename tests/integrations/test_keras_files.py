@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from keras_networks import blocks, equal, fit, keras, network, options, same_bits, sparse
+from keras_networks import KINDS, blocks, equal, fit, keras, network, options, same_bits, sparse
 
 from dynsparse.training.algorithms import BY_NAME
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("keras_of_float64")]
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", KINDS)
 def test_resuming_from_a_keras_file_is_exact(name, tmp_path):
     made = sparse.CALLBACKS[BY_NAME[name].trainer.__name__]
     given = options(name) | ({"total_steps": 40} if "total_steps" in options(name) else {})

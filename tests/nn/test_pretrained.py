@@ -265,12 +265,11 @@ def test_folders_with_other_file_names(tmp_path, shards):
     check_rejected(Model(), folder, "has several files, .*other.*: pass the path of one")
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated_files(tmp_path, keep):
+def test_truncated_files(tmp_path):
     for shards in (1, 2):
         folder = save_like_huggingface(sparse(), tmp_path / str(shards), shards)
         file = sorted(folder.glob("*.safetensors"))[0]
-        file.write_bytes(file.read_bytes()[:keep])
+        file.write_bytes(file.read_bytes()[:-1])
         check_rejected(Model(), folder, f"{file.name} is truncated or no safetensors file")
 
 
