@@ -225,13 +225,6 @@ def test_compiles_whole_and_updates_do_not_recompile():
             "values must have the shape",
         ),
         (
-            lambda: SparseLinear(4, 4, 0.5).rewire(
-                Rewiring.make(SparsePattern.full((4, 4)), torch.tensor([0]), torch.tensor([0]))
-            ),
-            ValueError,
-            "the rewiring starts from",
-        ),
-        (
             lambda: SparseLinear.from_dense(nn.Linear(4, 4), density=2),
             ValueError,
             "density must be",
