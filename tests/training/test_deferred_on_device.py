@@ -200,6 +200,7 @@ def test_pending_results_are_not_waited_for():
 def test_any_not_finite():
     good = [torch.ones(3), torch.zeros(0), torch.arange(4), torch.full((2,), 6e4).half()]
     assert not bool(deferred_checks.any_not_finite(good))
+    assert not bool(deferred_checks.any_not_finite([torch.zeros(0), torch.arange(4)]))
     for bad in (torch.inf, -torch.inf, torch.nan):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             assert bool(

@@ -88,10 +88,23 @@ def test_own_growth_and_budget_equal_the_cpu(request):
     assert [after.nnz - before.nnz for before, after in zip(first, last, strict=True)] == [4, 4]
 
 
-def test_initial_values_for_grown_or_all_slots(request):
-    def few(layer, rewiring):
-        return 0.01 * (rewiring.after.flat[rewiring.grown] + 1).double()
+def few(layer, rewiring):
+    """Initial values for grown weights only."""
+    return 0.01 * (rewiring.after.flat[rewiring.grown] + 1).double()
 
+
+def test_initial_values_where_nothing_grows(request):
+    """The last update of a soft memory bound, at step 23, only drops."""
+
+    def make(*given):
+        return ds.MEST(*given, **TIMES, soft_memory_bound=True, initial_value=few)
+
+    here = train(model(), make, steps=23)
+    request.getfixturevalue("off_cpu")
+    same(here, train(model(), make, steps=23))
+
+
+def test_initial_values_for_grown_or_all_slots(request):
     def all_of_them(layer, rewiring):
         return 0.01 * (rewiring.after._flat_on(layer.values.device) + 1).double()
 

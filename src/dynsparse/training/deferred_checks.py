@@ -7,7 +7,7 @@ device decides itself: an update that would rank NaN or infinity leaves the patt
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -107,9 +107,11 @@ _NOT_FINITE = (
 )
 
 
-def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
+def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether any of them holds NaN or infinity: bool, on their device."""
     checked = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
+    if not checked:
+        return torch.zeros((), dtype=torch.bool, device=tensors[0].device)
     largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in checked]
     return torch.stack([norm.isfinite() for norm in largest]).all().logical_not()
 
