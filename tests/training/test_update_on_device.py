@@ -8,15 +8,12 @@ import torch
 from device_trainings import TIMES, backward, both, model, same, train
 from tiers import algorithms
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
 from dynsparse import training
-from dynsparse.nn import SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest
-from dynsparse.training import update_on_device
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.grow import GradientGrowth, GradientStep
 
@@ -202,36 +199,3 @@ def test_copies_of_trainers_continue(off_cpu):
         for layer in one.layers.values():
             layer(torch.randn(12, layer.in_features)).square().mean().backward()
         assert one.step() is not None
-
-
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize("regrow", [False, True])
-@pytest.mark.parametrize("b", [1, 4])
-def test_update_never_waits_for_the_device(monkeypatch, without_cuda, b, regrow):
-    """Fake tensors raise if a number is read from them, which would be a host wait."""
-    # What this torch cannot do for devices it does not know, though no memory is touched.
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
-    monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
-    asked = []
-    monkeypatch.setattr(update_on_device, "defer_check", lambda *args: asked.append(args))
-    like = ds.SparsePattern.random((64, 128), 0.2, block_size=b)
-    with FakeTensorMode():
-        held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")
-        first = ds.SparsePattern._from_device(held, like)
-        layer = SparseLinear(128, 64, pattern=first, device="cuda")
-        optimizer = torch.optim.Adam(layer.parameters(), capturable=True)
-        trainer = ds.RigL(layer, optimizer, total_steps=9, update_interval=1, regrow_dropped=regrow)
-        for _ in range(2):
-            for parameter in layer.parameters():
-                parameter.grad = torch.empty_like(parameter)
-            x, dy = torch.empty(8, 128, device="cuda"), torch.empty(8, 64, device="cuda")
-            for pairs in trainer._captures.values():
-                pairs.append((x, dy))
-            before = layer.pattern
-            (rewiring,) = trainer.step().values()
-            assert rewiring.before is before
-            assert layer.pattern is rewiring.after
-            assert not {"rows", "cols"} & set(vars(layer.pattern))
-            assert asked.pop()[1].device == held.device
-        with pytest.raises(RuntimeError):
-            int(layer.index.row_ptr[0])  # what this test would notice
