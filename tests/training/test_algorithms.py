@@ -1,11 +1,11 @@
-"""RigL, SET and Static train a small network and update when due."""
+"""Arguments of the algorithms: seeds, schedules, and those that are refused."""
 
 import pytest
 import torch
 from torch import nn
 
 from dynsparse.nn import SparseLinear
-from dynsparse.training import SET, ConstantSchedule, RigL, Static
+from dynsparse.training import SET, ConstantSchedule, RigL
 
 
 def network(seed=0, **options):
@@ -23,42 +23,16 @@ def data(seed=1):
     return x, (x @ torch.randn(20, 4, generator=g)).argmax(1)
 
 
-def train(trainer, model, steps=100):
+def train(trainer, model, steps):
     x, target = data()
-    losses, updates = [], {}
+    updates = {}
     for step in range(1, steps + 1):
         trainer.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), target)
-        loss.backward()
+        nn.functional.cross_entropy(model(x), target).backward()
         rewirings = trainer.step()
-        losses.append(float(loss.detach()))
         if rewirings is not None:
             updates[step] = rewirings
-    return losses, updates
-
-
-@pytest.mark.parametrize("kind", ["rigl", "set", "static"])
-def test_trains_and_updates_when_due(kind):
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    if kind == "static":
-        trainer = Static(model, optimizer)
-    elif kind == "set":
-        trainer = SET(model, optimizer, total_steps=100, update_interval=10, seed=3)
-    else:
-        trainer = RigL(model, optimizer, total_steps=100, update_interval=10)
-    parameters = [id(p) for p in model.parameters()]
-    before = {name: layer.pattern for name, layer in trainer.layers.items()}
-    losses, updates = train(trainer, model)
-    assert losses[-1] < 0.6 * losses[0]
-    assert list(trainer.layers) == ["0", "2"]
-    assert [id(p) for p in model.parameters()] == parameters
-    # T_end is 75; after step 70 the share is too small for a whole block.
-    assert list(updates) == ([] if kind == "static" else [10, 20, 30, 40, 50, 60])
-    assert trainer.updates == len(updates)
-    for name, layer in trainer.layers.items():
-        assert layer.pattern.nnz == before[name].nnz
-        assert (layer.pattern == before[name]) == (kind == "static")
+    return updates
 
 
 def test_set_draws_from_its_own_generator():
@@ -78,7 +52,7 @@ def test_schedule_instead_of_numbers():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = SET(model, optimizer, schedule=ConstantSchedule(30, 10, 0.5), seed=0)
-    _, updates = train(trainer, model, 30)
+    updates = train(trainer, model, 30)
     assert list(updates) == [10, 20]
     assert [len(r.grown) for r in updates[20].values()] == [64, 25]  # half of 128 and of 51
 

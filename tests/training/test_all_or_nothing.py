@@ -49,7 +49,7 @@ def test_optimizer_state_of_unknown_shape_changes_nothing(name):
     assert same(state_of(model, trainer), state_of(*other))
 
 
-@pytest.mark.parametrize("name", ["rigl", "set", "snfs", "mest", "granet", "topkast"])
+@pytest.mark.parametrize("name", ["rigl", "granet", "topkast"])
 def test_initial_value_that_raises_changes_nothing(name):
     broken = False
 
@@ -108,16 +108,6 @@ def test_nonfinite_gradient_raises_before_the_optimizer_step(name, bad):
     assert same(state_of(model, trainer), before)
     backward(model, trainer)
     assert trainer.step() is not None
-
-
-def test_nonfinite_input_raises():
-    model, trainer = train_to_an_update("deepr")
-    trainer.optimizer.zero_grad()
-    model(torch.full((4, 12), torch.nan)).sum().backward()
-    before = state_of(model, trainer)
-    with pytest.raises(ValueError, match="layer '0': the gradient of its weights holds NaN"):
-        trainer.step()
-    assert same(state_of(model, trainer), before)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

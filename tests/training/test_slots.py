@@ -284,20 +284,6 @@ def test_codes_of_grown_weights_mean_zero(block):
         rewire_state(optimizer, values, rewiring)
 
 
-def test_state_in_lists_raises_if_kept_values_move():
-    model = network()
-    optimizer = InLists(model.parameters())
-    model(torch.randn(16, IN)).sum().backward()
-    optimizer.step()
-    pattern = model[0].pattern
-    grow = random_outside(pattern, 3)
-    rewiring = Rewiring.make(pattern, torch.arange(3), grow, row_major=True)
-    with pytest.raises(
-        ValueError, match="InLists keeps the state 'moments', which does not follow"
-    ):
-        rewire_state(optimizer, model[0].values, rewiring)
-
-
 def test_average_in_a_list_of_tensors():
     """For a weight that is always present, it is the average of that weight."""
     model = network()
