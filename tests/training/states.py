@@ -59,7 +59,7 @@ def state_of(model: nn.Module, trainer: Any) -> Any:
     """Copy weights, patterns, index, gradients, optimizer state and the trainer's state."""
     layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
     own = trainer.state_dict()
-    return _copied(
+    return copied(
         {
             "weights": [(p, p.grad) for p in model.parameters()],
             "patterns": [(m.pattern.row_ptr, m.pattern.rows, m.pattern.cols) for m in layers],
@@ -72,13 +72,14 @@ def state_of(model: nn.Module, trainer: Any) -> Any:
     )
 
 
-def _copied(thing: Any) -> Any:
+def copied(thing: Any) -> Any:
+    """Return a copy, with lists for tuples."""
     if isinstance(thing, Tensor):
         return thing.detach().clone()
     if isinstance(thing, dict):
-        return {key: _copied(value) for key, value in thing.items()}
+        return {key: copied(value) for key, value in thing.items()}
     if isinstance(thing, (list, tuple, type({}.keys()))):
-        return [_copied(item) for item in thing]
+        return [copied(item) for item in thing]
     return thing
 
 
