@@ -7,7 +7,6 @@ of the best scores of all ranks, `grow` growth, and `grid` meshes.
 from dynsparse.ranks.consistency import (
     DeferredError,
     are_all_equal,
-    broadcast_from_first,
     check_consistent,
     collective_errors,
     digest,
@@ -42,7 +41,6 @@ __all__ = [
     "Ranks",
     "ShardSpec",
     "are_all_equal",
-    "broadcast_from_first",
     "check_consistent",
     "chunk",
     "chunk_of",

@@ -152,18 +152,6 @@ def gather_texts(ranks: Ranks, text: str) -> list[str]:
     return [bytes(part.tolist()).decode(errors="replace").strip("\0") for part in parts]
 
 
-def broadcast_from_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of the first rank, int64 [any] each."""
-    if ranks.alone:
-        return list(parts)
-    sizes = torch.tensor([len(part) for part in parts], device=ranks.device)
-    lengths = ranks.broadcast(sizes).tolist()
-    packed = torch.zeros(sum(lengths), dtype=torch.int64, device=ranks.device)
-    if ranks.rank == 0 and parts:
-        torch.cat([part.to(packed) for part in parts], out=packed)
-    return list(ranks.broadcast(packed).cpu().split(lengths))
-
-
 def sum_over_ranks(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of these tensors over ranks, in one all-reduce."""
     if ranks.alone or not parts:

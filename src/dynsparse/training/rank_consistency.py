@@ -14,7 +14,6 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import (
     Ranks,
     are_all_equal,
-    broadcast_from_first,
     check_consistent,
     collective_errors,
     digest,
@@ -122,7 +121,7 @@ def _broadcast_differing(ranks: Ranks, layers: Mapping[str, SparseLinear], used:
 def _broadcast_layer(ranks: Ranks, layer: SparseLinear) -> None:
     """Give the layer the first rank's pattern and values; all have as many blocks."""
     pattern = layer.pattern
-    (flat,) = broadcast_from_first(ranks, [pattern.sorted_flat])
+    flat = ranks.broadcast(pattern.sorted_flat)
     values = ranks.broadcast(pattern.by_rows(layer.values.detach()).clone())
     first = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
     layer.set_pattern(first, values)
