@@ -148,7 +148,7 @@ def test_mismatched_checkpoint_changes_no_shard(tmp_path):
     assert "the model has [24, 16, 4, 7]" in line
 
 
-@pytest.mark.parametrize("bad", [[], [(0, 0, 1)], [(0, 0)], [(0, 1, 0)], ["0"], 3])
+@pytest.mark.parametrize("bad", [None, [], [(0, 0, 1)], [(0, 0)], [(0, 1, 0)], ["0"], 3])
 def test_damaged_coordinates_are_rejected(bad):
     with pytest.raises(ValueError, match=r"expected (the coordinates|ranks with samples)"):
         Sources(bad, 1, [(0, 0, 0)], 0)
@@ -161,10 +161,10 @@ def test_source_ranks_of_generators_and_histories():
     assert [Sources(grid, 4, grid, rank).random for rank in range(4)] == [0, 1, 2, 3]
     assert Sources(grid, 4, alone, 0).random == 0
     assert [Sources(grid, 4, replicas, rank).random for rank in range(3)] == [0, 1, None]
-    assert [Sources(None, 3, grid, rank).random for rank in range(4)] == [0, 1, 0, 1]
+    assert [Sources(replicas, 3, grid, rank).random for rank in range(4)] == [0, 1, 0, 1]
     assert Sources(grid, 4, replicas, 2).histories == [0, 1]
-    assert Sources(None, 3, grid, 3).ranks_to_read == {0, 1}
-    assert Sources(None, 3, replicas, 2).ranks_to_read == {2}
+    assert Sources(replicas, 3, grid, 3).ranks_to_read == {0, 1}
+    assert Sources(replicas, 3, replicas, 2).ranks_to_read == {2}
 
 
 def test_generators_follow_the_samples_to_another_mesh(tmp_path):

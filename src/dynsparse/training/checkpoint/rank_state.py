@@ -38,7 +38,7 @@ class Sources:
         z, size: which of how many parts of the histories this rank takes.
 
     Args:
-        saved: coordinates of the ranks that saved; None if all are replicas.
+        saved: coordinates of the ranks that saved.
         count: number of ranks that saved.
         now: coordinates of the ranks that load.
         rank: number of this rank among them.
@@ -48,17 +48,16 @@ class Sources:
     """
 
     def __init__(self, saved: Any, count: int, now: Sequence[Coordinates], rank: int) -> None:
-        before = [(0, 0, z) for z in range(count)] if saved is None else saved
-        is_list = isinstance(before, list) and len(before) == count
-        if not is_list or not all(map(_are_coordinates, before)):
-            raise ValueError(f"expected the coordinates of each rank, got {shorten(before)}")
-        firsts = {place[2]: i for i, place in enumerate(before) if place[:2] == (0, 0)}
+        is_list = isinstance(saved, list) and len(saved) == count
+        if not is_list or not all(map(_are_coordinates, saved)):
+            raise ValueError(f"expected the coordinates of each rank, got {shorten(saved)}")
+        firsts = {place[2]: i for i, place in enumerate(saved) if place[:2] == (0, 0)}
         if sorted(firsts) != list(range(len(firsts))) or not firsts:
-            raise ValueError(f"expected ranks with samples, got {shorten(before)}")
+            raise ValueError(f"expected ranks with samples, got {shorten(saved)}")
         self.histories = [firsts[z] for z in range(len(firsts))]
         self.z, self.size = now[rank][2], 1 + max(place[2] for place in now)
         self.random: int | None = None
-        if before == list(now):
+        if saved == list(now):
             self.random = rank
         elif self.z < len(self.histories):
             self.random = self.histories[self.z]
