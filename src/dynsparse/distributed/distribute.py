@@ -146,9 +146,9 @@ def make_shards(
                 grid,
                 placement,
                 layers[name].pattern.shape,
-                borders.of_rows(position, name, rows),
-                borders.of_cols(position, name, cols),
-                borders.of_cols(position, name, inputs),
+                borders.before(position + 1, name, rows),
+                borders.before(position, name, cols),
+                borders.before(position, name, inputs),
                 layers[name].pattern.nnz,
             )
     return shards

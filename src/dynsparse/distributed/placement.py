@@ -7,7 +7,7 @@ hold about equal numbers of non-zeros. In a chain one layer hands its shard of f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,16 +248,9 @@ class Borders:
         self._chain = chain
         self._borders: dict[tuple[int, int, str], tuple[int, ...]] = {}
 
-    def of_rows(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Borders of the features that the layer `name` of the bundle at `position` writes."""
-        return self._borders_at(position + 1, name, parts)
-
-    def of_cols(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Borders of the features that the layer `name` of the bundle at `position` reads."""
-        return self._borders_at(position, name, parts)
-
-    def _borders_at(self, position: int, name: str, parts: int) -> tuple[int, ...]:
-        """Borders of the features before the bundle at `position`, or after the last bundle.
+    def before(self, position: int, name: str, parts: int) -> tuple[int, ...]:
+        """Borders of the features that the layer `name` of the bundle at `position` reads, or that
+        of the bundle before it writes.
 
         Raises:
             ValueError: too few features for so many parts.
@@ -290,8 +283,8 @@ def place_layers(chain: Chain, borders: Borders, grid: RankGrid) -> dict[str, Pl
     input_axis = None
     for position, bundle in enumerate(chain):
         rows, cols = ("x", "y") if position % 2 == 0 else ("y", "x")
-        over_rows = _shardable_axis(rows, borders.of_rows, position, bundle, grid)
-        over_cols = _shardable_axis(cols, borders.of_cols, position, bundle, grid)
+        over_rows = _shardable_axis(rows, borders, position + 1, bundle, grid)
+        over_cols = _shardable_axis(cols, borders, position, bundle, grid)
         is_last = position == len(chain) - 1
         placement = Placement(over_rows, over_cols, input_axis, gather_output=is_last)
         placements |= dict.fromkeys(bundle.names, placement)
@@ -300,11 +293,7 @@ def place_layers(chain: Chain, borders: Borders, grid: RankGrid) -> dict[str, Pl
 
 
 def _shardable_axis(
-    axis: str,
-    borders_of: Callable[[int, str, int], Any],
-    position: int,
-    bundle: Bundle,
-    grid: RankGrid,
+    axis: str, borders: Borders, position: int, bundle: Bundle, grid: RankGrid
 ) -> str | None:
     """The axis if it has several ranks and each layer a shard for each of them; otherwise None."""
     line = grid.ranks_along(axis)
@@ -312,7 +301,7 @@ def _shardable_axis(
         return None
     try:
         for name in bundle.names:
-            borders_of(position, name, line.size)
+            borders.before(position, name, line.size)
     except ValueError:
         return None
     return axis
