@@ -45,5 +45,5 @@ def test_ties_are_dropped_by_position(scores, count):
     rows, cols = torch.tensor([2, 0, 1, 0, 2, 1]), torch.tensor([1, 2, 0, 0, 0, 2])
     pattern = SparsePattern._from_slot_coordinates(rows, cols, shape=(3, 3), block_size=1)
     slots = sorted(range(6), key=lambda i: (scores[i], rows[i], cols[i]))[:count]
-    (leave,) = lowest_over_ranks(ALONE, [torch.tensor(scores)], [count], patterns=[pattern])
+    (leave,) = lowest_over_ranks(ALONE, [torch.tensor(scores)], [count], [pattern], [None])
     assert leave.tolist() == sorted(slots)

@@ -110,10 +110,9 @@ def lowest_over_ranks(
     ranks: Ranks,
     scores: Sequence[Tensor],
     counts: Sequence[int],
-    shards: Sequence[LayerShard | None] | None = None,
+    patterns: Sequence[SparsePattern],
+    shards: Sequence[LayerShard | None],
     bits: int | None = None,
-    *,
-    patterns: Sequence[SparsePattern] = (),
 ) -> list[Tensor]:
     """`lowest` for each layer, decided once: each rank ranks its part of the slots.
 
@@ -121,17 +120,16 @@ def lowest_over_ranks(
         ranks: that drop together; every one of them calls this.
         scores: one tensor [nnz] per layer, on every rank or sharded.
         counts: how many blocks leave each layer.
+        patterns: of the layers; among equal scores the first in row-major order come first.
         shards: of tensor-parallel layers: scores and the returned slots are those of this rank's
             shard, counts those of the full layer.
         bits: see `select_over_ranks`.
-        patterns: of the layers; among equal scores the first in row-major order come first.
 
     Raises:
         ValueError: as `lowest`.
     """
     none = torch.zeros(0, dtype=torch.int32, device="cpu")
     orders = [p.slots if p._device.type == "cpu" else none for p in patterns]
-    orders += [none] * (len(scores) - len(orders))
     if ranks.alone:
         scores = [gather_full(s) for s in scores]
     scores = [
@@ -160,11 +158,10 @@ def _lowest_over_ranks(
     ranks: Ranks,
     scores: Sequence[Tensor],
     counts: Sequence[int],
-    shards: Sequence[LayerShard | None] | None,
+    shards: Sequence[LayerShard | None],
     bits: int | None,
     orders: Sequence[Tensor],
 ) -> list[Tensor]:
-    shards = [None] * len(scores) if shards is None else shards
     parts, slots = _local_scores(ranks, scores, shards, orders)
     limits = _limits(scores, shards)
     chosen = select_over_ranks(

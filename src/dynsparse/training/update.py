@@ -252,9 +252,9 @@ def _choose_drops(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
         ranks,
         scores,
         [plan.counts.drop for plan in plans],
+        [plan.pattern for plan in plans],
         [plan.shard for plan in plans],
         *bits,
-        patterns=[plan.pattern for plan in plans],
     )
     del scores
     for plan, drop in zip(plans, drops, strict=True):

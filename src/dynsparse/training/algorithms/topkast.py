@@ -168,9 +168,7 @@ class TopKAST(SparseTrainer):
             LayerShard(shards[name].spec, pattern) if name in shards else None
             for name, pattern in patterns.items()
         ]
-        largest = lowest_over_ranks(
-            self.ranks, scores, counts, after, patterns=list(patterns.values())
-        )
+        largest = lowest_over_ranks(self.ranks, scores, counts, [*patterns.values()], after)
         for (name, pattern), slots in zip(patterns.items(), largest, strict=True):
             chosen[name] = [ActiveSet(pattern, slots, device_of(self.layers[name].values))]
         return chosen
