@@ -188,7 +188,7 @@ def test_pending_results_are_not_waited_for():
     layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
     for answer in (torch.tensor(False), torch.tensor(True)):
         deferred_checks.defer_check(layers["fc"], answer, "odd")
-        deferred_checks._pending[layers["fc"]][-1].result._event = event
+        deferred_checks._pending[layers["fc"]][-1][0]._event = event
     deferred_checks.raise_pending_errors(layers)
     event.passed = True
     with pytest.raises(ValueError, match="layer 'fc': odd"):

@@ -372,7 +372,7 @@ class TestRefusals:
         recorder.start({"w": SparsePattern.full((2, 2))})
         with pytest.raises(TypeError, match=r"step must be an integer, got 1\.5"):
             recorder.update(1.5, {})
-        with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        with pytest.raises(ValueError, match="step must be an integer of at least 0, got -1"):
             recorder.log(-1, {})
         with pytest.raises(ValueError, match='the key "step"'):
             recorder.log(1, {"step": 3})

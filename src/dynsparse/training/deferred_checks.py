@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -116,26 +115,23 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.isfinite() for norm in largest]).all().logical_not()
 
 
-class _Check(NamedTuple):
-    result: HostCopy
-    line: str
-
-
-_pending: WeakKeyDictionary[SparseLinear, list[_Check]] = WeakKeyDictionary()
+_pending: WeakKeyDictionary[SparseLinear, list[tuple[HostCopy, str]]] = WeakKeyDictionary()
 
 
 def defer_check(layer: SparseLinear, failed: Tensor, line: str) -> None:
     """Let `raise_pending_errors` raise `line` as a ValueError if `failed` holds."""
-    _pending.setdefault(layer, []).append(_Check(HostCopy(failed), line))
+    _pending.setdefault(layer, []).append((HostCopy(failed), line))
 
 
 def raise_pending_errors(layers: Mapping[str, SparseLinear]) -> None:
     """Raise ValueError for the first deferred check of these layers that failed, and forget it."""
     for name, layer in layers.items():
-        checks = _pending.pop(layer, [])
-        unknown = [check for check in checks if not check.result.is_ready]
-        if unknown:
-            _pending[layer] = unknown
-        for check in checks:
-            if not any(check is other for other in unknown) and bool(check.result.get()[0]):
-                raise ValueError(f"layer {name!r}: {check.line}")
+        ready = []
+        for result, line in _pending.pop(layer, []):
+            if result.is_ready:
+                ready.append((result, line))
+            else:
+                _pending.setdefault(layer, []).append((result, line))
+        for result, line in ready:
+            if bool(result.get()[0]):
+                raise ValueError(f"layer {name!r}: {line}")

@@ -284,7 +284,8 @@ class DenseMomentum(History):
 
     def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
         for name, matrix in _entries(state, "momentum", shapes).items():
-            if not _is_matrix(matrix) or tuple(matrix.shape) != shapes[name]:
+            is_float = isinstance(matrix, Tensor) and matrix.is_floating_point()
+            if not is_float or tuple(matrix.shape) != shapes[name]:
                 raise ValueError(
                     f"the momentum of layer {name!r} must be a matrix {list(shapes[name])}"
                 )
@@ -349,10 +350,6 @@ def _entries(state: Any, key: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(entries, dict) or not entries.keys() <= shapes.keys():
         raise ValueError(f"the history must hold {key!r}, a dictionary by names of layers")
     return entries
-
-
-def _is_matrix(thing: Any) -> bool:
-    return isinstance(thing, Tensor) and thing.dim() == 2 and thing.is_floating_point()
 
 
 def _is_pair(thing: Any, features: tuple[int, int]) -> bool:

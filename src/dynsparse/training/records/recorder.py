@@ -101,7 +101,7 @@ class Recorder:
             ValueError: no layer, or a negative step.
         """
         self.flush()
-        step = _check_step(step)
+        step = check_integer("step", step, 0)
         check_flag("overwrite", overwrite)
         if not patterns:
             raise ValueError("expected at least one layer to record, got none")
@@ -199,7 +199,7 @@ class Recorder:
         self._write_pending(wait=False)
         if "step" in figures:
             raise ValueError('figures must not hold the key "step": it is the first argument')
-        line = to_json({"step": _check_step(step), **figures}, "figures")
+        line = to_json({"step": check_integer("step", step, 0), **figures}, "figures")
         with (self.path / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -219,7 +219,7 @@ class Recorder:
             RecordError: the folder holds no record, a damaged one, one that begins later or does
                 not lead to `patterns`. It is unchanged.
         """
-        step = _check_step(step)
+        step = check_integer("step", step, 0)
         self.flush()
         files = list_update_files(self.path)
         kept, damage = _count_files_up_to(files, step)
@@ -249,7 +249,7 @@ class Recorder:
         return ", ".join(map(repr, self._patterns))
 
     def _next_step(self, step: int) -> int:
-        step = _check_step(step)
+        step = check_integer("step", step, 0)
         if not self._updates:
             raise RecordError("call start or truncate before update")
         if step <= self._step:
@@ -292,10 +292,3 @@ def _check_layers(layers: Mapping[Any, Any], kind: type, expected: str) -> None:
     for name, value in layers.items():
         check_kind("the name of a layer", name, str, "a text")
         check_kind(f"what is recorded of {name!r}", value, kind, expected)
-
-
-def _check_step(step: Any) -> int:
-    number = check_integer("step", step)
-    if number < 0:
-        raise ValueError(f"step must be at least 0, got {number}")
-    return number
