@@ -81,101 +81,71 @@ def reference(algorithm, steps):
     return seen
 
 
-def train_stages(rank, size, schedule, algorithm, steps, replicas=1):
-    """Train pipeline stages and compare this rank's layers with those of one process.
+def make_pieces(schedule, at, deep):
+    """Return {number: stage} for the stages of rank `at` of `deep`."""
+    parts = list(whole_model().named_children())
+    if schedule in ("GPipe", "1F1B"):
+        share = len(parts) // deep
+        return {at: Part(parts[at * share : (at + 1) * share])}
+    numbers = (at, 2 * deep - 1 - at) if schedule == "zero bubble V" else (at, at + deep)
+    return {i: Part(parts[i : i + 1]) for i in numbers}
+
+
+def make_step(schedule, pieces, count, group):
+    """Return a function of x and y that runs forward and backward passes of this rank's stages."""
+    device = torch.device("cpu")
+    made = [PipelineStage(piece, i, count, device, group=group) for i, piece in pieces.items()]
+    runner = SCHEDULES[schedule](
+        made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss
+    )
+
+    def step(x, y):
+        inputs = [x] if 0 in pieces else []
+        runner.step(*inputs, **({"target": y} if count - 1 in pieces else {}))
+
+    return step
+
+
+def compare(run_passes, holder, trainer, algorithm, steps, shares, seen=weights):
+    """Train this rank's layers and compare them with those of one process.
 
     Returns:
         ((patterns equal, difference of weights) after each step, numbers of pairs that growth
         observed per layer, whether any pattern changed).
     """
-    deep = size // replicas
-    mesh = init_device_mesh("cpu", (replicas, deep), mesh_dim_names=("replica", "stage"))
-    stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
-    at, replica = mesh["stage"].get_local_rank(), mesh["replica"].get_local_rank()
-    parts = list(whole_model().named_children())
-    kind = SCHEDULES[schedule]
-    if schedule in ("GPipe", "1F1B"):
-        share = len(parts) // deep
-        pieces = {at: Part(parts[at * share : (at + 1) * share])}
-    elif schedule == "zero bubble V":
-        pieces = {i: Part(parts[i : i + 1]) for i in (at, 2 * deep - 1 - at)}
-    else:
-        pieces = {i: Part(parts[i : i + 1]) for i in (at, at + deep)}
-    count = deep * len(pieces)
-    holder = Part([pair for piece in pieces.values() for pair in piece.named_children()])
-    if replicas > 1:
-        for piece in pieces.values():
-            shard(piece, mesh["replica"])
-    device = torch.device("cpu")
-    made = [PipelineStage(piece, i, count, device, group=stages) for i, piece in pieces.items()]
-    runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
-    optimizer = optimizer_of(holder)
-    trainer = ALGORITHMS[algorithm](holder, optimizer, ranks=own if replicas > 1 else None)
     pairs, observe = [], trainer.history.observe
     trainer.history.observe = lambda name, found: (pairs.append(len(found)), observe(name, found))
-    first, last = 0 in pieces, count - 1 in pieces
     expected, found = reference(algorithm, steps), []
     for step in range(1, steps + 1):
-        x, y = batch(step, replica, replicas)
-        optimizer.zero_grad()
-        runner.step(*([x] if first else []), **({"target": y} if last else {}))
+        trainer.optimizer.zero_grad()
+        run_passes(*batch(step, *shares))
         trainer.step()
         mine = {name: expected[step - 1][name] for name in layers_of(holder)}
-        found.append(apart(mine, weights(holder)))
-    changed = not apart(expected[0], expected[-1])[0]
-    return found, sorted(set(pairs)), changed
+        found.append(apart(mine, seen(holder)))
+    return found, sorted(set(pairs)), not apart(expected[0], expected[-1])[0]
 
 
-def count_backward_products(rank, size):
-    """Return {schedule: [calls computing grad_input, grad_weight]} of one step without capture."""
-    stages, found = torch.distributed.group.WORLD, {}
-    backward = products.backward
-    for schedule, kind in SCHEDULES.items():
-        parts = list(whole_model().named_children())
-        if schedule in ("GPipe", "1F1B"):
-            pieces = {rank: Part(parts[2 * rank : 2 * rank + 2])}
-        elif schedule == "zero bubble V":
-            pieces = {i: Part(parts[i : i + 1]) for i in (rank, 3 - rank)}
-        else:
-            pieces = {i: Part(parts[i : i + 1]) for i in (rank, rank + 2)}
-        count, device = size * len(pieces), torch.device("cpu")
-        made = [PipelineStage(p, i, count, device, group=stages) for i, p in pieces.items()]
-        runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
-        calls = []
-
-        def counted(dy, x, values, p, need_input, *kept, calls=calls, **more):
-            calls.append((need_input, x is not None))
-            return backward(dy, x, values, p, need_input, *kept, **more)
-
-        products.backward = counted
-        x, y = batch(1)
-        runner.step(*([x] if 0 in pieces else []), **({"target": y} if count - 1 in pieces else {}))
-        products.backward = backward
-        found[schedule] = [sum(of) for of in zip(*calls, strict=True)]
-    return found
-
-
-def train_replicated_stages(rank, size, schedule, steps):
-    """Like `train_stages`, with stages that `DistributedDataParallel` replicates."""
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "stage"))
-    stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
-    at, deep = mesh["stage"].get_local_rank(), size // 2
-    parts = list(whole_model().named_children())
-    piece = Part(parts[at * len(parts) // deep : (at + 1) * len(parts) // deep])
-    ddp = DistributedDataParallel(piece, process_group=own, find_unused_parameters=True)
-    stage = PipelineStage(ddp, at, deep, torch.device("cpu"), group=stages)
-    runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
-    optimizer = optimizer_of(piece)
-    trainer = ALGORITHMS["rigl"](piece, optimizer, ranks=own)
-    expected, found = reference("rigl", steps), []
-    for step in range(1, steps + 1):
-        x, y = batch(step, mesh["replica"].get_local_rank(), 2)
-        optimizer.zero_grad()
-        runner.step(*([x] if at == 0 else []), **({"target": y} if at == deep - 1 else {}))
-        trainer.step()
-        mine = {name: expected[step - 1][name] for name in layers_of(piece)}
-        found.append(apart(mine, weights(piece)))
-    return found
+def train_stages(rank, size, schedule, algorithm, steps, replicas=1, ddp=False):
+    """Train pipeline stages; replicas are sharded by `fully_shard`, or wrapped by
+    `DistributedDataParallel`."""
+    deep = size // replicas
+    mesh = init_device_mesh("cpu", (replicas, deep), mesh_dim_names=("replica", "stage"))
+    own = mesh["replica"].get_group()
+    pieces = make_pieces(schedule, mesh["stage"].get_local_rank(), deep)
+    holder = Part([pair for piece in pieces.values() for pair in piece.named_children()])
+    modules = dict(pieces)
+    for i, piece in pieces.items():
+        if ddp:
+            modules[i] = DistributedDataParallel(
+                piece, process_group=own, find_unused_parameters=True
+            )
+        elif replicas > 1:
+            shard(piece, mesh["replica"])
+    passes = make_step(schedule, modules, deep * len(pieces), mesh["stage"].get_group())
+    ranks = own if replicas > 1 else None
+    trainer = ALGORITHMS[algorithm](holder, optimizer_of(holder), ranks=ranks)
+    shares = mesh["replica"].get_local_rank(), replicas
+    return compare(passes, holder, trainer, algorithm, steps, shares)
 
 
 def train_tensor_parallel_stages(rank, size, schedule, algorithm, steps, replicas=1):
@@ -183,47 +153,59 @@ def train_tensor_parallel_stages(rank, size, schedule, algorithm, steps, replica
     data-parallel ranks over z."""
     names = ("stage", "z", "x")
     mesh = init_device_mesh("cpu", (2, replicas, size // 2 // replicas), mesh_dim_names=names)
-    at, stages, z = mesh["stage"].get_local_rank(), mesh["stage"].get_group(), mesh["z"]
     own = mesh["z", "x"] if replicas > 1 else mesh["x"]
-    parts = list(whole_model().named_children())
-    holder = Part(parts[2 * at : 2 * at + 2])
+    pieces = make_pieces(schedule, mesh["stage"].get_local_rank(), 2)
+    (holder,) = pieces.values()
     split(holder, own)
     assert any(spec_of(one).axes for one in layers_of(holder).values())
-    stage = PipelineStage(holder, at, 2, torch.device("cpu"), group=stages)
-    runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
-    optimizer = optimizer_of(holder)
-    trainer = ALGORITHMS[algorithm](holder, optimizer, ranks=own)
-    pairs, observe = [], trainer.history.observe
-    trainer.history.observe = lambda name, found: (pairs.append(len(found)), observe(name, found))
-    expected, found = reference(algorithm, steps), []
-    for step in range(1, steps + 1):
-        x, y = batch(step, z.get_local_rank(), replicas)
-        optimizer.zero_grad()
-        runner.step(*([x] if at == 0 else []), **({"target": y} if at == 1 else {}))
+    passes = make_step(schedule, pieces, 2, mesh["stage"].get_group())
+    trainer = ALGORITHMS[algorithm](holder, optimizer_of(holder), ranks=own)
+
+    def passes_with_mean_gradients(x, y):
+        passes(x, y)
         for parameter in holder.parameters():
             trainer.ranks.sum(parameter.grad).div_(replicas)
-        trainer.step()
-        mine = {}
-        for name, state in gathered_layers(holder).items():
-            shape = expected[step - 1][name][1].shape
-            pattern = ds.SparsePattern(state["rows"], state["cols"], shape=shape)
-            mine[name] = pattern.sorted_flat, pattern.to_dense(state["values"])
-        found.append(apart({name: expected[step - 1][name] for name in mine}, mine))
-    changed = not apart(expected[0], expected[-1])[0]
-    return found, sorted(set(pairs)), changed
+
+    shares = mesh["z"].get_local_rank(), replicas
+    return compare(
+        passes_with_mean_gradients, holder, trainer, algorithm, steps, shares, gathered_weights
+    )
 
 
-def gathered_layers(model):
-    state = gather(model)
-    return {
-        name: {key: state[f"{name}.{key}"] for key in ("rows", "cols", "values")}
-        for name in layers_of(model)
-    }
+def gathered_weights(model):
+    """`weights` of tensor-parallel layers."""
+    state, found = gather(model), {}
+    for name, layer in layers_of(model).items():
+        rows, cols, values = (state[f"{name}.{key}"] for key in ("rows", "cols", "values"))
+        spec = spec_of(layer)
+        shape = layer.pattern.shape if spec is None else spec.shape
+        pattern = ds.SparsePattern(rows, cols, shape=shape)
+        found[name] = pattern.sorted_flat, pattern.to_dense(values)
+    return found
+
+
+def count_backward_products(rank, size):
+    """Return {schedule: [calls computing grad_input, grad_weight]} of one step without capture."""
+    backward, found = products.backward, {}
+    for schedule in SCHEDULES:
+        pieces = make_pieces(schedule, rank, size)
+        passes = make_step(schedule, pieces, size * len(pieces), torch.distributed.group.WORLD)
+        calls = []
+
+        def counted(dy, x, values, p, need_input, *kept, calls=calls, **more):
+            calls.append((need_input, x is not None))
+            return backward(dy, x, values, p, need_input, *kept, **more)
+
+        products.backward = counted
+        passes(*batch(1))
+        products.backward = backward
+        found[schedule] = [sum(of) for of in zip(*calls, strict=True)]
+    return found
 
 
 def train_all_tensor_parallel_stages(rank, size, ways, steps, replicas=1):
     return {way: train_tensor_parallel_stages(rank, size, *way, steps, replicas) for way in ways}
 
 
-def train_all_stages(rank, size, ways, steps, replicas=1):
-    return {way: train_stages(rank, size, *way, steps, replicas) for way in ways}
+def train_all_stages(rank, size, ways, steps, replicas=1, ddp=False):
+    return {way: train_stages(rank, size, *way, steps, replicas, ddp) for way in ways}

@@ -27,7 +27,6 @@ def check_error(found, who, pattern):
     ("way", "kind", "code"),
     [
         ("replicas", "raises", 1),
-        ("replicas", "exits", 3),
         ("replicas", "exits at once", 4),
         *((way, "is killed", -signal.SIGKILL) for way in work.WAYS),
     ],

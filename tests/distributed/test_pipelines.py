@@ -38,18 +38,11 @@ def test_each_gradient_is_computed_once():
         assert all(of_inputs <= 2 * work.MICRO + 2 for of_inputs, _ in found.values())
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_ddp_stages_with_one_stage_per_rank(schedule):
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ddp_stages(size):
     """DistributedDataParallel accepts micro-batches only with find_unused_parameters=True."""
-    for found in on_ranks(2, work.train_replicated_stages, schedule, 4):
-        assert all(same and off <= 1e-10 for same, off in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_ddp_stages_on_four_ranks(schedule):
-    for found in on_ranks(4, work.train_replicated_stages, schedule, 4):
-        assert all(same and off <= 1e-10 for same, off in found)
+    ways = [("GPipe", "rigl"), ("1F1B", "rigl")]
+    check(on_ranks(size, work.train_all_stages, ways, 4, 2, True), work.MICRO)
 
 
 def test_stages_with_tensor_parallel_layers():
