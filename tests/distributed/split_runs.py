@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dynsparse as ds
 from dynsparse.distributed import clip_grad_norm_, gather, replicate, split
-from dynsparse.distributed.sharded_layer import spec_of
 from dynsparse.training import ConstantSchedule
 
 
@@ -74,29 +73,6 @@ def check_parallelize_module(rank, size):
     held = sum(p.numel() for p in own.parameters())
     check_gradients(own, model)
     return held
-
-
-def check_two_dimensional_mesh(rank, size):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        ds.nn.SparseLinear(32, 64, 0.3, dtype=torch.float64),
-        nn.ReLU(),
-        ds.nn.SparseLinear(64, 32, 0.3, dtype=torch.float64),
-        nn.Linear(32, 8, dtype=torch.float64),
-    )
-    x, dy = torch.randn(8, 32).double(), torch.randn(8, 8).double()
-    whole = copy.deepcopy(model)
-    whole(x).backward(dy / 8)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("z", "x"))
-    split(model, mesh)
-    assert spec_of(model[0]).placement.rows == spec_of(model[2]).placement.cols == "x"
-    data = nn.parallel.DistributedDataParallel(model, process_group=mesh["z"].get_group())
-    z = mesh["z"].get_local_rank()
-    y = data(x.chunk(2)[z])
-    torch.testing.assert_close(y, whole(x).chunk(2)[z], rtol=0, atol=1e-12)
-    y.backward(dy.chunk(2)[z] / 4)  # DDP takes the mean over its ranks
-    check_gradients(model, whole)
-    return True
 
 
 EVERY = {"schedule": ConstantSchedule(total_steps=100, update_interval=1, drop_fraction=0.2)}

@@ -141,8 +141,6 @@ def test_extra_round_trips_plain_types(tmp_path):
     assert torch.equal(found.pop("empty"), extra.pop("empty"))
     assert torch.equal(found.pop("scalar"), extra.pop("scalar"))
     assert found == extra
-    with pytest.raises(TypeError, match="found <class 'object'> at /extra/x"):
-        saved(tmp_path, extra={"x": object()})
 
 
 def test_dense_momentum_of_layers_that_only_some_ranks_reached_is_redistributed():

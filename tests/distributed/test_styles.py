@@ -8,7 +8,6 @@ from processes import on_ranks
 from split_runs import (
     Block,
     check_parallelize_module,
-    check_two_dimensional_mesh,
     make_model_and_input,
     train_and_compare,
 )
@@ -25,11 +24,6 @@ def test_parallelize_module_equals_one_process():
     shared = sum(model.get_submodule(n).bias.numel() for n in ("down", "last"))
     shared += model.attention.out_proj.bias.numel()
     assert first + second == whole + shared
-
-
-@pytest.mark.slow
-def test_mesh_over_layers_and_samples_equals_one_process():
-    assert on_ranks(4, check_two_dimensional_mesh) == [True] * 4
 
 
 @pytest.mark.parametrize(
