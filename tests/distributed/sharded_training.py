@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import sharded_models
 import torch
 from rank_trainings import (
     ALGORITHMS,
@@ -16,8 +17,9 @@ from rank_trainings import (
     optimizer_of,
     weights,
 )
+from sharded_models import whole
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
@@ -38,9 +40,7 @@ OPTIMIZERS = {
 
 def shard(model, mesh=None, size=None, **options):
     mesh = init_device_mesh("cpu", (size,)) if mesh is None else mesh
-    for layer in layers_of(model).values():
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return sharded_models.shard(model, mesh, **options)
 
 
 def train(name, model, optimizer, steps, rank, size, ranks="auto", passes=1):
@@ -63,10 +63,6 @@ def train(name, model, optimizer, steps, rank, size, ranks="auto", passes=1):
         }
         seen.append((weights(model), state | grads))
     return seen
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compare_algorithms(rank, size, names, steps, optimizer="sgd", block_size=1, **options):

@@ -68,22 +68,18 @@ def sgd(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("b", [1, 2])
-@pytest.mark.parametrize("name", BY_NAME)
-def test_every_algorithm_equals_unfolded_linear_layers(name, b):
+@pytest.mark.parametrize("name", ["rigl", "snfs", "granet", "topkast"])
+def test_training_equals_unfolded_linear_layers(name, b):
     algorithm = BY_NAME[name]
     model = network(b, algorithm.first_density(0.25))
     other = nn.Sequential(*[
         Unfolded.of(m) if isinstance(m, SparseConv2d) else copy.deepcopy(m) for m in model
     ])  # fmt: skip
     options = {"total_steps": STEPS, "update_interval": INTERVAL}
-    if "final_density" in algorithm.arguments:
+    if name == "granet":
         options["final_density"] = 0.25
-    if "seed" in algorithm.arguments:
+    if name == "topkast":
         options["seed"] = 3
-    if name == "static":
-        options = {}
-    if name == "deepr":
-        options["l1"] = 0.3
     runs = []
     for net in (model, other):
         optimizer = sgd(net)
@@ -98,10 +94,8 @@ def test_every_algorithm_equals_unfolded_linear_layers(name, b):
                 assert mine.pattern == theirs.pattern, f"step {step}"
                 worst = float((mine.values - theirs.values).detach().abs().max())
                 assert worst < 1e-10, f"step {step}: {worst}"
-    updates = runs[0][2].updates
-    assert updates == runs[1][2].updates
     # The last update may be too small for a whole block.
-    assert updates >= (0 if name == "static" else 3)
+    assert runs[0][2].updates == runs[1][2].updates >= 3
 
 
 @pytest.mark.parametrize("b", [1, 2])

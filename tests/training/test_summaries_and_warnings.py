@@ -91,8 +91,8 @@ def test_frozen_values_warn(kind):
     ds.Static(model.requires_grad_(False), optimizer)  # has no updates, so nothing to warn of
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 10, 50, 100, 999, 1000, 5000])
-@pytest.mark.parametrize("kind", [ds.RigL, ds.SET, ds.SNFS, ds.MEST, ds.TopKAST, ds.GMP, ds.GraNet])
+@pytest.mark.parametrize("steps", [1, 5, 10, 100, 999, 1000, 5000])
+@pytest.mark.parametrize("kind", [ds.RigL, ds.TopKAST, ds.GMP, ds.GraNet])
 def test_default_interval_of_short_trainings(kind, steps):
     model, optimizer, _ = small()
     final = {"final_density": 0.1} if kind in (ds.GMP, ds.GraNet) else {}
