@@ -435,13 +435,11 @@ class Partitioner:
         limit = np.full(layout.buckets, layout.capacity, np.int64)
         while True:
             try:
-                spilled = spill(assignment, layout, limit, self.options)
+                runs, bucket, arrival = spill(assignment, layout, limit, self.options)
             except BucketOverflowError as error:
                 raise self._explain_overflow(error, limit) from None
-            groups = SubGroups.collect(
-                assignment, spilled.runs, spilled.bucket, spilled.arrival, layout
-            )
-            moved = int(spilled.runs.length[spilled.bucket != spilled.runs.piece].sum())
+            groups = SubGroups.collect(assignment, runs, bucket, arrival, layout)
+            moved = int(runs.length[bucket != runs.piece].sum())
             forward = MetaInfoWriter(groups, layout)
             if not layout.grad_a_words:
                 return groups, moved, forward, None

@@ -56,15 +56,6 @@ class _Move(NamedTuple):
     length: np.ndarray
 
 
-@dataclass(frozen=True)
-class SpillResult:
-    """All rows and the bucket each ended up in; see `SubGroups.collect`."""
-
-    runs: Runs
-    bucket: np.ndarray
-    arrival: np.ndarray
-
-
 @dataclass
 class _Balancer:
     layout: BucketLayout
@@ -147,7 +138,7 @@ def spill(
     layout: BucketLayout,
     limit: np.ndarray,
     options: Options,
-) -> SpillResult:
+) -> tuple[Runs, np.ndarray, np.ndarray]:
     """Move rows between buckets until every bucket fits.
 
     Args:
@@ -157,6 +148,9 @@ def spill(
             otherwise the emptiest first; `force_bucket_spills` empties every bucket into others,
             those of the same x last; `use_actual_worker_split_costs` counts only the workers a
             sub-group uses (`BucketLayout.sub_group_words`).
+
+    Returns:
+        All rows, the bucket each ended up in and its arrival there: see `SubGroups.collect`.
 
     Raises:
         BucketOverflowError: some rows found no room.
@@ -172,7 +166,7 @@ def spill(
     # Costs rise along a piece, so the part that fits is its beginning.
     stays = (words <= layout.meta_info_words - 1) & (nz <= limit[runs.piece]) & (not force)
     if stays.all():
-        return SpillResult(runs, runs.piece, np.zeros(len(runs), np.int64))
+        return runs, runs.piece, np.zeros(len(runs), np.int64)
     stay = runs[stays]
     spilled = runs[~stays]
     last = np.flatnonzero(stays)
@@ -198,7 +192,7 @@ def spill(
     return _join(stay, balancer.moves)
 
 
-def _join(kept: Runs, moves: list[_Move]) -> SpillResult:
+def _join(kept: Runs, moves: list[_Move]) -> tuple[Runs, np.ndarray, np.ndarray]:
     """Join the rows that stayed and those that moved."""
     sizes = [len(move.row) for move in moves]
     runs = Runs(
@@ -209,7 +203,7 @@ def _join(kept: Runs, moves: list[_Move]) -> SpillResult:
     )
     bucket = np.concatenate([kept.piece, np.repeat([move.target for move in moves], sizes)])
     arrival = np.repeat(np.arange(len(moves) + 1), [len(kept), *sizes])
-    return SpillResult(runs, bucket, arrival)
+    return runs, bucket, arrival
 
 
 def _overflow_error(balancer: _Balancer, total: int, force: bool) -> BucketOverflowError:
