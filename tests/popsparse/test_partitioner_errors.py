@@ -73,20 +73,6 @@ def test_48_more_parts_than_grains():
         layout(batch=4, batch_grain=4, partition=(1, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": 0}, "rows must be at least 1, got 0"),
-        ({"block": (5, 4)}, r"block \(5, 4\) does not divide the matrix"),
-        ({"nz_elements": -1}, "bucket sizes must not be negative"),
-        ({"data_bytes": 8}, "values are 2 or 4 bytes wide"),
-    ],
-)
-def test_bad_layouts(changes, message):
-    with pytest.raises(ValueError, match=message):
-        layout(**changes)
-
-
 def test_44_another_block_or_shape():
     partitioner = Partitioner(layout())
     with pytest.raises(ValueError, match=r"with blocks of \(1, 1\), got .*\(4, 4\)"):

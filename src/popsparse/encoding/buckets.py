@@ -50,7 +50,7 @@ class BucketLayout:
         workers: worker threads of a tile.
 
     Raises:
-        ValueError: a size below 1, a block that does not divide the matrix, more parts than grains.
+        ValueError: more parts than grains; buckets of grad_input for blocks.
     """
 
     rows: int
@@ -67,18 +67,6 @@ class BucketLayout:
     workers: int = 6
 
     def __post_init__(self) -> None:
-        for name in ("rows", "cols", "batch", "meta_info_words", "batch_grain", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if min(self.block) < 1 or self.rows % self.block[0] or self.cols % self.block[1]:
-            raise ValueError(
-                f"block {self.block} does not divide the matrix {(self.rows, self.cols)}: "
-                "choose a block that divides both sides, or pad the matrix"
-            )
-        if self.nz_elements < 0 or self.grad_a_words < 0:
-            raise ValueError("bucket sizes must not be negative")
-        if self.data_bytes not in (2, 4):
-            raise ValueError(f"values are 2 or 4 bytes wide, got data_bytes={self.data_bytes}")
         if self.grad_a_words and not self.element_format:
             raise ValueError("buckets of blocks are shared by all passes: grad_a_words must be 0")
         for axis, parts, grains in zip("XYZ", self.partition, self.grains, strict=True):
