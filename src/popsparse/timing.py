@@ -27,7 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from popsparse.encoding.buckets import OverflowInfo, SubGroups, distances_from_home
+from popsparse.encoding.buckets import (
+    BucketLayout,
+    OverflowInfo,
+    SubGroups,
+    distances_from_home,
+)
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.machine.dtypes import DType
 from popsparse.planning import cycles as tile_cycles
@@ -35,7 +40,6 @@ from popsparse.planning.cycles import (
     CONTROL_INSTRUCTIONS,
     LOOP_CONTROL,
     LOOP_STEPS,
-    WorkPieces,
     grid_split,
     split_rows,
 )
@@ -165,74 +169,34 @@ class BucketLoad:
     """Sub-groups of all buckets after spilling, of one group of the product."""
 
     groups: SubGroups
-    partition: tuple[int, int, int]
-    workers: int
-    overflow: OverflowInfo
+    layout: BucketLayout
 
     @classmethod
     def of(cls, plan: Plan, pattern: Any) -> BucketLoad:
         """Cut a `SparsePattern` as the partitioner does; raises the partitioner's errors."""
         partitioner = Partitioner(plan)
-        groups, layout = partitioner.sub_groups(pattern), partitioner.layout
-        overflow = OverflowInfo.of(groups, layout)
-        return cls(groups, layout.partition, plan.target.workers, overflow)
+        return cls(partitioner.sub_groups(pattern), partitioner.layout)
+
+    @cached_property
+    def overflow(self) -> OverflowInfo:
+        return OverflowInfo.of(self.groups, self.layout)
 
     @cached_property
     def home(self) -> np.ndarray:
         """The rectangle whose tiles hold each sub-group's bucket."""
-        return self.groups.bucket // self.partition[2]
-
-    def is_at_offset(self, x: int, y: int) -> np.ndarray:
-        """Which sub-groups lie (x, y) partitions away from their own rectangle, bool."""
-        far_x, far_y = self.distances
-        return (far_x == x) & (far_y == y)
+        return self.groups.bucket // self.layout.partition[2]
 
     @cached_property
     def distances(self) -> tuple[np.ndarray, np.ndarray]:
-        return distances_from_home(self.groups.rectangle, self.groups.bucket, self.partition)
+        """How many partitions of x and of y sub-groups lie away from their own rectangle."""
+        groups = self.groups
+        return distances_from_home(groups.rectangle, groups.bucket, self.layout.partition)
 
-    @cached_property
-    def scan(self) -> int:
-        """Supervisor cycles to find no match in the bucket with the most sub-groups."""
-        return MISS_CYCLES * int(np.bincount(self.groups.bucket, minlength=1).max())
-
-    def batch_shares(self, grains: int) -> list[int]:
-        """The different shares of the batch that workers get."""
-        return sorted({share for *_, share in grid_split(1, grains, self.workers)})
-
-    def row_turns(self) -> np.ndarray:
-        """For each sub-group, the sum over its rows of ceil(non-zeros / workers)."""
-        turns = -(-self.groups.length // self.workers)
-        return np.add.reduceat(turns, self.groups.first_row) if len(turns) else turns
-
-    def work_pieces(
-        self, grains: int, *, transposed: bool = False
-    ) -> tuple[WorkPieces, np.ndarray]:
-        """The work of each worker, and its non-zeros: int64 [pieces]."""
-        groups = self.groups.transpose() if transposed else self.groups
-        work = split_rows(groups.rows, groups.length, grains, self.workers)
-        before = np.append(0, np.cumsum(groups.length))
-        first = groups.first_row[work.group] + work.row
-        nz = before[first + work.rows] - before[first]
-        return work, nz
-
-    def most_work(self, group: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """The largest `work` of each sub-group's pieces."""
-        worst = np.zeros(len(self.groups.rows), np.int64)
-        np.maximum.at(worst, group, work)
-        return worst
-
-    def _own_cycles(self, cycles: np.ndarray) -> np.ndarray:
-        """The cycles of sub-groups in their own rectangle; others cost only a skip."""
-        return np.where(self.groups.rectangle == self.home, cycles, MISS_CYCLES)
-
-    def busiest_tile(self, cycles: np.ndarray) -> float:
-        """Cycles of the busiest tile, when each tile sees all buckets of its rectangle."""
-        return float(np.bincount(self.home, self._own_cycles(cycles), minlength=1).max())
-
-    def slowest_bucket(self, cycles: np.ndarray) -> float:
-        """Cycles of the bucket with the most work for its own rectangle."""
-        return float(np.bincount(self.groups.bucket, self._own_cycles(cycles), minlength=1).max())
+    def most_cycles(self, cycles: np.ndarray, by: np.ndarray) -> float:
+        """The largest sum of cycles `by` bucket or by rectangle, whose tiles each see all its
+        buckets. Sub-groups outside their own rectangle cost only a skip."""
+        own = np.where(self.groups.rectangle == self.home, cycles, MISS_CYCLES)
+        return float(np.bincount(by, own, minlength=1).max())
 
 
 _WORD = 2  # Bytes of a meta-info word.
@@ -368,17 +332,21 @@ class _Pass(ABC):
         offsets = overflow.kept_offsets
         if not offsets:
             return
+        # To find no match in the bucket with the most sub-groups.
+        held = [np.bincount(load.groups.bucket, minlength=1).max() for load in self.loads]
+        no_match = float(MISS_CYCLES * max(held))
         compute = 0.0
-        for offset in offsets:
+        for x, y in offsets:
             slowest = 0.0
             for load in self.loads:
-                at_offset = load.is_at_offset(*offset)
+                far_x, far_y = load.distances
+                at_offset = (far_x == x) & (far_y == y)
                 if at_offset.any():
                     # A bucket may hold several sub-groups for a rectangle that it visits.
                     cycles = self.group_cycles(load)[at_offset]
                     spent = np.bincount(load.groups.bucket[at_offset], cycles)
                     slowest = max(slowest, float(spent.max()))
-            compute += z * (slowest or float(max(load.scan for load in self.loads)))
+            compute += z * (slowest or no_match)
         turns = z * len(offsets)
         skipped = sum(not used for used in overflow.used_x[: overflow.x])
         control = turns * LOOP_CONTROL * self.workers
@@ -420,19 +388,26 @@ class _Product(_Pass):
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
         plan, grain = self.plan, self.plan.grouping.z
         if plan.method is not Method.ELEMENT:
-            shares = load.batch_shares(plan.groups_per_tile.z)
+            pieces = grid_split(1, plan.groups_per_tile.z, self.workers)
+            shares = sorted({share for *_, share in pieces})
             kernels = [self.kernel(share * grain) for share in shares]
             slowest = np.maximum.reduce([kernel.worker(0, load.groups.nz) for kernel in kernels])
             supervisor = kernels[-1].supervise(load.groups.rows, load.groups.nz)
             return self.workers * slowest + supervisor
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
-            work = kernel.worker(load.groups.rows, load.row_turns())
-            return self.workers * work + kernel.supervisor
-        pieces, nz = load.work_pieces(plan.groups_per_tile.z, transposed=self.grad_input)
-        kernel = self.kernel(pieces.grains * grain)
-        work = load.most_work(pieces.group, kernel.worker(pieces.rows, nz))
-        return self.workers * work + kernel.supervisor
+            turns = -(-load.groups.length // self.workers)
+            turns = np.add.reduceat(turns, load.groups.first_row) if len(turns) else turns
+            return self.workers * kernel.worker(load.groups.rows, turns) + kernel.supervisor
+        groups = load.groups.transpose() if self.grad_input else load.groups
+        work = split_rows(groups.rows, groups.length, plan.groups_per_tile.z, self.workers)
+        before = np.append(0, np.cumsum(groups.length))
+        first = groups.first_row[work.group] + work.row
+        nz = before[first + work.rows] - before[first]
+        kernel = self.kernel(work.grains * grain)
+        slowest = np.zeros(len(groups.rows), np.int64)
+        np.maximum.at(slowest, work.group, kernel.worker(work.rows, nz))
+        return self.workers * slowest + kernel.supervisor
 
     def steps(self) -> Iterable[Step]:
         plan, parts = self.plan, self.plan.partition
@@ -450,7 +425,7 @@ class _Product(_Pass):
         same = parts.z if parts.x == 1 else 1
         results = getattr(plan.elements_per_tile, self.out) * self.z
         clear = tile_cycles.clear_memory(results * self.partials.size, self.workers)
-        compute = max(load.busiest_tile(self.group_cycles(load)) for load in self.loads)
+        compute = max(load.most_cycles(self.group_cycles(load), load.home) for load in self.loads)
         yield Step(
             "distribution",
             float(clear) + compute,
@@ -520,7 +495,9 @@ class _GradWeight(_Pass):
         inputs = self.needed_bytes("x", "z") + self.needed_bytes("y", "z")
         travels = bucket if moves else inputs
         clear = tile_cycles.clear_memory(values * self.partials.size, self.workers)
-        slowest = max(load.slowest_bucket(self.group_cycles(load)) for load in self.loads)
+        slowest = max(
+            load.most_cycles(self.group_cycles(load), load.groups.bucket) for load in self.loads
+        )
         rounds = parts.z if parts.z > 1 else 0
         yield Step(
             "distribution",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse
 
-from popsparse.encoding.buckets import OverflowInfo, SubGroups, bucket_layout
+from popsparse.encoding.buckets import SubGroups, bucket_layout
 from popsparse.encoding.meta_info import BucketContents, read_buckets
 from popsparse.machine import (
     FLOAT,
@@ -220,7 +220,7 @@ class BucketReader:
         words[: len(keys), part] = rows
         contents = read_buckets(words, layout, grad_a=self.grad_a)
         groups = _sub_groups(contents, transposed=self.grad_a)
-        load = BucketLoad(groups, layout.partition, layout.workers, OverflowInfo.of(groups, layout))
+        load = BucketLoad(groups, layout)
         cycles = sub_group_cycles(self.plan, self.name, load) if len(groups.nz) else groups.nz
         first = np.searchsorted(contents.group, np.arange(len(groups.nz)))
         parts = contents.row, contents.col, contents.place
