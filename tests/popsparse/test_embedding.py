@@ -113,8 +113,6 @@ def test_bad_input():
     weights = create_fully_connected_weights(graph, "float32", params)
     indices = create_indices_tensor(graph, params, 3)
     slices = create_slice_tensor(graph, "float32", params, 3)
-    with pytest.raises(ValueError, match="do_grad_w_pass=True"):
-        embedding_update_add(graph, weights, slices, indices, 1.0, program, params)
     with pytest.raises(ValueError, match="indices must be uint32"):
         embedding_slice(graph, weights, slices, program, params)
     with pytest.raises(ValueError, match="num_indices must be an integer of at least 1"):

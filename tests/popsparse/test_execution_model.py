@@ -135,13 +135,6 @@ def test_sync_is_a_cost_of_the_target():
     assert (a.compute_cycles, a.exchange_cycles) == (b.compute_cycles, b.exchange_cycles)
 
 
-def test_wrong_pattern_raises():
-    with pytest.raises(ValueError, match=r"expected a pattern of the shape \(512, 512\)"):
-        predict(plan_for(), pattern(256, 0.1))
-    with pytest.raises(ValueError, match=r"with blocks of \(1, 1\), got"):
-        predict(plan_for(), pattern(512, 0.1, 4))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "batch"), [("float16", 64), ("float16", 256), ("float32", 256)])
 def test_estimated_propagation_is_better_for_overflowing_patterns(dtype, batch):

@@ -85,22 +85,6 @@ def test_shortcut():
     assert plan(64, 64, 8, 0.1).target.name == "mk2"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"density": 1.2}, "nz_ratio"),
-        ({"block_size": 3}, "must be a multiple of the block's 3"),
-        ({"dtype": "int8"}, "dtype must be float16 or float32, got 'int8'"),
-        ({"out": 0}, "output_channels_per_group must be an integer of at least 1"),
-        ({"options": {"speed": 1}}, "unknown option 'speed'"),
-    ],
-)
-def test_bad_arguments(changes, message):
-    asked = {"out": 64, "in_": 64, "batch": 8, "density": 0.1, **changes}
-    with pytest.raises((ValueError, TypeError), match=message):
-        plan(**asked)
-
-
 def test_documentation_runs():
     assert doctest.testmod(planning).failed == 0
 

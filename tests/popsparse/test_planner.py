@@ -372,10 +372,3 @@ def test_cache_keys_contain_every_input():
     make_plan(target, "float16", layer(groups=2), cache=cache)
     make_plan(target, "float16", layer(), {"plan_constraints": {"partition": {"x": 2}}}, cache)
     assert (len(cache), cache.hits) == (5, 1)
-
-
-def test_wrong_params():
-    with pytest.raises(TypeError, match="params must be FullyConnectedParams"):
-        make_plan(Target.mk2(), "float16", 3)
-    with pytest.raises(TypeError, match="params must be MatmulParams"):
-        matmul_plan(Target.mk2(), "float16", layer())

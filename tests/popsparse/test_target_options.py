@@ -67,8 +67,6 @@ def test_bad_options():
 
     with pytest.raises(ValueError, match="unknown option 'partial_type': did you mean"):
         made({"partial_type": "float16"})
-    with pytest.raises(ValueError, match="unknown partition constraint 'w'"):
-        made({"plan_constraints": {"partition": {"w": 1}}})
     with pytest.raises(ValueError, match="dense_grad must be a mapping of available_memory"):
         made({"dense_grad": {"pooling": "sum"}})
     with pytest.raises(ValueError, match="option partials_type is given twice, once as 'partials"):
