@@ -323,7 +323,6 @@ def bucket_arrays(space: SearchSpace) -> Buckets:
 class _View(NamedTuple):
     """Forward's dimensions, or grad_input's: the same with x and y exchanged."""
 
-    px: Ints
     py: Ints
     tx: Ints
     ty: Ints
@@ -340,8 +339,8 @@ def _view(space: SearchSpace, *, grad_input: bool) -> _View:
     _, nx, ny, _ = space.groups
     _, gx, gy, _ = space.grouping
     if not grad_input:
-        return _View(px, py, tx, ty, ny, gx, gy, px)
-    return _View(py, px, ty, tx, nx, gy, gx, np.where((pz == 1) & (px == 1), py, 1))
+        return _View(py, tx, ty, ny, gx, gy, px)
+    return _View(px, ty, tx, nx, gy, gx, np.where((pz == 1) & (px == 1), py, 1))
 
 
 def product_terms(

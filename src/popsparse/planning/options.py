@@ -26,8 +26,6 @@ _REPLACEMENTS = {
     "verbose_logging": "set the environment variable DYNSPARSE_LOG_LEVEL=DEBUG",
     "fully_connected_pass": "use do_grad_a_pass and do_grad_w_pass",
     "pooling_type": "use the pooling of Update",
-    "oversize": "did you mean 'meta_info_bucket_oversize_proportion'?",
-    "memory": "did you mean 'available_memory_proportion'?",
 }
 """What to use instead of names that are not options here."""
 

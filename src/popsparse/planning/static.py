@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -210,16 +210,6 @@ def make_plan(
     return cache.find(request, lambda: _plan(request, pattern))
 
 
-class _Chosen(NamedTuple):
-    """The result of the search; the rest of a plan follows from it and the pattern."""
-
-    n_split: int
-    bands: int
-    terms: dict[str, int]
-    temporary_bytes: int
-    search: Search
-
-
 class _CutSearch:
     """The search over all cuts of one product.
 
@@ -360,16 +350,17 @@ class _CutSearch:
             return f"temporary data exceed {bound} bytes a tile"
         return slowest, bytes_
 
-    def find_best(self) -> _Chosen:
-        """The cheapest cut, and the statistics of the search.
+    def find_best(self) -> tuple[dict[str, Any], Search]:
+        """The cheapest cut ("n_split", "bands", "terms", "temporary_bytes"), and the statistics of
+        the search.
 
         Raises:
             ValueError: no cut is possible; the message lists the rules that exclude them.
         """
         if not self.pattern.nnz:  # Nothing to multiply: the output is zeros.
             moved = ceil_div(self.params.m * self.n * self.dtype.size, self.target.tiles)
-            search = Search({"partitions": 1, "possible": 1}, (1,), ())
-            return _Chosen(1, 1, {"move output": moved}, 0, search)
+            best = {"n_split": 1, "bands": 1, "terms": {"move output": moved}, "temporary_bytes": 0}
+            return best, Search({"partitions": 1, "possible": 1}, (1,), ())
         bound = int(self.options.available_memory_proportion * self.target.bytes_per_tile)
         possible: list[dict[str, Any]] = []
         broken: Counter[str] = Counter()
@@ -403,9 +394,7 @@ class _CutSearch:
         # Of cuts with equal cycles, take fewer parts of n, then fewer bands.
         possible.sort(key=lambda cut: (cut["cycles"], cut["n_split"], cut["bands"]))
         counts = {"partitions": count, "possible": len(possible)}
-        search = Search(counts, (bound,), tuple(possible[1 : 1 + RUNNERS_UP]))
-        best = {name: value for name, value in possible[0].items() if name != "cycles"}
-        return _Chosen(**best, search=search)
+        return possible[0], Search(counts, (bound,), tuple(possible[1 : 1 + RUNNERS_UP]))
 
 
 def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
@@ -419,9 +408,10 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
     cuts = _CutSearch(
         target, dtype, params, options, pattern, (rows, columns), counts[1][column_order]
     )
-    best = cuts.find_best()
-    _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
-    n_parts, tile_parts = cuts.parts(best.n_split)
+    best, search = cuts.find_best()
+    bands, n_split = best["bands"], best["n_split"]
+    _log.info("planned static %s: %d bands, %d parts of n", params, bands, n_split)
+    n_parts, tile_parts = cuts.parts(n_split)
     return StaticPlan(
         params=params,
         options=options,
@@ -431,11 +421,11 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         row_order=row_order,
         column_order=column_order,
         planned=(rows, columns),
-        bands=cuts.bands(best.bands),
+        bands=cuts.bands(bands),
         n_parts=tuple(n_parts),
         tile_parts=tuple(tile_parts),
-        band_tiles=tuple(cuts.band_tiles(best.bands, part.size) or () for part in tile_parts),
-        terms=best.terms,
-        temporary_bytes=best.temporary_bytes,
-        search=best.search,
+        band_tiles=tuple(cuts.band_tiles(bands, part.size) or () for part in tile_parts),
+        terms=best["terms"],
+        temporary_bytes=best["temporary_bytes"],
+        search=search,
     )
