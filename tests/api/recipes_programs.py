@@ -38,7 +38,6 @@ def engine_arguments():
     return {
         "graph": made,
         "program": steps,
-        "target": target(),
         "check_memory": True,
         "max_iterations": 10,
         "numerics": True,

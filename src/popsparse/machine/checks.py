@@ -9,34 +9,28 @@ import numpy as np
 from popsparse.machine.dtypes import DType, LocalityError, MappingError, ProgramError, RaceError
 from popsparse.machine.graph import Graph
 from popsparse.machine.intervals import Runs, expand
-from popsparse.machine.target import Target
 from popsparse.machine.vertex import VertexSet
 
 
-def check_mapping(graph: Graph, target: Target) -> None:
-    """Check that every element of every variable is mapped to a tile of the target.
+def check_mapping(graph: Graph) -> None:
+    """Check that every element of every variable is mapped to a tile.
 
     Raises:
-        MappingError: names the variable and its first element without a tile.
+        MappingError: names the variable and its first elements without a tile.
     """
     for dtype, group in graph.variables.items():
-        tile_map = graph.tile_map(dtype)
         filled = [v for v in group if v.tensor.numel]
         starts = np.array([v.start for v in filled], np.int64)
         runs = Runs(starts, np.array([v.tensor.numel for v in filled], np.int64))
-        pieces = tile_map.split(runs)
-        for bad, what in ((pieces.tiles < 0, "no tile"), (pieces.tiles >= target.tiles, "")):
-            at = np.flatnonzero(bad)
-            if not len(at):
-                continue
-            interval = at[0]
-            variable = filled[int(pieces.run[interval])]
-            first = int(pieces.starts[interval]) - variable.start
-            last = first + int(pieces.lengths[interval]) - 1
-            where = what or f"tile {int(pieces.tiles[interval])}, past the target's {target.tiles}"
+        pieces = graph.tile_map(dtype).split(runs)
+        at = np.flatnonzero(pieces.tiles < 0)
+        if len(at):
+            variable = filled[int(pieces.run[at[0]])]
+            first = int(pieces.starts[at[0]]) - variable.start
+            last = first + int(pieces.lengths[at[0]]) - 1
             raise MappingError(
-                f"elements {first} to {last} of {variable.name!r} are mapped to {where}: map them "
-                f"with set_tile_mapping"
+                f"elements {first} to {last} of {variable.name!r} are mapped to no tile: map them "
+                "with set_tile_mapping"
             )
 
 
@@ -138,22 +132,14 @@ def _raise_race(
     )
 
 
-def check_compute_set(
-    graph: Graph, target: Target, set_name: str, sets: Sequence[VertexSet]
-) -> None:
-    """Check that vertices are on tiles of the target, access only their tile's memory, write no
-    constant, and do not race.
+def check_compute_set(graph: Graph, set_name: str, sets: Sequence[VertexSet]) -> None:
+    """Check that vertices access only their tile's memory, write no constant, and do not race.
 
     Raises:
-        MappingError, LocalityError, RaceError, ProgramError
+        LocalityError, RaceError, ProgramError
     """
     dtypes = set()
     for vertices in sets:
-        if vertices.count and vertices.tiles.max() >= target.tiles:
-            raise MappingError(
-                f"compute set {set_name!r}: {vertices.codelet.name!r} is placed on tile "
-                f"{vertices.tiles.max()}; the target has tiles 0 to {target.tiles - 1}"
-            )
         _check_locality(graph, set_name, vertices)
         _check_constants(graph, set_name, vertices)
         dtypes |= {t.dtype for t in vertices.edges.values() if t.numel}

@@ -25,7 +25,6 @@ from popsparse.machine.memory import Contents, analyse, check_fit, measure_memor
 from popsparse.machine.profile import Profile, StepProfile, build_document, build_tree
 from popsparse.machine.program import Program, check_nesting, check_program
 from popsparse.machine.state import Node, State
-from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 
 _T = TypeVar("_T")
@@ -161,7 +160,6 @@ class Engine:
     Args:
         graph: the variables and vertices.
         program: a program, or several by name.
-        target: the machine; defaults to the graph's target.
         check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
             profile.
         max_iterations: a while loop that exceeds this many turns is an error.
@@ -176,7 +174,7 @@ class Engine:
             as it writes. None rounds to nearest. Host transfers always round to nearest.
 
     Raises:
-        MappingError: an element without a tile, or on a tile the target does not have.
+        MappingError: an element without a tile.
         LocalityError: a vertex connected to another tile's memory.
         RaceError: vertices of a compute set, or sides of a copy, that access the same element.
         OutOfMemoryError: a tile overflows; the message names its largest variables.
@@ -189,7 +187,6 @@ class Engine:
         self,
         graph: Graph,
         program: Program | Mapping[str, Program],
-        target: Target | None = None,
         *,
         check_memory: bool = True,
         max_iterations: int = 1_000_000,
@@ -201,22 +198,19 @@ class Engine:
         self.options = EngineOptions.of_engine(options)
         graph = check_kind("graph", graph, Graph, "a Graph").root
         self.graph = graph
-        self.target = graph.target
-        if target is not None:
-            self.target = check_kind("target", target, Target, "a Target")
         max_iterations = check_integer("max_iterations", max_iterations, 1)
         check_flag("check_memory", check_memory)
         check_flag("numerics", numerics)
         named = dict(program) if isinstance(program, Mapping) else {"": program}
         for part in named.values():
             check_nesting(check_program(part))
-        check_mapping(graph, self.target)
+        check_mapping(graph)
         check_memory = check_memory and not self.options.allow_out_of_memory
         liveness = analyse(graph, named.values())
         if check_memory:
             # The variables alone, before the simulation takes memory for them.
-            check_fit(measure_memory(graph, self.target, [], [], liveness))
-        self._state = State(graph, self.target, numerics=numerics, max_iterations=max_iterations)
+            check_fit(measure_memory(graph, [], [], liveness))
+        self._state = State(graph, numerics=numerics, max_iterations=max_iterations)
         self._state.float_exceptions = self.options.float_exceptions
         if print_to is not None:
             self._state.print_to = print_to
@@ -225,13 +219,12 @@ class Engine:
             self._state.rounding = np.random.default_rng(seed)
         lowering = Lowering(self._state)
         self._programs = named
-        self._contents = Contents(graph, self.target, liveness, self._state.rows)
+        self._contents = Contents(graph, liveness, self._state.rows)
         self._nodes: dict[str, Node] = {
             name: lowering.lower(part, name) for name, part in named.items()
         }
         self.memory_use = measure_memory(
             graph,
-            self.target,
             lowering.vertex_sets,
             lowering.copies,
             liveness,
@@ -257,7 +250,7 @@ class Engine:
         """A profile without a run: the program's counts and the memory it takes."""
         steps = [StepProfile(name, kind) for name, kind, _ in self._state.steps]
         counts = dict(self.counts)
-        return Profile(self.target, self.memory_use, steps, self._contents, counts=counts)
+        return Profile(self.graph.target, self.memory_use, steps, self._contents, counts=counts)
 
     def _write_report(self, name: str, title: str, runs: list[Profile]) -> None:
         self.options.folder.mkdir(parents=True, exist_ok=True)

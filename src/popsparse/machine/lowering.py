@@ -448,7 +448,7 @@ class Lowering:
     def _Execute(self, program: programs.Execute, path: str) -> Node:
         state = self.state
         sets = program.compute_set.merged()
-        check_compute_set(state.graph, state.target, path, sets)
+        check_compute_set(state.graph, path, sets)
         self.vertex_sets.extend(sets)
         self.compute_sets += 1
         step = state.add_step(path, "compute")

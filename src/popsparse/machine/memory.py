@@ -22,7 +22,7 @@ from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph, Variable, describe_callers
 from popsparse.machine.intervals import Runs, union_lengths
 from popsparse.machine.program import Execute, Program
-from popsparse.machine.target import CONTROL_CODE, HOST_EXCHANGE, STACKS, Target
+from popsparse.machine.target import CONTROL_CODE, HOST_EXCHANGE, STACKS
 from popsparse.machine.tensor import Tensor
 from popsparse.machine.vertex import Codelet, VertexSet
 
@@ -322,7 +322,6 @@ class MemoryUse:
 
 def measure_memory(
     graph: Graph,
-    target: Target,
     vertex_sets: list[VertexSet],
     copies: list[CopyPlan],
     liveness: Liveness,
@@ -336,6 +335,7 @@ def measure_memory(
         steps: number of compute sets, copies and decisions, whose control code every tile in use
             holds; if above 0, the code that talks to the host counts too.
     """
+    target = graph.target
     tiles = target.tiles
     state, code = np.zeros(tiles), np.zeros(tiles)
     placed: dict[Codelet, np.ndarray] = {}
@@ -445,11 +445,9 @@ class Contents:
         rows: the step in the profile of each program that has one.
     """
 
-    def __init__(
-        self, graph: Graph, target: Target, liveness: Liveness, rows: Mapping[Program, int]
-    ) -> None:
+    def __init__(self, graph: Graph, liveness: Liveness, rows: Mapping[Program, int]) -> None:
         self._graph, self._liveness = graph, liveness
-        self.tiles = target.tiles
+        self.tiles = graph.target.tiles
         self.rows = rows
 
     def __getstate__(self) -> dict[str, Any]:

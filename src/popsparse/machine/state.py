@@ -16,7 +16,6 @@ from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph, RemoteBuffer, Stream
 from popsparse.machine.profile import Profile
 from popsparse.machine.program import Program
-from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 
 
@@ -76,18 +75,16 @@ Node = Callable[[Profile], None]
 
 
 class State:
-    """The memory of a graph's variables on a target, and other state of the steps.
+    """The memory of a graph's variables, and other state of the steps.
 
     `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
     step of the profile, `rows` the row of each program that has one; `making` is the program whose
     row is being added. Arguments as for `Engine`.
     """
 
-    def __init__(
-        self, graph: Graph, target: Target, *, numerics: bool, max_iterations: int
-    ) -> None:
+    def __init__(self, graph: Graph, *, numerics: bool, max_iterations: int) -> None:
         self.graph = graph
-        self.target = target
+        self.target = graph.target
         self.numerics = numerics
         self.max_iterations = max_iterations
         self.host = Host()
