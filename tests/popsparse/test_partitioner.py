@@ -230,6 +230,27 @@ def test_values_follow_a_pattern_without_encoding_it_again():
 
 
 @pytest.mark.parametrize("use_dense", [False, True])
+@pytest.mark.parametrize("block", [1, 4, 16])  # 16 x 16 blocks of float32 are cut into four
+def test_slots_may_have_any_order(block, use_dense):
+    """As after updates on the CPU, which give dropped slots to grown blocks."""
+    constraints = {"plan_constraints": {"use_dense": True}} if use_dense else {}
+    planned = plan(64, 48, 8, 0.5, block, "float32", Target(tiles=4), options=constraints)
+    partitioner = operations(planned).partitioner(planned)
+    pattern, values = random_pattern((64, 48), 6, block)
+    order = [3, 0, 5, 1, 4, 2]
+    updated = SparsePattern._from_slot_coordinates(
+        pattern.rows[order], pattern.cols[order], shape=(64, 48), block_size=block
+    )
+    encoded, expected = (
+        partitioner.encode(updated, values[order]),
+        partitioner.encode(pattern, values),
+    )
+    assert np.array_equal(encoded.meta_info, expected.meta_info)
+    assert np.array_equal(encoded.nz_values, expected.nz_values)
+    assert np.array_equal(encoded.pattern.gather(encoded.nz_values), values[order])
+
+
+@pytest.mark.parametrize("use_dense", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
 def test_values_of_another_shape_raise(block, use_dense):
     constraints = {"plan_constraints": {"use_dense": True}} if use_dense else {}

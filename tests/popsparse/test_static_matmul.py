@@ -156,6 +156,22 @@ def test_float16_blocks_round_after_each_block():
         assert found.max() == largest
 
 
+@pytest.mark.parametrize("block", [1, 4])
+def test_slots_of_the_pattern_may_have_any_order(block):
+    """As after updates, which give dropped slots to grown blocks."""
+    pattern, values = random_matrix(32, 24, block, 0.3, 0).to_pattern()
+    order = torch.arange(pattern.nnz).flip(0)
+    updated = SparsePattern._from_slot_coordinates(
+        pattern.rows[order], pattern.cols[order], shape=(32, 24), block_size=block
+    )
+    params = static.MatmulParams.create_for_sparse_dense(1, 32, 24, 8)
+    found, expected = (
+        static.Partitioner(params, "float32", Target(tiles=4), one).encode(one, of_slots)
+        for one, of_slots in ((updated, values[order]), (pattern, values))
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_round_trip_of_dense_sparse():
     matrix = random_matrix(32, 48, 4, 0.3, 2)
     params = static.MatmulParams.create_for_dense_sparse(1, 8, 32, 48)

@@ -375,9 +375,11 @@ class Partitioner:
     def _coordinates(self, pattern: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Rows and columns in the plan's blocks, sorted row-major, and the order that sorts them
         (None: the pattern's own)."""
+        slots = np.zeros(0, np.int64)
         if isinstance(pattern, SparsePattern):
             block = (pattern.block_size, pattern.block_size)
             rows, cols = pattern.rows.numpy(), pattern.cols.numpy()
+            slots = pattern.slots.numpy()
         else:
             block = pattern.block_dimensions
             rows, cols, _ = pattern.to_coo().blocks()
@@ -391,7 +393,7 @@ class Partitioner:
             )
         cut_x, cut_y = (b // small for b, small in zip(block, self.layout.block, strict=True))
         if cut_x == cut_y == 1:
-            return rows, cols, None
+            return (rows[slots], cols[slots], slots) if len(slots) else (rows, cols, None)
         number = np.arange(len(rows) * cut_x * cut_y).reshape(-1, cut_x, cut_y)
         fine = split_blocks(Blocks(rows, cols, number), (cut_x, cut_y))
         return fine.row, fine.col, fine.data.ravel()

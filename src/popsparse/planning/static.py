@@ -129,7 +129,8 @@ BLOCK_SIZES = (1, 4, 8, 16)
 
 
 def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.ndarray | None]:
-    """The pattern [m, k] to multiply with, and the values [nnz, b, b] if the matrix has any.
+    """The pattern [m, k] to multiply with, its slots in row-major order, and the values
+    [nnz, b, b] if the matrix has any.
 
     Args:
         matrix: a `SparseMatrix` or a `SparsePattern` of the shape `params.sparse_shape`.
@@ -145,6 +146,10 @@ def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.nda
         values = tensor.numpy().reshape(-1, pattern.block_size, pattern.block_size)
     elif isinstance(matrix, SparsePattern):
         pattern = matrix
+        if len(pattern.slots):
+            pattern = SparsePattern(
+                matrix.rows, matrix.cols, shape=matrix.shape, block_size=matrix.block_size
+            )
     else:
         raise TypeError(
             "the sparse operand must be a COO, CSR or CSC matrix or a SparsePattern, got "
