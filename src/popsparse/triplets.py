@@ -26,6 +26,7 @@ from dynsparse._core.checks import (
 )
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.index_arrays import to_slot_order
 from popsparse.formats import to_numpy
 
 
@@ -268,4 +269,4 @@ class SparseFcLayer(SparseLinear):
                 raise ValueError(f"slot {name}: its indices are not those of the layer")
             ready.append((optimizer.state[self.values][name], values))
         for slot, values in ready:
-            slot.copy_(values)
+            slot.copy_(to_slot_order(values, self.pattern.slots))

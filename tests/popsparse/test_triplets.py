@@ -101,6 +101,23 @@ def test_random_layers_and_a_trainer():
     assert (layer.extract_mask() != before).any()
 
 
+def test_slots_of_updated_patterns_return_to_their_places():
+    layer = SparseFcLayer(24, 16, 0.3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    trainer = ds.RigL(layer, optimizer, total_steps=8, update_interval=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.randn(2, 24)).square().sum().backward()
+        trainer.step()
+    assert len(layer.pattern.slots)  # not row-major any more
+    momentum = optimizer.state[layer.values]["momentum_buffer"]
+    expected = momentum.clone()
+    slots = layer.extract_slot_triplets(optimizer)
+    momentum.zero_()
+    layer.update_slots_from_triplets(optimizer, slots)
+    assert torch.equal(momentum, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
