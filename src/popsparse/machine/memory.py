@@ -105,10 +105,12 @@ class _Analysis:
         self.variables = [v for group in graph.variables.values() for v in group]
         self.first_bit: dict[DType, int] = {}
         self.starts: dict[DType, np.ndarray] = {}
+        self.sizes: dict[DType, np.ndarray] = {}
         bit = 0
         for dtype, group in graph.variables.items():
             self.first_bit[dtype] = bit
             self.starts[dtype] = np.array([v.start for v in group])
+            self.sizes[dtype] = np.array([v.tensor.numel for v in group])
             bit += len(group)
         self.effects: dict[programs.Program, _Effect] = {}
         self.moments: dict[int, str] = {}
@@ -150,9 +152,8 @@ class _Analysis:
         starts = np.concatenate([r.starts for r in runs])
         lengths = np.concatenate([r.lengths for r in runs])
         # Variables lie apart, so no run crosses from one into the next.
-        group = self.graph.variables[dtype]
-        covered = union_lengths(starts, lengths, self._owner(dtype, starts), len(group))
-        sizes = np.array([v.tensor.numel for v in group])
+        sizes = self.sizes[dtype]
+        covered = union_lengths(starts, lengths, self._owner(dtype, starts), len(sizes))
         return np.flatnonzero((covered == sizes) & (sizes > 0)).tolist()
 
     def effect(self, leaf: programs.Program) -> _Effect:
