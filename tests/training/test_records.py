@@ -284,7 +284,7 @@ class TestRefusals:
     def test_foreign_array_file(self, record):
         with (record / "update-000001.npz").open("wb") as file:
             np.save(file, np.zeros(3))
-        self.check(record, "not part of a record: File is not a zip file")
+        self.check(record, "not part of a record: BadZipFile: File is not a zip file")
 
     @pytest.mark.parametrize(
         ("changes", "match"),

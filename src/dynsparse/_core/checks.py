@@ -66,6 +66,15 @@ def _shorten(value: Any, depth: int) -> str:
     return f"{opening}{', '.join(items)}{comma}{closing}"
 
 
+def describe_error(error: BaseException, most: int = 300) -> str:
+    """Return an error's text on one line of at most `most` characters, with its class unless it is
+    a ValueError with a text."""
+    text = " ".join(str(error).split())
+    if not text:
+        return type(error).__name__
+    return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:most]
+
+
 def _truncate(text: str, length: int) -> str:
     text = " ".join(text.split("\n"))
     return text if len(text) <= length else f"{text[:length]}..."

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynsparse._core.checks import describe_error
+
 _WATCHED = "transformers.modeling_utils"
 _QUANTIZER = "dynsparse.nn.hf_quantizer"
 
@@ -94,7 +96,7 @@ def convert_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
         try:
             parts = converter.convert(new, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = describe_error(error)
             raise ValueError(f"transformers cannot make {new!r} from the file: {reason}") from None
         converted |= {key: t[0] if isinstance(t, list) else t for key, t in parts.items()}
     return converted

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_kind, check_types, shorten
+from dynsparse._core.checks import check_kind, check_types, describe_error, shorten
 from dynsparse._core.files.atomic_write import replace_file
 from dynsparse._core.files.limits import check_regular, parse_json, read_limit
 from dynsparse._core.interrupts import defer_signals
@@ -212,7 +212,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
                 f"{path} is a file of torch.save, which may hold code: if you trust it, pass the "
                 "result of torch.load to load_state_dict, or save it as safetensors first"
             ) from None
-        reason = " ".join(str(error).split())
+        reason = describe_error(error)
         raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None
     return header, tensors
 
@@ -293,7 +293,7 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
         if len(names) < len(weight_map):
             raise TypeError("a file name that is not a string")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = describe_error(error)
         raise ValueError(f"{path} is no index of a sharded model: {reason}") from None
     shards: dict[Path, list[str]] = {}
     for name, file in names:

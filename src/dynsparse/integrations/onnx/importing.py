@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dynsparse._core import logs
-from dynsparse._core.checks import check_types
+from dynsparse._core.checks import check_types, describe_error
 from dynsparse.integrations.onnx.graph import (
     densify_initializers,
     fuse_linears,
@@ -114,7 +114,7 @@ def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
         try:
             module = converter.convert(model)
         except Exception as error:  # of many classes
-            reason = " ".join(str(error).split())[:300]
+            reason = describe_error(error)
             raise ValueError(f"{file}: onnx2torch cannot convert it: {reason}") from error
     layers: dict[str, list[tuple[bool, nn.Linear, nn.Module]]] = {}
     for name, node in names.items():

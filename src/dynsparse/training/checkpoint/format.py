@@ -37,7 +37,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynsparse._core.checks import shorten
+from dynsparse._core.checks import describe_error, shorten
 from dynsparse._core.files.atomic_write import replace_file
 from dynsparse._core.files.limits import check_regular, parse_json
 from dynsparse.nn.sharded import is_sharded, local_part, rows_dimension
@@ -61,12 +61,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 class CheckpointError(ValueError):
     """A file that is damaged, not a checkpoint or of another model; the message is one line."""
-
-
-def describe_error(error: Exception, most: int = 300) -> str:
-    """An error in one line of at most `most` characters, with its class unless a ValueError."""
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())[:most]
 
 
 def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
@@ -440,7 +434,7 @@ class _File:
             self._file = safetensors.safe_open(path, framework="pt")
             metadata = self._file.metadata() or {}
         except safetensors.SafetensorError as error:
-            reason = " ".join(str(error).split())
+            reason = describe_error(error)
             raise CheckpointError(f"{path} is truncated or not a checkpoint: {reason}") from None
         try:
             header = parse_json(metadata[_KEY])

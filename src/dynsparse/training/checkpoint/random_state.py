@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.training.checkpoint.format import describe_error
+from dynsparse._core.checks import describe_error
 
 Generator = torch.Generator | np.random.Generator | random.Random
 

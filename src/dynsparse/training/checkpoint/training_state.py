@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynsparse._core.checks import shorten
+from dynsparse._core.checks import describe_error, shorten
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, local_part, shard_like
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, ShardSpec, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
-from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor, describe_error
+from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
 from dynsparse.training.checkpoint.rank_state import gather_coordinates, gather_history
 from dynsparse.training.checkpoint.tensor_parallel import KeyPath, TensorParallelState
 from dynsparse.training.layer_shards import rebuild_reducers, resize_shards

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import shorten
+from dynsparse._core.checks import describe_error, shorten
 from dynsparse._core.files.atomic_write import TEMPORARY_SUFFIX
 from dynsparse._core.files.folders import LOCK
 from dynsparse._core.files.limits import (
@@ -77,7 +77,7 @@ def open_arrays(file: Path) -> Iterator[Arrays]:
     except LimitError as error:
         raise RecordError(f"{file}: {error}") from None
     except Exception as error:  # of any kind: zipfile, zlib and NumPy have many
-        reason = " ".join(_shorten_error(error).split()) or type(error).__name__
+        reason = describe_error(error)
         raise RecordError(f"{file} is damaged or not part of a record: {reason}") from None
 
 
@@ -144,7 +144,7 @@ def read_head(path: Path) -> tuple[dict[str, RecordedLayer], dict[str, Any]]:
     except LimitError as error:
         raise RecordError(f"{file}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{file} is damaged: {_shorten_error(error)}") from None
+        raise RecordError(f"{file} is damaged: {describe_error(error)}") from None
     return layers, metadata
 
 
@@ -159,12 +159,6 @@ def _read_layer(layer: Any) -> RecordedLayer:
             f"{HOW_TO_RAISE}"
         )
     return recorded
-
-
-def _shorten_error(error: Exception) -> str:
-    """The error's text, shortened: it may show a value of any length."""
-    text = str(error)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def read_step(file: Path) -> int:
