@@ -33,6 +33,11 @@ def test_layer_types(generator):
     deep = network(generator, hidden_sizes=(300, 100), densities=(0.01, 0.11, 1))
     assert [m.out_features for m in (deep.fc1, deep.fc2, deep.fc3)] == [300, 100, 10]
     assert sparse_layers(deep) == ["fc1", "fc2"]
+    # Blocks of 32 do not divide 28 x 28: the image gets a border.
+    for block, side in ((16, 28), (32, 32), (64, 32), (128, 32)):
+        wide = network(generator, densities=(0.1, 1.0), block_size=block, hidden_sizes=(128,))
+        assert wide.fc1.in_features == side**2
+    assert network(generator, block_size=32, method="dense").fc1.in_features == 784
 
 
 def test_forward_is_relu_between_linear_layers(generator):

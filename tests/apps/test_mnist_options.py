@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynsparse.apps.image_classification.mnist import Options, layer_shapes
+from dynsparse.apps.image_classification.mnist import Options
 from dynsparse.apps.image_classification.training import build_optimizer, learning_rate
 
 NAN = float("nan")
@@ -74,19 +74,6 @@ def test_wrong_optimizer_arguments_raise(name, arguments, message):
 def test_defaults_are_valid():
     Options().check()
     Options(hidden_sizes=(300, 100), densities=(0.01, 0.11, 1)).check()
-
-
-def test_layer_shapes():
-    first, second = layer_shapes(Options(block_size=16, densities=(0.1, 1)))
-    assert (first.in_features, first.out_features, first.block_size) == (784, 320, 16)
-    assert first.sparse
-    assert not second.sparse
-    # Blocks of 32 do not divide 28 x 28: the image gets a border.
-    for block_size in (32, 64, 128):
-        assert layer_shapes(Options(block_size=block_size))[0].in_features == 1024
-    assert layer_shapes(Options(block_size=32, method="dense"))[0].in_features == 784
-    widths = [s.out_features for s in layer_shapes(Options(hidden_sizes=(300, 100)))[:2]]
-    assert widths == [300, 100]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ sparsity application; docs/mnist.md lists the differences.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,46 +90,6 @@ class Options(MachineOptions, ImageOptions):
         return self.method != "dense" and self.densities[layer] < 1
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """One layer of the network as the options give it; sizes in elements, counts in blocks."""
-
-    name: str
-    in_features: int
-    out_features: int
-    density: float
-    block_size: int
-    sparse: bool
-
-    @property
-    def total(self) -> int:
-        return self.in_features * self.out_features // self.block_size**2
-
-    @property
-    def nnz(self) -> int:
-        return max(1, round(self.density * self.total)) if self.sparse else self.total
-
-
-def layer_shapes(options: Options) -> list[LayerShape]:
-    """The layers, first to last: fc1, fc2, ...
-
-    Only the first has blocks.
-    """
-    block = options.block_size if options.is_sparse(0) else 1
-    widths = [image_side(block) ** 2, *options.hidden_sizes, CLASSES]
-    return [
-        LayerShape(
-            name=f"fc{i + 1}",
-            in_features=widths[i],
-            out_features=widths[i + 1],
-            density=options.densities[i] if options.is_sparse(i) else 1.0,
-            block_size=block if i == 0 else 1,
-            sparse=options.is_sparse(i),
-        )
-        for i in range(len(options.densities))
-    ]
-
-
 def image_side(block_size: int) -> int:
     """Edge of the images the network reads: 28, or 32 where blocks do not divide 28 x 28.
 
@@ -157,26 +118,28 @@ class Network(nn.Module):
 
 
 def build_network(options: Options, generator: torch.Generator) -> Network:
-    """The network of `options`, its patterns and weights drawn from `generator`."""
-    layers = [(shape.name, _make_layer(shape, generator)) for shape in layer_shapes(options)]
+    """The network of `options`, its patterns and weights drawn from `generator`.
+
+    Only the first layer has blocks.
+    """
+    block = options.block_size if options.is_sparse(0) else 1
+    widths = [image_side(block) ** 2, *options.hidden_sizes, CLASSES]
+    layers: list[tuple[str, nn.Module]] = []
+    for i, (in_features, out_features) in enumerate(itertools.pairwise(widths)):
+        layer: nn.Module
+        if options.is_sparse(i):
+            density = options.densities[i]
+            layer = SparseLinear(
+                in_features, out_features, density, block if i == 0 else 1, generator=generator
+            )
+        else:
+            layer = nn.Linear(in_features, out_features)
+            # nn.Linear draws from torch's global generator; the same distribution from ours.
+            bound = 1 / math.sqrt(in_features)
+            for parameter in layer.parameters():
+                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+        layers.append((f"fc{i + 1}", layer))
     return Network(layers, options.droprate)
-
-
-def _make_layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
-    if shape.sparse:
-        return SparseLinear(
-            shape.in_features,
-            shape.out_features,
-            density=shape.density,
-            block_size=shape.block_size,
-            generator=generator,
-        )
-    layer = nn.Linear(shape.in_features, shape.out_features)
-    # nn.Linear draws from torch's global generator; the same distribution from ours.
-    bound = 1 / math.sqrt(shape.in_features)
-    for parameter in layer.parameters():
-        nn.init.uniform_(parameter, -bound, bound, generator=generator)
-    return layer
 
 
 def pixel_permutation(kind: str, block_size: int, generator: torch.Generator) -> Tensor:
