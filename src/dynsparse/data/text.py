@@ -179,24 +179,6 @@ _PIECE = 1 << 20
 _CUT = re.compile(r"(?<=\S)[ \n]")
 
 
-def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in the files.
-
-    Printable characters of Latin-1 stand for themselves, the others get those from U+0100 on.
-    """
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    symbols = {byte: chr(byte) for byte in plain}
-    symbols |= {byte: chr(0x100 + place) for place, byte in enumerate(others)}
-    return [symbols[byte] for byte in range(256)]
-
-
-# Ids of single bytes go by their symbols: the printable ones come first.
-_SYMBOLS = _byte_symbols()
-_BYTE_OF = {symbol: byte for byte, symbol in enumerate(_SYMBOLS)}
-_BYTES_BY_ID = sorted(range(256), key=lambda byte: _SYMBOLS[byte])
-
-
 class GPT2Tokenizer:
     """Text to GPT-2's tokens and back.
 
@@ -215,7 +197,7 @@ class GPT2Tokenizer:
 
     def __init__(self, merges: list[tuple[str, str]], size: int | None = None) -> None:
         try:
-            from tokenizers import Tokenizer, models, pre_tokenizers
+            from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         except ImportError:
             raise ModuleNotFoundError(
                 "GPT-2's tokens need the package tokenizers: pip install tokenizers, or use "
@@ -228,8 +210,8 @@ class GPT2Tokenizer:
                 f"expected a vocabulary size between 257 and {largest}, got {self.size}"
             )
         merges = merges[: self.size - 257]
-        symbols = [_SYMBOLS[byte] for byte in _BYTES_BY_ID]
-        ids = {symbol: i for i, symbol in enumerate(symbols)}
+        # Ids of single bytes go by their symbols: the printable ones come first.
+        ids = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
         for rank, (left, right) in enumerate(merges):
             if left not in ids or right not in ids:
                 raise ValueError(
@@ -237,12 +219,11 @@ class GPT2Tokenizer:
                     f"{shorten(left)} and {shorten(right)}"
                 )
             # Two merges may make one token; the first has its id.
-            ids.setdefault(left + right, len(symbols))
-            symbols.append(left + right)
-        self._tokens = [bytes(_BYTE_OF[character] for character in token) for token in symbols]
-        self._tokens.append(END_OF_TEXT.encode())
+            ids.setdefault(left + right, 256 + rank)
+        ids.setdefault(END_OF_TEXT, self.size - 1)
         self._encoder = Tokenizer(models.BPE(vocab=ids, merges=merges))
         self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._encoder.decoder = decoders.ByteLevel()
         content = "\n".join(f"{left} {right}" for left, right in merges)
         self.identity = f"bpe:{hashlib.sha256(content.encode()).hexdigest()}"
 
@@ -259,7 +240,7 @@ class GPT2Tokenizer:
         return np.array(ids, id_type(self.size))
 
     def decode(self, ids: np.ndarray) -> str:
-        return b"".join(self._tokens[i] for i in np.asarray(ids)).decode(errors="replace")
+        return self._encoder.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def state(self) -> dict[str, Any]:
         return {"kind": self.kind, "size": self.size}
@@ -308,7 +289,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
         if not line or (number == 1 and line.startswith("#version")):
             continue
         pair = line.split(" ")
-        if len(pair) != 2 or not all(pair) or any(s not in _BYTE_OF for s in "".join(pair)):
+        if len(pair) != 2 or not all(pair):
             raise ValueError(
                 f"{path}, line {number}: expected two tokens with a space between them, got "
                 f"{line[:40]!r}"
