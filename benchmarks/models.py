@@ -29,6 +29,7 @@ from memory import resident
 from torch import Tensor, nn
 
 from dynsparse._core.processor import available_memory
+from dynsparse.apps.common.training import replace_sparse
 from dynsparse.bench.cells import DTYPES, Cell, refusal
 from dynsparse.bench.contenders import MaskedLinear, dense_layer
 from dynsparse.bench.timing import Effort, run_least_disturbed, run_rounds, timing_of
@@ -323,10 +324,7 @@ def build_model(cell: ModelCell, who: str, depth: int) -> nn.Module:
         blocks, _ = find_blocks(model)
         sparsify(model, cell.density, cell.block, include=[blocks], verbose=False)
     if who != "dynsparse":
-        make = MaskedLinear if who == "masked" else dense_layer
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, SparseLinear):
-                model.set_submodule(name, make(layer))
+        replace_sparse(model, MaskedLinear if who == "masked" else dense_layer)
     return model
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.bench.timing import spread
+from dynsparse.bench.timing import Effort, measure
 from dynsparse.integrations.onnx import export
 from dynsparse.integrations.onnxruntime import register
 
@@ -77,18 +77,9 @@ def sessions(build: Any, x: torch.Tensor, threads: int, folder: str) -> dict[str
 
 def compare(runs: dict[str, Any], x: np.ndarray, rounds: int) -> dict[str, list[float]]:
     """Times of dense over those of each kind: quartiles over rounds."""
-    ratios: dict[str, list[float]] = {name: [] for name in KINDS}
-    for number in range(rounds + 2):
-        times = {}
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run(x)
-            times[name] = time.perf_counter() - begin
-        if number >= 2:
-            for name, found in ratios.items():
-                found.append(times["dense"] / times[name])
-    spreads = {name: spread(found) for name, found in ratios.items()}
-    return {name: [s.low, s.median, s.high] for name, s in spreads.items()}
+    works = {name: partial(run, x) for name, run in runs.items()}
+    ratios = measure(works, "dense", Effort(seconds=0, rounds=rounds)).ratios
+    return {name: [1 / s.high, 1 / s.median, 1 / s.low] for name, s in ratios.items()}
 
 
 def main() -> None:

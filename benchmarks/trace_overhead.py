@@ -90,7 +90,7 @@ def main() -> None:
     for batch in (16, 128, 1024):
         training = windows(batch)
         seconds(training, None)
-        recorder = Recorder.start(10**7)
+        recorder = Recorder(10**7, [], time.perf_counter_ns())
         ratios, steps = [], []
         for pair in range(arguments.pairs):
             # Alternate which of the two comes first.

@@ -24,32 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dynsparse.apps.common.training import replace_sparse
+from dynsparse.bench.contenders import MaskedLinear, dense_layer
 from dynsparse.bench.timing import spread
-from dynsparse.nn import SparseLinear, SparseTransformerLayer
+from dynsparse.nn import SparseTransformerLayer
 
 Step = Callable[[], object]
-
-
-class MaskedLinear(nn.Linear):
-    """A dense layer that computes with W * M."""
-
-    mask: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight * self.mask, self.bias)
-
-
-def replaced(layer: SparseTransformerLayer, masked: bool) -> SparseTransformerLayer:
-    """The layer with every sparse matrix replaced by a masked or dense one."""
-    for name, part in list(layer.named_modules()):
-        if isinstance(part, SparseLinear):
-            linear = (MaskedLinear if masked else nn.Linear)(part.in_features, part.out_features)
-            linear.weight = nn.Parameter(part.to_dense().detach())
-            linear.bias = part.bias
-            if masked:
-                linear.register_buffer("mask", part.pattern.to_mask().float())
-            layer.set_submodule(name, linear)
-    return layer
 
 
 def training_step(layer: nn.Module, x: Tensor, dy: Tensor, optimise: bool) -> Step:
@@ -80,7 +60,11 @@ def contenders(arguments: argparse.Namespace, block_size: int) -> dict[str, Step
 
     shape = (arguments.tokens // arguments.length, arguments.length, arguments.features)
     dy = torch.randn(shape) / 100
-    layers = {"sparse": make(), "masked": replaced(make(), True), "dense": replaced(make(), False)}
+    layers = {
+        "sparse": make(),
+        "masked": replace_sparse(make(), MaskedLinear),
+        "dense": replace_sparse(make(), dense_layer),
+    }
     return {
         name: training_step(
             layer, torch.randn(shape, requires_grad=True), dy, not arguments.no_optimizer

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import dynsparse as ds
 from gpu_parts.run import Call, Run
-from gpu_parts.steps import replaced
+from gpu_parts.steps import masked
 
 
 class Block(nn.Module):
@@ -207,7 +207,7 @@ def training(run: Run) -> None:
     torch.manual_seed(0)
     dense = GPT(**sizes)
     sparse = _sparse(dense, density, b)
-    for name, made in (("RigL", sparse), ("dense", dense), ("masked", replaced(sparse, True))):
+    for name, made in (("RigL", sparse), ("dense", dense), ("masked", masked(sparse))):
         model = copy.deepcopy(made).to(run.device)
         optimizer = _adam(run, model)
         advance: Call = optimizer.step

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import dynsparse as ds
+from dynsparse.bench.contenders import mask_layers
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ops.grow.on_device import block_scores
@@ -30,30 +31,10 @@ from gpu_parts.run import Call, Run, spread
 HALF = torch.bfloat16
 
 
-class Masked(nn.Linear):
-    """A dense layer that computes with W * M."""
-
-    mask: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight * self.mask, self.bias)
-
-
-def replaced(model: nn.Module, masked: bool) -> nn.Module:
-    """A copy with every sparse layer replaced by a masked or dense one."""
-    model = nn.Sequential(copy.deepcopy(model))
-    for name, part in list(model.named_modules()):
-        if isinstance(part, SparseLinear):
-            made = (Masked if masked else nn.Linear)(
-                part.in_features, part.out_features, bias=part.bias is not None,
-                device=part.values.device, dtype=part.values.dtype,
-            )  # fmt: skip
-            made.weight = nn.Parameter(part.to_dense().detach().clone())
-            made.bias = part.bias
-            if masked:
-                made.register_buffer("mask", (made.weight != 0).to(made.weight.dtype))
-            model.set_submodule(name, made)
-    return model
+def masked(model: nn.Module) -> nn.Module:
+    """A copy with every sparse layer replaced by a dense weight times a mask."""
+    device = next(model.parameters()).device
+    return mask_layers(nn.Sequential(copy.deepcopy(model))).to(device)
 
 
 def steps(run: Run) -> None:
@@ -66,7 +47,8 @@ def steps(run: Run) -> None:
         layer = SparseLinear(n, n, density, b, device=run.device, dtype=dtype)
         x = torch.randn(batch, n, device=run.device, dtype=HALF).requires_grad_()
         dy = torch.randn(batch, n, device=run.device, dtype=HALF)
-        models = {"sparse": layer, "masked": replaced(layer, True), "dense": replaced(layer, False)}
+        twin = ds.densify(nn.Sequential(copy.deepcopy(layer)))
+        models = {"sparse": layer, "masked": masked(layer), "dense": twin}
         calls = {k: _step(m, x, dy, dtype is torch.float32) for k, m in models.items()}
         kinds = (
             f"{layer.kernel(batch, dtype=HALF)}, {layer.kernel(batch, backward=True, dtype=HALF)}"

@@ -80,12 +80,13 @@ def make_optimizer(
         raise ValueError(f"--optimizer-arg: {error}") from None
 
 
-def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Module]) -> None:
-    """Replace every sparse layer of a network by dense(layer), as `--method dense` does."""
+def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Module]) -> nn.Module:
+    """Replace every sparse layer inside a network by dense(layer), and return the network."""
     for module in list(network.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, SparseLinear):
                 setattr(module, name, dense(layer))
+    return network
 
 
 def start_denser(method: str, network: nn.Module, generator: torch.Generator) -> dict[str, float]:
