@@ -61,7 +61,7 @@ class Study(Training):
         self.others = torch.Generator().manual_seed(seed + 1_000_000)
         self.watch: Watch | None = None
         if chosen.masked:
-            self.trainer = MaskedRigL(self.model, self.optimizer, schedule)
+            self.masked = MaskedRigL(self.model, self.optimizer, schedule)
         elif chosen.growth is not None:
             self.trainer = self._trainer(schedule)
 
@@ -106,6 +106,11 @@ class Study(Training):
         return model, final
 
     def optimise(self, sums: Sums) -> None:
+        if self.chosen.masked:
+            self.step += 1
+            sums.steps += 1
+            self.masked.step()
+            return
         more = self.chosen.batches - 1
         if self.chosen.noise:
             more = 95 if (self.step + 1) / self.options.steps in NOISE_AT else 0
