@@ -32,7 +32,7 @@ def text(tmp_path) -> Path:
     return tmp_path / "text.txt"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_method_trains_and_resumes_exactly(method, text, tmp_path):
     options = Options(**TINY, method=method, data=text, checkpoint_path=tmp_path / "whole")

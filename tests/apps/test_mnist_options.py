@@ -51,7 +51,7 @@ def test_wrong_options_raise(changes, message):
 
 
 WRONG_ARGUMENTS = [
-    ("Adam", {"momentum": 0.9}, "expected an argument of Adam (beta1, beta2, epsilon"),
+    ("Adam", {"momentum": 0.9}, "expected an argument of Adam (beta1, beta2, epsilon, weight_dec"),
     ("Momentum", {"beta1": 0.9}, "expected an argument of Momentum (momentum, nesterov"),
     ("Momentum", {"nesterov": 1}, "nesterov: expected true or false, got 1"),
     ("Momentum", {"momentum": "high"}, "momentum: expected a number, got 'high'"),

@@ -2,20 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
-from dataclasses import fields
 
 import pytest
 
 import dynsparse
 from dynsparse._core import native
-from dynsparse.apps.image_classification.mnist import Options
+from dynsparse.apps import lm
+from dynsparse.apps.image_classification import cifar, mnist, transformer
 from dynsparse.cli import info
 from dynsparse.cli.app import run
 from dynsparse.ops.linear.cuda.chip import INTERPRETED
+from dynsparse.options import flag, options_of
 
+APPS = {"mnist": mnist, "mnist-transformer": transformer, "cifar": cifar, "lm": lm}
 TINY = ["mnist", "--epochs", "1", "--batch-size", "128", "--hidden-size", "32", "--seed", "3"]
 
 
@@ -38,11 +41,12 @@ def test_help_lists_the_commands(capsys):
     assert call(capsys)[:2] == (0, out)
 
 
-def test_help_of_mnist_names_every_option(capsys):
-    _, out, _ = call(capsys, "mnist", "--help")
-    for field in fields(Options):
-        name = field.name.replace("_", "-")
-        assert f"--{name}" in out
+@pytest.mark.parametrize("command", APPS)
+def test_help_names_every_option(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # 80 cut long names
+    _, out, _ = call(capsys, command, "--help")
+    for name in options_of(APPS[command].Options):
+        assert f"--{flag(name)}" in re.sub(r"\x1b\[[0-9;]*m", "", out)
 
 
 def test_version(capsys):
@@ -77,8 +81,8 @@ def test_flags_must_match_the_checkpoint(capsys, tmp_path):
     restored = ["mnist", "--restore", folder, "--test-mode", "tests"]
     assert call(capsys, *restored)[0] == 0
     assert call(capsys, *restored, "--hidden-size", "32", "--droprate", "0.2")[0] == 0
-    for flag, value in (("--droprate", "0.1"), ("--hidden-size", "320"), ("--epochs", "10")):
-        status, _, err = call(capsys, *restored, flag, value)
+    for wrong in (("--droprate", "0.1"), ("--hidden-size", "320"), ("--epochs", "10")):
+        status, _, err = call(capsys, *restored, *wrong)
         assert status == 2
         assert "was trained with" in err
 

@@ -1,14 +1,11 @@
 """`dynsparse lm` and `dynsparse encode`: output, and one line for user errors."""
 
 import json
-import re
 import sys
 import warnings
-from dataclasses import fields
 
 import pytest
 
-from dynsparse.apps.lm import Options
 from dynsparse.cli.app import run
 
 TEXT = "the cat sat on the mat, the dog sat on the log.\n" * 40
@@ -34,18 +31,6 @@ def call(capsys, *arguments):
     status = run([str(argument) for argument in arguments])
     out = capsys.readouterr()
     return status, out.out, out.err
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-def test_help_lists_every_option(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")  # 80 cut long names
-    status, out, _ = call(capsys, "lm", "--help")
-    assert status == 0
-    for field in fields(Options):
-        assert f"--{field.name.replace('_', '-')}" in plain(out)
 
 
 def test_training_prints_its_cost_and_results(capsys, text, tmp_path):
