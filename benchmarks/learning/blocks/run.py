@@ -86,7 +86,6 @@ class Study(Training):
                 layer.reset_parameters(draw)
                 with torch.no_grad():
                     layer.bias.copy_(bias)
-            self.trainer._arm()  # its captures refer to the index
 
     def _order(self, name: str, layer: SparseLinear, draw: torch.Generator) -> None:
         height, width = layer.pattern.shape
@@ -144,7 +143,6 @@ class Study(Training):
             kept.append(recut(layer, self.optimizer, inputs, outputs, gradient))
         self._pairs = {}
         self.kept.append(sum(kept) / len(kept))
-        self.trainer._arm()
 
 
 def train(arguments: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
