@@ -5,15 +5,13 @@
 
 A step is forward and all gradients, through autograd. The masked layer is `nn.Conv2d` with its
 weight times a mask, in oneDNN's channels-last layout. All contenders take turns in one process.
-Figures are medians; the spread of a ratio is the 10 % to 90 % range over rounds.
+Figures are medians; the spread of a ratio is the quartiles over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dynsparse as ds
+from dynsparse.bench.timing import Effort, measure
 
 LAYERS = {  # name -> channels, height and width
     "wrn-22-2 32x32": (32, 32),
@@ -61,28 +60,22 @@ def sparse_step(
     return step
 
 
-def measure(name: str, batch: int, cases: list[tuple[float, int]], rounds: int) -> list[dict]:
+def measure_layer(name: str, batch: int, cases: list[tuple[float, int]], rounds: int) -> list[dict]:
     channels, size = LAYERS[name]
     x = torch.randn(batch, channels, size, size).contiguous(memory_format=LAST).requires_grad_()
     dy = torch.randn(batch, channels, size, size).contiguous(memory_format=LAST)
-    works = [masked_step(channels, cases[0][0], x, dy)]
-    works += [sparse_step(channels, density, block, x, dy) for density, block in cases]
-    times: list[list[float]] = [[] for _ in works]
-    for turn in range(rounds + 1):
-        for work, taken in zip(works, times, strict=True):
-            start = time.perf_counter()
-            work()
-            if turn:  # the first round is a warm-up
-                taken.append(time.perf_counter() - start)
+    works = {"masked": masked_step(channels, cases[0][0], x, dy)}
+    for density, block in cases:
+        works[f"{density}:{block}"] = sparse_step(channels, density, block, x, dy)
+    timing = measure(works, "masked", Effort(seconds=0, rounds=rounds))
     rows = []
-    for (density, block), taken in zip(cases, times[1:], strict=True):
-        ratios = sorted(m / s for m, s in zip(times[0], taken, strict=True))
-        masked, sparse = statistics.median(times[0]), statistics.median(taken)
+    for density, block in cases:
+        sparse, ratio = (part[f"{density}:{block}"] for part in (timing.times, timing.ratios))
         rows.append({
             "layer": name, "channels": channels, "batch": batch, "density": density,
-            "block": block, "masked_ms": 1e3 * masked, "sparse_ms": 1e3 * sparse,
-            "ratio": masked / sparse, "low": ratios[len(ratios) // 10],
-            "high": ratios[-1 - len(ratios) // 10],
+            "block": block, "masked_ms": 1e3 * timing.times["masked"].median,
+            "sparse_ms": 1e3 * sparse.median, "ratio": 1 / ratio.median, "low": 1 / ratio.high,
+            "high": 1 / ratio.low,
         })  # fmt: skip
     return rows
 
@@ -102,7 +95,7 @@ def main() -> None:
     found = []
     print("layer            density  block   masked    sparse   ratio")
     for name in (n for n in LAYERS if n.startswith(options.layers)):
-        for row in measure(name, options.batch, cases, options.rounds):
+        for row in measure_layer(name, options.batch, cases, options.rounds):
             found.append(row)
             print(
                 f"{name:16} {row['density']:7} {row['block']:6} {row['masked_ms']:7.1f} ms "

@@ -33,6 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dynsparse as ds
 from dynsparse.bench.contenders import mask_layers
+from dynsparse.bench.timing import spread
 from dynsparse.data import DataSet, load
 
 SIZES = (784, 300, 100, 10)
@@ -247,12 +248,7 @@ def main() -> None:
             }
         if not alone:
             pairs = zip(contenders["masked"].seconds, contenders["sparse"].seconds, strict=True)
-            ratios = sorted(masked / sparse for masked, sparse in pairs)
-            row["masked / sparse time"] = {
-                "median": statistics.median(ratios),
-                "lower quartile": ratios[len(ratios) // 4],
-                "upper quartile": ratios[3 * len(ratios) // 4],
-            }
+            row["masked / sparse time"] = asdict(spread([a / b for a, b in pairs]))
         rows.append(row)
         report(row, arguments)
     finals = [row["sparse"]["final"] for row in rows]

@@ -23,6 +23,8 @@ from small_trials import EXPERIMENTS
 from summary import changed_weights, quarters, settings, usual_network, verdicts
 from summary import table as table_of_variants
 
+from dynsparse.report.bench import table as markdown
+
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "blocks-and-order.md",
@@ -38,11 +40,6 @@ BESIDES = {"smoothing": 0.0, "distort": 0.0, "distorted": 1.0, "clean": 0.0}
 
 def read(name: str) -> list[Row]:
     return [json.loads(line) for line in (DOCS / "pictures" / name).read_text().splitlines()]
-
-
-def markdown(head: list[str], body: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def spread(found: list[float], digits: int = 2) -> str:
