@@ -84,10 +84,8 @@ def cell(name: str, block: int, density: float, batch: int, seconds: float) -> d
     p = LayerIndex(pattern.index, values)
     x = torch.randn(batch, wide, *size).contiguous(memory_format=LAST)
     dy = torch.randn(batch, out, *g.output_size(*size)).contiguous(memory_format=LAST)
-    forward = {k: partial(f.forward, x, values, p, None, g, LAST) for k, f in KERNELS.items()}
-    backward = {
-        k: partial(f.backward, dy, x, values, p, g, size, True, LAST) for k, f in KERNELS.items()
-    }
+    forward = {k: partial(f.forward, x, values, p, None, g) for k, f in KERNELS.items()}
+    backward = {k: partial(f.backward, dy, x, values, p, g, size, True) for k, f in KERNELS.items()}
     return {
         "name": name,
         "layer": [out, wide * g.taps, pattern.nnz, block],

@@ -1,4 +1,4 @@
-"""Scripts that nothing else runs: the studies of learning, and the overhead of a trace."""
+"""Scripts that nothing else runs: the studies of learning, and those that fit costs."""
 
 import json
 import subprocess
@@ -43,3 +43,13 @@ def test_every_variant_trains(script, tmp_path):
 @pytest.mark.slow
 def test_overhead_of_a_trace():
     run("trace_overhead.py", "--pairs", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "layer"), [("conv_choice.py", "WRN-22-2 3x3 late"), ("kernel_choice.py", "64x64")]
+)
+def test_costs_are_measured_fitted_and_checked(script, layer, tmp_path):
+    small = ["--layers", layer, "--densities", "0.1", "0.5", "--batches", 1, "--seconds", "0.001"]
+    for action in ("measure", "fit", "check"):
+        run(script, action, tmp_path / "times.jsonl", *small)
