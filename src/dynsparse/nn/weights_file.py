@@ -291,7 +291,7 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
         weight_map = parse_json(path.read_bytes())["weight_map"]
         names = [(name, file) for name, file in weight_map.items() if isinstance(file, str)]
         if len(names) < len(weight_map):
-            raise TypeError("a file name that is not a string")
+            raise ValueError("a file name that is not a string")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = describe_error(error)
         raise ValueError(f"{path} is no index of a sharded model: {reason}") from None
