@@ -156,7 +156,7 @@ def test_growth_sees_the_full_gradient(chunk_size):
         ),
         ({"head": nn.ReLU()}, TypeError, "head must have out_features"),
         ({"reduction": "max"}, ValueError, "reduction must be one of"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must lie in"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a number in"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be"),
         ({"targets": torch.full((3, 5), CLASSES)}, RuntimeError, "out of bounds"),
     ],

@@ -80,7 +80,7 @@ def test_under_autocast():
     ("arguments", "message"),
     [
         ({"head_dim": 0}, "head_dim must be an integer of at least 1, got 0"),
-        ({"dropout": -0.1}, "dropout must lie in"),
+        ({"dropout": -0.1}, "dropout must be a number in"),
     ],
 )
 def test_bad_input(arguments, message):

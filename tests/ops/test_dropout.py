@@ -120,5 +120,5 @@ def test_compile_uses_torch_dropout():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_bad_rates_raise(rate):
-    with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\], got"):
+    with pytest.raises(ValueError, match=r"dropout must be a number in \[0, 1\], got"):
         dropout(torch.ones(3), rate)

@@ -252,7 +252,7 @@ def test_bad_algorithms():
         "end with 51 blocks in all layers, which have 32": lambda: ds.GraNet(
             model, o, total_steps=9, final_density=0.8
         ),
-        r"forward_fraction must lie in \(0, 1\]": lambda: ds.TopKAST(
+        r"forward_fraction must be a number in \(0, 1\]": lambda: ds.TopKAST(
             model, o, total_steps=9, forward_fraction=0.0
         ),
         "exploration must be a finite number": lambda: ds.TopKAST(

@@ -130,31 +130,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_fraction(name: str, value: Any, *, zero: bool) -> float:
-    """Return `value`, after checking that it is in [0, 1], or in (0, 1] if `zero` is False.
-
-    Raises:
-        TypeError: not a number.
-        ValueError: a number outside.
-    """
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {shorten(value)}")
-    if not 0 <= value <= 1 or (value == 0 and not zero):
-        span = "[0, 1]" if zero else "(0, 1]"
-        raise ValueError(f"{name} must lie in {span}, got {shorten(value)}")
-    return value
-
-
 def check_within(name: str, value: Any, span: str) -> float:
     """Return `value`, after checking that it is in the interval `span`, such as "[0, 1)".
 
     Raises:
-        ValueError: not a number, or one outside; NaN is outside.
+        TypeError: not a number.
+        ValueError: a number outside; NaN is outside.
     """
     low, high = map(float, span[1:-1].split(","))
     edges = {edge for edge, bracket in ((low, span[0]), (high, span[-1])) if bracket in "()"}
-    if not is_number(value) or not low <= value <= high or value in edges:
-        raise ValueError(f"{name} must be a number in {span}, got {shorten(value)}")
+    is_valid = is_number(value)
+    if not is_valid or not low <= value <= high or value in edges:
+        kind = ValueError if is_valid else TypeError
+        raise kind(f"{name} must be a number in {span}, got {shorten(value)}")
     return value
 
 

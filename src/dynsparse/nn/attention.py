@@ -13,10 +13,10 @@ from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from dynsparse._core.checks import (
     check_flag,
-    check_fraction,
     check_integer,
     check_kind,
     check_types,
+    check_within,
     shorten,
 )
 from dynsparse.nn.attend import (
@@ -50,7 +50,7 @@ class Dropout(nn.Dropout):
 
     @check_types
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        super().__init__(check_fraction("p", p, zero=True), inplace)
+        super().__init__(check_within("p", p, "[0, 1]"), inplace)
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):
@@ -150,7 +150,7 @@ class SparseMultiheadAttention(nn.Module):
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
-        check_fraction("dropout", dropout, zero=True)
+        check_within("dropout", dropout, "[0, 1]")
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         inner = embed_dim if head_dim is None else num_heads * head_dim

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from dynsparse._core.checks import check_choice, check_fraction, check_integer, check_types
+from dynsparse._core.checks import check_choice, check_integer, check_types, check_within
 from dynsparse.nn.embedding import SparseEmbedding
 
 # Logits of a chunk, 128 MiB in float32, and of rows that are computed together.
@@ -113,7 +113,7 @@ def linear_cross_entropy(
         RuntimeError: a target outside the classes.
     """
     check_choice("reduction", reduction, ("mean", "sum", "none"))
-    smoothing = check_fraction("label_smoothing", label_smoothing, zero=True)
+    smoothing = check_within("label_smoothing", label_smoothing, "[0, 1]")
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be int64, got {targets.dtype}")
     if targets.shape != hidden.shape[:-1]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynsparse._core import native
-from dynsparse._core.checks import check_fraction, check_kind
+from dynsparse._core.checks import check_kind, check_within
 from dynsparse.ops.torch_internals import is_plain_eager
 
 
@@ -57,7 +57,7 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     Raises:
         ValueError: a rate outside [0, 1].
     """
-    check_fraction("dropout", rate, zero=True)
+    check_within("dropout", rate, "[0, 1]")
     if not check_kind("x", x, Tensor, "a tensor").is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
     if not training or rate == 0:

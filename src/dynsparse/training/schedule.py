@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dynsparse._core.checks import check_choice, check_fraction, check_integer
+from dynsparse._core.checks import check_choice, check_integer, check_within
 
 
 class Schedule(Protocol):
@@ -76,7 +76,7 @@ class _BaseSchedule:
     def __post_init__(self) -> None:
         check_integer("total_steps", self.total_steps, 1)
         check_integer("update_interval", self.update_interval, 1)
-        check_fraction("drop_fraction", self.drop_fraction, zero=True)
+        check_within("drop_fraction", self.drop_fraction, "[0, 1]")
 
     def next_due(self, step: int) -> int | None:
         raise NotImplementedError
@@ -128,7 +128,7 @@ class CosineSchedule(_PeriodicSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fraction("end_fraction", self.end_fraction, zero=False)
+        check_within("end_fraction", self.end_fraction, "(0, 1]")
         check_choice("rounding", self.rounding, ("down", "up"))
         check_integer("zero_steps", self.zero_steps, 0)
         if self.zero_steps >= self.end:
@@ -217,8 +217,8 @@ class GradualSchedule(_BaseSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fraction("start_fraction", self.start_fraction, zero=True)
-        check_fraction("end_fraction", self.end_fraction, zero=False)
+        check_within("start_fraction", self.start_fraction, "[0, 1]")
+        check_within("end_fraction", self.end_fraction, "(0, 1]")
         if self.start >= self.end:
             raise ValueError(
                 f"pruning must begin before it ends: start_fraction {self.start_fraction} and "

@@ -12,9 +12,9 @@ import torch
 
 from dynsparse._core.checks import (
     check_flag,
-    check_fraction,
     check_integer,
     check_kind,
+    check_within,
     shorten,
 )
 
@@ -150,7 +150,7 @@ class Options:
             raise ValueError(
                 f'{name}: a model computes on one machine, "IPU0", got {shorten(proportions)}'
             )
-        self.available_memory = check_fraction(name, proportions["IPU0"], zero=False)
+        self.available_memory = check_within(name, proportions["IPU0"], "(0, 1]")
         return self
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Options:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse._core.checks import check_fraction, check_not_negative
+from dynsparse._core.checks import check_not_negative, check_within
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active_set import ActiveSet
@@ -46,7 +46,7 @@ class SpareBudget(Budget):
     """
 
     def __init__(self, forward_fraction: float) -> None:
-        self.forward_fraction = check_fraction("forward_fraction", forward_fraction, zero=False)
+        self.forward_fraction = check_within("forward_fraction", forward_fraction, "(0, 1]")
         self.options = {"forward_fraction": forward_fraction}
 
     def forward_count(self, nnz: int) -> int:
