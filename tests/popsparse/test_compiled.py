@@ -306,6 +306,7 @@ def test_bad_input():
         # Random numbers, which must neither be zeros nor constants of the program.
         "rand_like": lambda x: x + torch.rand_like(x),
         "rand": lambda x: x + torch.rand(4),
+        "bernoulli": lambda x: x * torch.bernoulli(torch.full((4,), 0.25)),
         "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
     }
     for name, function in unsupported.items():

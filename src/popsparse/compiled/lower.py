@@ -36,7 +36,6 @@ _VIEWS = {
 }  # fmt: skip
 _SPARSE_BACKWARD = torch.ops.dynsparse.linear_backward.default
 _SUMS = {"sum": "add", "amax": "max", "amin": "min"}
-_RANDOM = "bernoulli"
 # These take one or more instructions for each element; the others one for each vector.
 _FUNCTIONS = {
     "acos", "asin", "atan", "atan2", "cos", "digamma", "div", "elu", "erf", "erfc", "exp", "exp2",
@@ -57,6 +56,11 @@ def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_dropout(node: Node) -> bool:
+    """Whether the operator draws zeros and ones with one probability, as dropout does."""
+    return node.target is torch.ops.aten.bernoulli.p
+
+
 def narrow(dtype: torch.dtype) -> torch.dtype:
     """The type with 32 bits in place of 64; other types are returned unchanged."""
     return _NARROW.get(dtype, dtype)
@@ -72,7 +76,7 @@ def _is_elementwise(node: Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     name = name_of(node)
-    return torch.Tag.pointwise in tags or name in (_RANDOM, "_to_copy", "copy")
+    return torch.Tag.pointwise in tags or is_dropout(node) or name in ("_to_copy", "copy")
 
 
 class Backward(NamedTuple):
@@ -351,7 +355,7 @@ class Lowering:
             if isinstance(value, torch.Tensor) and (value.numel() == 1 or not any(value.stride()))
         }
         leaves = {s: self.tensor(s) for s in values if s not in constants}
-        if not leaves and not any(name_of(node) == _RANDOM for node in group):
+        if not leaves and not any(map(is_dropout, group)):
             for node in group:
                 self.values[node] = self._fold(node)
             return
@@ -544,12 +548,12 @@ def _evaluate(
             if node in left_out:
                 values[node] = values[node.args[0]]
                 continue
-            if name_of(node) == _RANDOM:
+            if is_dropout(node):
                 # The machine uses torch's generator: the same numbers that the model draws on the
                 # host, in the order of host memory.
                 like = node.meta["val"]
                 drawn = torch.empty_strided(like.shape, node.meta["strides"], dtype=like.dtype)
-                drawn = getattr(drawn, f"{name_of(node)}_")(*node.args[1:]).reshape(-1)
+                drawn = drawn.bernoulli_(node.args[1]).reshape(-1)
                 drawn = drawn.float() if is_wide else drawn
                 values[node] = drawn if order is None else drawn[torch.from_numpy(order)]
                 continue

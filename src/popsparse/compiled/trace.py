@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from dynsparse.nn import SparseLinear
 from popsparse.compiled.blocks import block_of, tracers
 from popsparse.compiled.decompositions import TABLE, WRITING
-from popsparse.compiled.lower import is_random, name_of
+from popsparse.compiled.lower import is_dropout, is_random, name_of
 from popsparse.compiled.pipeline import Key, Step
 from popsparse.torch_layer import use_executors
 
@@ -324,10 +324,10 @@ def _simplify(graph: fx.Graph) -> fx.Graph:
     """Remove operators that change nothing and those whose result is unused."""
     for node in list(graph.nodes):
         name = name_of(node)
-        if "record_function" in name or (is_random(node) and name != "bernoulli"):
+        if "record_function" in name or (is_random(node) and not is_dropout(node)):
             continue
         source: Any = None
-        if name == "bernoulli":
+        if is_dropout(node):
             node.meta["strides"] = node.args[0].meta["val"].stride()
         if name.startswith("new_") or name.endswith("_like"):  # reads no values
             fill = node.args[-1] if "full" in name else int("ones" in name)
