@@ -130,13 +130,13 @@ def test_weights_of_the_other_order_raise(interleaved):
             other.load_state_dict(saved, strict=strict)
 
 
-@pytest.mark.parametrize("run", [1, 3, [4]])
+@pytest.mark.parametrize("run", [torch.tensor(1), torch.tensor(3), torch.tensor([4]), 4, None])
 def test_damaged_interleave_length_raises(run):
     attention = SparseMultiheadAttention(16, 2, block_size=8, density=0.6, interleaved=True)
     assert attention.interleave_length == 4
     saved = attention.state_dict()
     attention.load_state_dict(saved)
-    saved["interleaved_heads"] = torch.tensor(run)
+    saved["interleaved_heads"] = run
     with pytest.raises(RuntimeError, match="'interleaved_heads' of the weights to be 4, got"):
         attention.load_state_dict(saved)
 
