@@ -1,6 +1,8 @@
 """The repr of trainers, and warnings about likely mistakes."""
 
 import gc
+import sys
+import threading
 import warnings
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from small_trainings import loss_of, small
 
 import dynsparse as ds
+from dynsparse.training.steps import OptimizerSteps
 
 
 def test_unreferenced_trainer_warns():
@@ -60,6 +63,32 @@ def test_optimizers_that_do_not_warn():
     train(model, optimizer, 4)
     assert ended.updates
     train(model, other, 20)  # fine-tunes the final patterns
+
+
+def test_trainers_start_in_other_threads():
+    """While a step looks through the trainers there are."""
+    _, optimizer, trainer = small()
+    unrelated = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    several = [OptimizerSteps(optimizer, trainer) for _ in range(300)]
+    ended = threading.Event()
+
+    def restart():
+        while not ended.is_set():
+            for steps in several:
+                steps.stop()
+                steps.start()
+
+    interval = sys.getswitchinterval()
+    other = threading.Thread(target=restart)
+    try:
+        sys.setswitchinterval(1e-6)
+        other.start()
+        for _ in range(400):
+            unrelated.step()
+    finally:
+        ended.set()
+        other.join()
+        sys.setswitchinterval(interval)
 
 
 def test_schedule_without_updates_warns():

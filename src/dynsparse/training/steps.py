@@ -29,8 +29,9 @@ Rewirings = dict[str, Rewiring] | None
 _STEP = "trainer.step()"
 _OTHER_STEPS = 10
 """Steps of an optimizer that no trainer follows, after which its layers' trainer warns."""
-_following: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
-"""Those of all trainers that follow their optimizer."""
+_following: weakref.WeakValueDictionary[int, OptimizerSteps] = weakref.WeakValueDictionary()
+"""Those of all trainers that follow their optimizer, by id: other threads may add to a dictionary
+while this one reads its values."""
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -124,14 +125,14 @@ class OptimizerSteps:
         if self._hooks is None and optimizers:
             self._hooks = _Hooks(self, list(optimizers.values()))
             _follow_all_optimizers()
-            _following.add(self)
+            _following[id(self)] = self
 
     def stop(self) -> None:
         """Stop following the optimizer's own steps."""
         if self._hooks is not None:
             self._hooks.close()
         self._hooks, self._depth = None, 0
-        _following.discard(self)
+        _following.pop(id(self), None)
 
     def step(self, take: Callable[[], Any] | None = None) -> Rewirings:
         """Take a step; returns what `_finish_step` returned, None where the optimizer took none.
@@ -342,7 +343,7 @@ def _note_step(optimizer: Any, *_: Any) -> None:
     """Called after each step of any optimizer of torch."""
     if torch.compiler.is_compiling():
         return
-    following = list(_following)
+    following = [steps for ref in _following.valuerefs() if (steps := ref()) is not None]
     if not any(steps.follows(optimizer) for steps in following):
         for steps in following:
             steps.note_other_step(optimizer)
