@@ -65,6 +65,23 @@ def test_optimizers_that_do_not_warn():
     train(model, other, 20)  # fine-tunes the final patterns
 
 
+class Inner(torch.optim.Optimizer):
+    """Each of its steps takes many of an optimizer that it makes for them."""
+
+    def step(self, closure=None):
+        inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        for _ in range(20):
+            inner.step()
+
+
+def test_steps_inside_a_step_do_not_warn():
+    model = small()[0]
+    optimizer = Inner(model.parameters(), {})
+    trainer = ds.SET(model, optimizer, total_steps=100, update_interval=4)
+    train(model, optimizer, 3)
+    assert trainer.steps == 3
+
+
 def test_trainers_start_in_other_threads():
     """While a step looks through the trainers there are."""
     _, optimizer, trainer = small()

@@ -317,6 +317,8 @@ class OptimizerSteps:
         """Warn if an optimizer that no trainer follows trains the layers in place of the trainer's,
         as one that a loop, or a notebook's cell, has made anew."""
         trainer = self._trainer()
+        if self._depth or self._by_hand:  # one that the trainer's optimizer has made for its step
+            return
         if trainer is None or trainer.schedule is None or optimizer in self._unrelated:
             return
         values = {id(layer.values) for layer in trainer.layers.values()}
