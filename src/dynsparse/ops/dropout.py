@@ -56,6 +56,7 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
 
     Raises:
         ValueError: a rate outside [0, 1].
+        TypeError: a rate that is no number; x that is not floating point.
     """
     check_within("dropout", rate, "[0, 1]")
     if not check_kind("x", x, Tensor, "a tensor").is_floating_point():
