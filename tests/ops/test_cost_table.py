@@ -1,5 +1,6 @@
 """Selection of the active cost table: a supplied one or a stored measurement."""
 
+import json
 import logging
 
 import pytest
@@ -117,6 +118,15 @@ def test_invalid_file_is_ignored(warm, monkeypatch, caplog, content):
         cost_table.active_table()
     words = [one for one in caplog.messages if "cannot be read" in one]
     assert len(words) == 1
+
+
+def test_costs_that_are_no_numbers_are_ignored(warm, monkeypatch):
+    kept(monkeypatch, enabled=True)
+    (file,) = (warm / "kernel-costs").iterdir()
+    fields = json.loads(file.read_text())
+    fields["costs"]["dense"][1][3] = None
+    file.write_text(json.dumps(fields))
+    assert cost_table.active_table() == ZEN_4
 
 
 def test_unusable_measurement_is_not_active(warm, monkeypatch):

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from dynsparse._core import native
+from dynsparse._core.checks import is_number
 from dynsparse._core.files.atomic_write import atomic_write_text
 from dynsparse._core.files.folders import cache_folder
 from dynsparse._core.files.limits import parse_json
@@ -464,6 +465,8 @@ def load_measurement() -> Measurement | None:
         fields = parse_json(content)
         for name in FAMILIES:
             forward, backward = (Cost(*numbers) for numbers in fields["costs"][name])
+            if not all(map(is_number, (*forward, *backward))):
+                raise TypeError(f"the costs of {name!r} must be numbers")
             costs[name] = forward, backward
         return Measurement(**{**fields, "costs": costs})
     except (KeyError, TypeError, ValueError) as error:
