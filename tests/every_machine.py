@@ -21,7 +21,7 @@ KERNELS = [
     *THREADED, "tests/_core/test_native.py", "tests/csrc", "tests/ops/block_sparse",
     "tests/selfcheck",
 ]  # fmt: skip
-LAYERS = ["tests/bench", "tests/nn", "tests/popsparse/test_poptorch.py"]
+LAYERS = ["tests/bench/test_bench_run.py", "tests/nn", "tests/popsparse/test_poptorch.py"]
 
 
 def spin() -> None:

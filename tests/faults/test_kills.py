@@ -6,7 +6,7 @@
 import pytest
 from campaign import campaign
 
-CASES = 100
+CASES = 50
 
 
 @pytest.mark.slow

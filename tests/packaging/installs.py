@@ -3,10 +3,10 @@
     python tests/packaging/installs.py [--only NAME ...] [--folder KEPT]
 
 `wheel` builds the wheel by the usual compiler, lets auditwheel repair it and installs that; the
-others are `pip install` of the source tree. torch and what else the package needs are lent by a
-path file, everything else, the tools of the build included, is what pip brings. Exit status 1
-where an installation does not work or does not say what computes and why; a compiler that is not
-on this machine is left out, aloud.
+others are `pip install` of the source tree. A compiler's warning fails the build. torch and what
+else the package needs are lent by a path file, everything else, the tools of the build included, is
+what pip brings. Exit status 1 where an installation does not work or does not say what computes and
+why; a compiler that is not on this machine is left out, aloud.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def environment_of(way: Way, folder: Path) -> dict[str, str] | None:
     """Return pip's environment variables, or None if this machine lacks the compiler."""
     dropped = ("CXX", "CC", "PYTHONPATH", "VIRTUAL_ENV", "DYNSPARSE_ISA", "DYNSPARSE_NATIVE")
     own = {name: value for name, value in os.environ.items() if name not in dropped}
+    own["CMAKE_ARGS"] = "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"
     own.update(way.environment)
     if way.compiler is None:
         (folder / "empty").mkdir()
