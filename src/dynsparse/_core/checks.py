@@ -139,10 +139,10 @@ def check_within(name: str, value: Any, span: str) -> float:
     """
     low, high = map(float, span[1:-1].split(","))
     edges = {edge for edge, bracket in ((low, span[0]), (high, span[-1])) if bracket in "()"}
-    is_valid = is_number(value)
-    if not is_valid or not low <= value <= high or value in edges:
-        kind = ValueError if is_valid else TypeError
-        raise kind(f"{name} must be a number in {span}, got {shorten(value)}")
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number in {span}, got {shorten(value)}")
+    if not low <= value <= high or value in edges:
+        raise ValueError(f"{name} must be a number in {span}, got {shorten(value)}")
     return value
 
 
