@@ -29,19 +29,19 @@ def poisoned():
 
 
 class _LargestTensor(TorchDispatchMode):
-    elements = 0
+    bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+                self.bytes = max(self.bytes, tensor.nbytes)
         return results
 
 
 @pytest.fixture
 def largest_tensor():
-    """Count, in a `with` block, the `elements` of the largest tensor that an operator returns."""
+    """Count, in a `with` block, the `bytes` of the largest tensor that an operator returns."""
     return _LargestTensor()
 
 

@@ -86,7 +86,7 @@ def test_no_dense_matrix_is_allocated(largest_tensor):
     with largest_tensor:
         block_scores(pairs, 32)
     # Those of a micro-batch; a matrix has 128 times as many.
-    assert 0 < largest_tensor.elements <= 4 * 512
+    assert 0 < largest_tensor.bytes <= 4 * 4 * 512
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
