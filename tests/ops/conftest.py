@@ -29,19 +29,20 @@ def poisoned():
 
 
 class _LargestTensor(TorchDispatchMode):
-    bytes = 0
+    elements = bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
                 self.bytes = max(self.bytes, tensor.nbytes)
         return results
 
 
 @pytest.fixture
 def largest_tensor():
-    """Count, in a `with` block, the `bytes` of the largest tensor that an operator returns."""
+    """Find, in a `with` block, the most `elements` and `bytes` of a tensor that operators return."""
     return _LargestTensor()
 
 

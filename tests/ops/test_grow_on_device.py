@@ -79,4 +79,4 @@ def test_no_dense_gradient_is_allocated(monkeypatch, largest_tensor):
     x, dy = torch.randn(3, 256), torch.randn(3, 512)
     with largest_tensor:
         on_device.topk_on_device([(x, dy)], like, 300, "sum", torch.float32)
-    assert largest_tensor.bytes <= 8 * (8 * 256 + 300 + like.nnz)
+    assert largest_tensor.elements <= 8 * 256 + 300 + like.nnz
