@@ -147,8 +147,8 @@ def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.nda
     elif isinstance(matrix, SparsePattern):
         pattern = matrix
         if len(pattern.slots):
-            pattern = SparsePattern(
-                matrix.rows, matrix.cols, shape=matrix.shape, block_size=matrix.block_size
+            pattern = SparsePattern.from_flat(
+                matrix.sorted_flat, shape=matrix.shape, block_size=matrix.block_size
             )
     else:
         raise TypeError(
