@@ -42,7 +42,7 @@ class _LargestTensor(TorchDispatchMode):
 
 @pytest.fixture
 def largest_tensor():
-    """Find, in a `with` block, the most `elements` and `bytes` of a tensor that operators return."""
+    """Find, in a `with` block, the most `elements` and `bytes` of a tensor that is returned."""
     return _LargestTensor()
 
 
