@@ -344,21 +344,26 @@ def _samples(info: Any, dims: tuple[Any, ...], operands: tuple[Any, ...]) -> lis
     ]
 
 
-def _register_derivatives(name: str, function: type[Function]) -> None:
+_PLAIN = (Tensor, torch.nn.Parameter, type(None), bool)
+
+
+def _register_derivatives(name: str, function: type[Function], compute: Callable[..., Any]) -> None:
     operator, apply = getattr(_OPS, name), raw_apply(function)
 
     def call(*operands: Any) -> Any:
         if is_recording():
             return apply(*operands)
         # As in compiled code, where the graph exists: this saves half the time of a small layer.
+        if is_plain_eager(operands[0]) and all(type(operand) in _PLAIN for operand in operands):
+            return compute(*operands)
         with skip_autograd():
             return operator(*operands)
 
     _library.impl(name, call, "Autograd")
 
 
-_register_derivatives("linear", LinearFunction)
-_register_derivatives("linear_backward", LinearBackwardFunction)
+_register_derivatives("linear", LinearFunction, _forward)
+_register_derivatives("linear_backward", LinearBackwardFunction, _backward)
 
 
 # The functions.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynsparse._core.checks import check_kind, check_tensor
 from dynsparse.pattern import PatternIndex
@@ -29,13 +28,13 @@ class TensorCache:
     """
 
     def __init__(self) -> None:
-        # By the first tensor, held weakly, which no value may reference: the versions of all
-        # tensors, and the value.
-        self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # By the identity of the first tensor, which no value may reference: all tensors, held
+        # weakly, with their versions, and the value.
+        self._entries: dict[int, tuple[list[tuple[weakref.ref[Tensor], int]], Any]] = {}
 
     def get(self, sources: Sequence[Tensor]) -> Any:
         """Return the value for exactly these tensors, or None."""
-        versions, value = self._entries.get(sources[0], ((), None))
+        versions, value = self._entries.get(id(sources[0]), ((), None))
         if len(versions) != len(sources):
             return None
         for (reference, version), source in zip(versions, sources, strict=True):
@@ -45,13 +44,17 @@ class TensorCache:
 
     def put(self, sources: Sequence[Tensor], value: Any) -> None:
         """Store a value; not for inference tensors, which have no version counter."""
-        if not any(source.is_inference() for source in sources):
-            versions = [(weakref.ref(source), source._version) for source in sources]
-            self._entries[sources[0]] = versions, value
+        if any(source.is_inference() for source in sources):
+            return
+        key = id(sources[0])
+        first = weakref.ref(sources[0], lambda _: self._entries.pop(key, None))
+        references = [first, *map(weakref.ref, sources[1:])]
+        versions = [source._version for source in sources]
+        self._entries[key] = list(zip(references, versions, strict=True)), value
 
     def discard(self, first: Tensor) -> None:
         """Remove values that were made from tensors of which this is the first."""
-        self._entries.pop(first, None)
+        self._entries.pop(id(first), None)
 
 
 class LayerIndex:
@@ -163,7 +166,7 @@ class LayerIndex:
                 self.order = order
             return order
         # Always kept: CUDA graphs may read them.
-        rows, slots = self.get_derived("by columns", _make_order)
+        rows, slots = self.get_derived("by columns", _make_order).unbind()
         return rows, slots
 
     def get_derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
