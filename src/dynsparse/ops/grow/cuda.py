@@ -156,5 +156,6 @@ def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: s
             PRECISION=precision,
             num_warps=8,
             num_stages=3,
+            enable_fp_fusion=True,  # the default depends on Triton's version
         )
     return pooled

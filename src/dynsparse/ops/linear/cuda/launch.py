@@ -62,7 +62,9 @@ def _start(
         if compiled is not None:
             compiled[grid](*arguments, *values)
             return
-        compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+        # Fusion of products and sums is named, since its default depends on Triton's version.
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        compiled = kernel[grid](*arguments, **constants, **options)
     if isinstance(compiled, CompiledKernel):  # not in the interpreter
         _compiled[key] = compiled
 
