@@ -283,7 +283,8 @@ def test_invalid_slots_raise(slots):
         linear(torch.ones(2, 3), torch.ones(4), index)
 
 
-def test_dispatch_modes_see_the_operator():
+@pytest.mark.parametrize("grad", [False, True])
+def test_dispatch_modes_see_the_operator(grad):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
@@ -296,10 +297,33 @@ def test_dispatch_modes_see_the_operator():
             return func(*args, **(kwargs or {}))
 
     pattern, x, values, bias = make(1)
-    with Seen() as seen:
-        watched = linear(x, values, pattern, bias)
+    with torch.set_grad_enabled(grad), Seen() as seen:
+        watched = torch.ops.dynsparse.linear(x, values, *pattern.index, bias)
     assert "dynsparse::linear" in seen.names
     assert torch.equal(watched, linear(x, values, pattern, bias))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_tensor_subclasses_see_the_operator_without_grad(place):
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            plain = [a.plain if isinstance(a, cls) else a for a in args]
+            return func(*plain, **(kwargs or {}))
+
+    seen: list[str] = []
+    pattern, *operands, bias = make(1)
+    with torch.no_grad():
+        expected = torch.ops.dynsparse.linear(*operands, *pattern.index, bias)
+        plain = operands[place].detach()
+        operands[place] = torch.Tensor._make_wrapper_subclass(
+            Watching, plain.shape, dtype=plain.dtype
+        )
+        operands[place].plain = plain
+        y = torch.ops.dynsparse.linear(*operands, *pattern.index, bias)
+    assert seen == ["dynsparse::linear"]
+    assert torch.equal(y, expected)
 
 
 def test_meta_tensors():
