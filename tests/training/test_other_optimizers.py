@@ -261,6 +261,23 @@ def test_wrapped_optimizer():
     assert trainer.optimizer is optimizer
 
 
+@pytest.mark.parametrize("algorithm", [ds.RigL, ds.SET])
+def test_optimizer_of_copies_raises(algorithm):
+    """As DeepSpeed's ZeRO makes it: one flat copy of all weights, and no gradients left."""
+    model = small()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = algorithm(model, optimizer, schedule=EVERY)
+    loss_of(model, 0).backward()
+    parameters = list(model.parameters())
+    flat = torch.nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
+    flat.grad = torch.cat([p.grad.flatten() for p in parameters])
+    optimizer.param_groups[0]["params"] = [flat]
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"layer '0': its values are not those .* DeepSpeed"):
+        optimizer.step()
+    assert trainer.updates == 0
+
+
 def test_optimizer_without_hooks():
     expected = reference()
     model, _, _ = small()

@@ -47,6 +47,7 @@ from dynsparse.training.update import (
     Change,
     UpdateRequest,
     begin_budget,
+    check_trained_by,
     count_blocks,
     keep_slots,
     plan_on_host,
@@ -478,6 +479,7 @@ class SparseTrainer:
         }
 
     def _check(self) -> None:
+        check_trained_by(self.optimizer, self._trainable_layers())
         self._check_one_optimizer()
         if self._needs_gradients:  # Opacus may have wrapped the optimizer since
             refuse_private_steps(self._loop_optimizer)

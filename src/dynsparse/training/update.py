@@ -116,7 +116,9 @@ def check_trained_by(optimizer: torch.optim.Optimizer, layers: Mapping[str, Spar
                     "its values are not those that the optimizer holds: make the optimizer from "
                     "model.parameters() after the last call that replaces them, such as "
                     "load_state_dict(..., assign=True); where fully_shard leaves them gathered "
-                    "after backward, call reshard() before trainer.step()"
+                    "after backward, call reshard() before trainer.step(); an optimizer of copies "
+                    "of the values, such as DeepSpeed's ZeRO makes, cannot train sparse layers: "
+                    "use fully_shard"
                 )
 
 
