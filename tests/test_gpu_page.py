@@ -59,9 +59,9 @@ def test_limits_of_models_match_measurements():
     kernels = sum(t for what, t in us.items() if what.startswith("device, of it"))
     whole = us["device, a step of GPT-2 medium, blocks of 64, density 0.1, reduce-overhead"]
     assert f"take {kernels / whole:.0%} of the device's time".replace("%", " %") in TOLD
-    tiles, pointers, linear = (t / 1e3 for what, t in us.items() if what.startswith("host"))
-    assert f"takes {tiles:.2f} ms for each kernel" in TOLD
-    assert 0.45 < pointers / tiles < 0.55  # "half"
+    tiles, _, linear = (t / 1e3 for what, t in us.items() if what.startswith("host"))
+    assert f"took the host of this H100 {tiles:.2f} ms for each kernel" in TOLD
+    assert f"it took {tiles:.2f} ms for each kernel" in TOLD
     assert f"{linear:.2f} ms for `linear`" in TOLD
 
 
