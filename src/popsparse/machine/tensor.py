@@ -125,8 +125,10 @@ class Tensor:
         if self._runs is not None:
             return self._runs.addresses().reshape(self.shape)
         assert self._strides is not None
-        steps = [np.arange(n) * stride for n, stride in zip(self.shape, self._strides, strict=True)]
-        return np.asarray(self._offset + sum(np.ix_(*steps)), np.int64)
+        addresses = np.array(self._offset, np.int64)
+        for size, stride in zip(self.shape, self._strides, strict=True):
+            addresses = addresses[..., None] + np.arange(size) * stride
+        return addresses
 
     def runs(self, leading: int = 0) -> Runs:
         """The elements in order, as runs; none crosses the first `leading` dimensions."""

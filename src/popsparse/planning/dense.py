@@ -134,23 +134,35 @@ def _reduction(
     compute, moved, stages = (np.zeros_like(parts) for _ in range(3))
     exchange = ExchangeCost(target)
     common = (target.workers, target.bytes_per_tile)
-    for d in np.unique(depth).tolist():
-        at = depth == d
-        if d == 1:
-            if partials is not result:
-                compute[at] = tile_cycles.cast(parts[at], partials, result, target.workers)
-            continue
-        left, outputs = d, -(-parts[at] // d) * d
-        middle = reduction_depths(d)
-        for remaining in middle:
-            step = ceil_div(left, remaining)
-            outputs, left = -(-outputs // step), ceil_div(left, step)
-            compute[at] += reduce_stage(outputs, step, partials, partials, *common)
-            moved[at] += exchange(outputs * partials.size)
-        outputs = -(-outputs // left)
-        compute[at] += reduce_stage(outputs, left, partials, result, *common)
-        stages[at] = len(middle) + 1
+    if partials is not result:
+        one = depth == 1
+        compute[one] = tile_cycles.cast(parts[one], partials, result, target.workers)
+    at = np.flatnonzero(depth > 1)
+    left = depth[at]
+    outputs = ceil_div(parts[at], left) * left
+    for remaining in _reduction_depths(int(depth.max(initial=1)))[:, left]:
+        # Those that have no further stage go on with as many partials.
+        goes_on = remaining > 0
+        step = np.where(goes_on, ceil_div(left, np.maximum(remaining, 1)), 1)
+        outputs, left = ceil_div(outputs, step), ceil_div(left, step)
+        cycles = reduce_stage(outputs, step, partials, partials, *common)
+        compute[at] += np.where(goes_on, cycles, 0)
+        moved[at] += np.where(goes_on, exchange(outputs * partials.size), 0)
+        stages[at] += goes_on
+    outputs = ceil_div(outputs, left)
+    compute[at] += reduce_stage(outputs, left, partials, result, *common)
+    stages[at] += 1
     return compute, moved, stages
+
+
+@lru_cache(maxsize=64)
+def _reduction_depths(largest: int) -> np.ndarray:
+    """`reduction_depths` by depth, 0 where there are none: int64 [2, largest + 1]."""
+    depths = np.zeros((2, largest + 1), np.int64)
+    for depth in range(2, largest + 1):
+        middle = reduction_depths(depth)
+        depths[: len(middle), depth] = middle
+    return depths
 
 
 def _link_cycles(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Array) -> Array:
