@@ -95,7 +95,7 @@ def pretended(capability: int) -> Iterator[list]:
 
     class Compiles:
         def __init__(self, kernel) -> None:
-            self.kernel = kernel
+            self.kernel, self.__name__ = kernel, kernel.__name__
 
         def __getitem__(self, grid):
             return lambda *args, **options: made.append(
