@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from dynsparse.ops.linear.cuda.chip import Numbers
 from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
 
@@ -61,3 +64,17 @@ GRADIENT: dict[Numbers, dict[int, tuple[Gradient, ...]]] = {
         128: (Gradient(1, 16, 8, 4), Gradient(1, 32, 8, 3, split=2)),
     },
 }  # fmt: skip
+
+
+class Compiles:
+    """Stands in for a kernel of `launch`: compiles it without launching it, and appends it to
+    `made`."""
+
+    def __init__(self, kernel: Any, made: list) -> None:
+        self.kernel, self.made, self.__name__ = kernel, made, kernel.__name__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile_only(*args: Any, **options: Any) -> None:
+            self.made.append(self.kernel.warmup(*args, grid=grid, **options))
+
+        return compile_only

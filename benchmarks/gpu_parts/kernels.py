@@ -28,7 +28,7 @@ from dynsparse.ops.linear.cuda.costs import (
     config_of,
     rates_of,
 )
-from gpu_parts.candidates import GRADIENT, ROWS
+from gpu_parts.candidates import GRADIENT, ROWS, Compiles
 from gpu_parts.data import Data, error
 from gpu_parts.run import Run, spread
 
@@ -191,20 +191,10 @@ def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
     return found
 
 
-class _Compiles:
-    """Stands in for a kernel: compiles it for the device without launching it."""
-
-    def __init__(self, kernel: triton.JITFunction) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
-
-
 def _compile(jobs: list[Job], until: float) -> list[str]:
     for name, kernel in list(vars(launch).items()):
         if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
-            setattr(launch, name, _Compiles(kernel))
+            setattr(launch, name, Compiles(kernel, []))
     problems = []
     for job in jobs:
         if time.time() > until:

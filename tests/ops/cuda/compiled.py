@@ -32,7 +32,7 @@ from dynsparse.ops.linear.cuda.chip import Chip, Numbers
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, HOPPER, OTHERS, Gradient, Rows
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from gpu_parts.candidates import GRADIENT, ROWS
+from gpu_parts.candidates import GRADIENT, ROWS, Compiles
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB that one program may have: CUDA C++ Programming Guide, technical specifications."""
@@ -93,19 +93,10 @@ def pretended(capability: int) -> Iterator[list]:
     made: list = []
     chip = Chip(divmod(capability, 10), 132, 60 << 20)
 
-    class Compiles:
-        def __init__(self, kernel) -> None:
-            self.kernel, self.__name__ = kernel, kernel.__name__
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: made.append(
-                self.kernel.warmup(*args, grid=grid, **options)
-            )
-
     with ExitStack() as stack:
         for module in (launch, growth):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                kernel = Compiles(getattr(module, name))
+                kernel = Compiles(getattr(module, name), made)
                 stack.enter_context(mock.patch.object(module, name, kernel))
         for module in (launch, growth):
             stack.enter_context(mock.patch.object(module, "chip_of", return_value=chip))
