@@ -111,7 +111,7 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
     checked = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
     if not checked:
         return torch.zeros((), dtype=torch.bool, device=tensors[0].device)
-    largest = [torch.linalg.vector_norm(tensor, torch.inf).double() for tensor in checked]
+    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in checked]
     return torch.stack(largest).isfinite().all().logical_not()
 
 
