@@ -76,6 +76,7 @@ MAKERS = [
     "ema_pytorch/ema_pytorch.py",
     "ema_pytorch/post_hoc_ema.py",
     "ignite/handlers/ema_handler.py",
+    "ultralytics/utils/torch_utils.py",
     "opacus/grad_sample/functorch.py",
 ]
 
@@ -127,3 +128,88 @@ def test_different_models_raise():
     other[0].set_pattern(ds.SparsePattern.random((16, 12), nnz=net[0].pattern.nnz))
     with pytest.raises(ValueError, match="'0' must begin with the same pattern"):
         follow_patterns(other, net)
+
+
+def average_of(net):
+    return copy.deepcopy(net).requires_grad_(False)
+
+
+def change(net):
+    before = net[0].pattern
+    net[0].set_pattern(ds.SparsePattern.random(before.shape, nnz=before.nnz))
+
+
+def _by_state(average, net):
+    for name, tensor in average.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.lerp_(net.state_dict()[name], 0.1)
+
+
+def _by_parameters(average, net):
+    for mine, theirs in zip(average.parameters(), net.parameters(), strict=True):
+        mine.lerp_(theirs + 1, 0.1)
+
+
+def _by_data(average, net):
+    for mine, theirs in zip(average.parameters(), net.parameters(), strict=True):
+        mine.data.mul_(0.9).add_(theirs.data + 1, alpha=0.1)
+
+
+@pytest.mark.parametrize("write", [_by_state, _by_parameters, _by_data])
+def test_average_that_does_not_follow_warns(write):
+    net = model()
+    average = average_of(net)
+    with torch.no_grad():
+        write(average, net)
+    with pytest.warns(UserWarning, match=r"call dynsparse\.nn\.follow_patterns\(average, model\)"):
+        change(net)
+    change(net)  # once for each
+
+
+def _of_a_copy(net):
+    return copy.deepcopy(average_of(net)).half()
+
+
+def _trained(net):
+    with torch.no_grad():
+        (trained := copy.deepcopy(net))[0].values.add_(1)
+    return trained
+
+
+def _loaded(net):
+    with torch.no_grad():
+        net[0].values.add_(1)
+        (target := average_of(net)).load_state_dict(net.state_dict())
+        net[0].values.add_(1)
+        target.load_state_dict(net.state_dict())
+    return target
+
+
+def _of_another_pattern(net):
+    change(other := average_of(net))
+    other[0].values.add_(1)
+    return other
+
+
+def _following(net):
+    follow_patterns(average := average_of(net), net)
+    average[0].values.add_(1)
+    return average
+
+
+@pytest.mark.parametrize(
+    "make", [average_of, _of_a_copy, _trained, _loaded, _of_another_pattern, _following]
+)
+def test_other_copies_do_not_warn(make):
+    net = model()
+    other = make(net)
+    change(net)
+    assert other[0].values is not net[0].values
+
+
+def test_copies_in_inference_mode():
+    with torch.inference_mode():
+        net = model()
+        other = copy.deepcopy(net)
+        change(net)
+    assert other[0].pattern != net[0].pattern

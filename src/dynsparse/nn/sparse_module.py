@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch.compiler import is_compiling
 
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.backends import Executor
+from dynsparse.nn.copies import Snapshot, is_made_to_follow, warn_of_average
 from dynsparse.nn.owners import check_given, check_owner, drop_references, set_owner
 from dynsparse.nn.sharded import device_of, gather_full, is_sharded, require_unsharded
 from dynsparse.ops import capture
@@ -156,8 +156,11 @@ class SparseModule(nn.Module):
     _omits_pattern: bool = False
     # Whether its pattern or values were replaced, which a trainer checks before its next step.
     _was_replaced: bool = False
-    # Copies of this layer, such as averages, which follow its pattern.
+    # Copies of this layer, such as averages, which follow its pattern, and those which do not.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
+    _other_copies: tuple[weakref.ref[SparseModule], ...] = ()
+    # Of such a copy, its values as it was made or loaded, until its pattern is changed.
+    _values_as_copied: Snapshot | None = None
 
     @property
     def pattern(self) -> SparsePattern:
@@ -309,6 +312,7 @@ class SparseModule(nn.Module):
             state.index.derive_like(before.index)
             saved_index = self._pattern._save_before_overwrite(before.index.index)
         executor = None if self.executor is None else self.executor.for_pattern(pattern)
+        self._warn_of_averages()
         switches = []
         for follower in self._find_followers():
             follower.resizable = self.resizable
@@ -331,7 +335,7 @@ class SparseModule(nn.Module):
                     # Assigning them as attributes of a module takes ten times as long.
                     vars(self).update(
                         _pattern=pattern, _state=new, _row_ptr=row_ptr, executor=executor,
-                        _substitutes=None, _own_index=None,
+                        _substitutes=None, _own_index=None, _values_as_copied=None,
                     )  # fmt: skip
                     set_owner(self)
                 for follow in switches:
@@ -401,7 +405,9 @@ class SparseModule(nn.Module):
 
     def _state_to_copy(self) -> dict[str, Any]:
         # What is derived from the pattern is not copied: copies have their own memory.
-        derived = ("_state", "_own_index", "_row_ptr", "_followers")
+        derived = {
+            "_state", "_own_index", "_row_ptr", "_followers", "_other_copies", "_values_as_copied",
+        }  # fmt: skip
         return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -417,16 +423,31 @@ class SparseModule(nn.Module):
         with update_lock:
             state = copy.deepcopy(self._state_to_copy(), memo)
         copied.__setstate__(state)
-        if _is_made_to_follow():
+        if is_made_to_follow():
             self.add_follower(copied)
+        else:
+            copied._values_as_copied = Snapshot(copied.values)
+            self._other_copies = (*filter(_is_alive, self._other_copies), weakref.ref(copied))
         return copied
 
     def add_follower(self, other: SparseModule) -> None:
         """Let `other` follow every change of this layer's pattern, see `nn.follow_patterns`."""
-        self._followers = (*map(weakref.ref, self._find_followers()), weakref.ref(other))
+        self._followers = (*filter(_is_alive, self._followers), weakref.ref(other))
+        other._values_as_copied = None
 
     def _find_followers(self) -> list[SparseModule]:
         return [follower for reference in self._followers if (follower := reference())]
+
+    def _warn_of_averages(self) -> None:
+        """Warn of copies that are written to as averages are, but do not follow the pattern."""
+        for reference in self._other_copies:
+            other = reference()
+            before = None if other is None else other._values_as_copied
+            if other is None or before is None or other.values.requires_grad:
+                continue
+            if before.is_written(other.values):
+                other._values_as_copied = None
+                warn_of_average()
 
     def shrink_index(self) -> None:
         """Keep only 4 bytes of index per block if the values are sharded on CPUs.
@@ -621,6 +642,8 @@ class SparseModule(nn.Module):
                 unexpected_keys.remove(prefix + name)
             if strict and prefix + name not in state_dict:
                 missing_keys.append(prefix + name)
+        if self._values_as_copied is not None:
+            self._values_as_copied = Snapshot(self.values)
 
     def _has_coordinates(self, rows: Any, cols: Any) -> bool:
         """Whether these are the coordinates of the layer's slots."""
@@ -648,21 +671,5 @@ class SparseModule(nn.Module):
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
 
 
-# Files that copy a model, or a layer, to use the copy while the original is trained.
-_COPIERS = (
-    "optim/swa_utils.py",  # averages of torch, timm, Lightning, ema-pytorch and ignite
-    "utils/model_ema.py",
-    "callbacks/stochastic_weight_avg.py",
-    "ema_pytorch/ema_pytorch.py",
-    "ema_pytorch/post_hoc_ema.py",
-    "handlers/ema_handler.py",
-    "opacus/grad_sample/functorch.py",  # computes the gradients of single samples with it
-)
-
-
-def _is_made_to_follow() -> bool:
-    """Whether the current copy is made by a class whose copies follow the original's pattern."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith(_COPIERS):
-        frame = frame.f_back
-    return frame is not None
+def _is_alive(reference: weakref.ref[SparseModule]) -> bool:
+    return reference() is not None
