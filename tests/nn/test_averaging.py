@@ -77,6 +77,7 @@ MAKERS = [
     "ema_pytorch/post_hoc_ema.py",
     "ignite/handlers/ema_handler.py",
     "ultralytics/utils/torch_utils.py",
+    "mmengine/model/averaged_model.py",
     "opacus/grad_sample/functorch.py",
 ]
 

@@ -20,6 +20,7 @@ _COPIERS = (
     "ema_pytorch/post_hoc_ema.py",
     "handlers/ema_handler.py",
     "ultralytics/utils/torch_utils.py",
+    "mmengine/model/averaged_model.py",
     "opacus/grad_sample/functorch.py",  # computes the gradients of single samples with it
 )
 
