@@ -9,6 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear, follow_patterns
+from dynsparse.nn.copies import Snapshot
 
 DECAY = 0.8
 
@@ -206,6 +207,16 @@ def test_other_copies_do_not_warn(make):
     other = make(net)
     change(net)
     assert other[0].values is not net[0].values
+
+
+def test_copies_on_devices_are_compared_without_waiting():
+    layer = model()[0]
+    before = layer.values.detach().clone()
+    snapshot = Snapshot(layer.values)
+    assert [snapshot._differs_by_now(before, before) for _ in range(2)] == [False, False]
+    assert [snapshot._differs_by_now(before + 1, before) for _ in range(2)] == [False, True]
+    snapshot = Snapshot(layer.to("meta").values)
+    assert not snapshot.is_written(layer.values)
 
 
 def test_copies_in_inference_mode():

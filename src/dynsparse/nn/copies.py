@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynsparse._core import logs
 from dynsparse.nn.sharded import is_sharded
+from dynsparse.pattern.on_device import HostCopy
 
 # Files that copy a model, or a layer, to use the copy while the original is trained.
 _COPIERS = (
@@ -34,25 +35,34 @@ def is_made_to_follow() -> bool:
 
 
 class Snapshot:
-    """The state of a copy's values when it was made, to find out whether they were written to.
+    """Some values of a copy as it was made, to find out whether they were written to.
 
-    On a CPU some of them are compared, which also finds what was written through `.data`; elsewhere
-    only their version, since the host would wait for the device.
+    Comparing them finds what was written through `.data`, too, whose version does not change.
     """
 
     def __init__(self, values: Tensor) -> None:
         self._version = None if values.is_inference() else values._version
-        is_read = values.is_cpu and not is_sharded(values)
+        is_read = not (is_sharded(values) or values.is_meta)
         self._first = values.detach().flatten()[:64].clone() if is_read else None
+        self._differs: HostCopy | None = None
 
     def is_written(self, values: Tensor) -> bool:
-        """Whether the values have changed since."""
-        now = Snapshot(values)
+        """Whether the values have changed since; for a device, as far as the host knows by now."""
+        now, before = Snapshot(values), self._first
         if now._version != self._version:
             return True
-        if now._first is None or self._first is None or now._first.dtype != self._first.dtype:
+        if now._first is None or before is None:
             return False
-        return not torch.equal(now._first, self._first)
+        if (now._first.dtype, now._first.device) != (before.dtype, before.device):
+            return False
+        if values.is_cpu:
+            return not torch.equal(now._first, before)
+        return self._differs_by_now(now._first, before)
+
+    def _differs_by_now(self, now: Tensor, before: Tensor) -> bool:
+        """Compare tensors without waiting: the result is that of an earlier call."""
+        last, self._differs = self._differs, HostCopy((now != before).any())
+        return last is not None and last.is_ready and bool(last.get()[0])
 
 
 def warn_of_average() -> None:
