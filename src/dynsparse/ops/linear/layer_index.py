@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,8 @@ class TensorCache:
         if any(source.is_inference() for source in sources):
             return
         key = id(sources[0])
-        first = weakref.ref(sources[0], lambda _: self._entries.pop(key, None))
+        # No function of Python: an interrupt inside a callback would be lost.
+        first = weakref.ref(sources[0], partial(self._entries.pop, key))
         references = [first, *map(weakref.ref, sources[1:])]
         versions = [source._version for source in sources]
         self._entries[key] = list(zip(references, versions, strict=True)), value
