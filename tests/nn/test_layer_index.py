@@ -10,6 +10,7 @@ from torch.nn.functional import linear as dense_linear
 from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import linear
+from dynsparse.ops.linear.layer_index import TensorCache
 
 
 def computes(layer, x=None):
@@ -150,3 +151,15 @@ def test_sharded_values_raise(layer, tmp_path):
             layer.set_pattern(SparsePattern.random((16, 24), nnz=layer.pattern.nnz))
     finally:
         dist.destroy_process_group()
+
+
+def test_tensor_cache_holds_values_while_the_tensors_are_alive_and_unmodified():
+    cache, first, second = TensorCache(), torch.zeros(3), torch.zeros(2)
+    for value in (1, 2):
+        cache.put((first, second), value)
+        assert cache.get((first, second)) == value
+    assert cache.get((first, torch.zeros(2))) is None
+    second.add_(1)
+    assert cache.get((first, second)) is None
+    del first
+    assert not cache._entries
