@@ -1,4 +1,5 @@
-"""Configurations to measure beside those of the tables, by number format and block."""
+"""Configurations to measure beside those of the tables, by number format and block, and what
+compiles them without a launch."""
 
 from __future__ import annotations
 

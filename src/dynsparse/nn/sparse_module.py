@@ -427,25 +427,22 @@ class SparseModule(nn.Module):
             self.add_follower(copied)
         else:
             copied._values_as_copied = Snapshot(copied.values)
-            self._other_copies = (*filter(_is_alive, self._other_copies), weakref.ref(copied))
+            self._other_copies = tuple(map(weakref.ref, [*_find_alive(self._other_copies), copied]))
         return copied
 
     def add_follower(self, other: SparseModule) -> None:
         """Let `other` follow every change of this layer's pattern, see `nn.follow_patterns`."""
-        self._followers = (*filter(_is_alive, self._followers), weakref.ref(other))
+        self._followers = tuple(map(weakref.ref, [*self._find_followers(), other]))
         other._values_as_copied = None
 
     def _find_followers(self) -> list[SparseModule]:
-        return [follower for reference in self._followers if (follower := reference())]
+        return _find_alive(self._followers)
 
     def _warn_of_averages(self) -> None:
         """Warn of copies that are written to as averages are, but do not follow the pattern."""
-        for reference in self._other_copies:
-            other = reference()
-            before = None if other is None else other._values_as_copied
-            if other is None or before is None or other.values.requires_grad:
-                continue
-            if before.is_written(other.values):
+        for other in _find_alive(self._other_copies):
+            before, values = other._values_as_copied, other.values
+            if before is not None and not values.requires_grad and before.is_written(values):
                 other._values_as_copied = None
                 warn_of_average()
 
@@ -671,5 +668,5 @@ class SparseModule(nn.Module):
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
 
 
-def _is_alive(reference: weakref.ref[SparseModule]) -> bool:
-    return reference() is not None
+def _find_alive(references: tuple[weakref.ref[SparseModule], ...]) -> list[SparseModule]:
+    return [module for reference in references if (module := reference()) is not None]

@@ -353,7 +353,8 @@ def _register_derivatives(name: str, function: type[Function], compute: Callable
     def call(*operands: Any) -> Any:
         if is_recording():
             return apply(*operands)
-        # As in compiled code, where the graph exists: this saves half the time of a small layer.
+        # In compiled code the graph exists: skipping autograd saves half the time of a small layer,
+        # and skipping the dispatcher, which nothing else needs here, a part of the rest.
         if is_plain_eager(operands[0]) and all(type(operand) in _PLAIN for operand in operands):
             return compute(*operands)
         with skip_autograd():
