@@ -5,11 +5,13 @@ import pickle
 
 import pytest
 import torch
+from device_patterns import rewire
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynsparse.pattern import Rewiring, SparsePattern, on_device
+from dynsparse.pattern.stack import PatternStack
 
 CPU = torch.device("cpu")
 
@@ -60,6 +62,65 @@ def test_an_update(shape, density, dropped, grown, seed, row_major):
     check_update(pattern, drop, grow, row_major)
 
 
+@given(
+    shapes,
+    st.floats(0, 1),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_an_update_of_several_layers(
+    shape, density, dropped, grown, layers, row_major, explicit, data
+):
+    patterns = [SparsePattern.random(shape, density) for _ in range(layers)]
+    if explicit:
+        patterns = [reverse_slots(pattern) for pattern in patterns]
+    drops, grows = zip(
+        *(
+            update(p, min(dropped, p.nnz), min(grown, p.total - p.nnz), seed)
+            for seed, p in enumerate(patterns)
+        ),
+        strict=True,
+    )
+    invalid = None
+    if len(drops[0]) == len(grows[0]):
+        invalid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=layers, max_size=layers)))
+    stack = PatternStack.of(patterns, CPU)
+    without = stack.remove(torch.stack(drops)).unbind()
+    made, after = stack.rewire(
+        patterns, torch.stack(drops), torch.stack(grows), invalid, row_major=row_major
+    )
+    together = after.index
+    for i, (pattern, drop, grow) in enumerate(zip(patterns, drops, grows, strict=True)):
+        assert set(without[i].flat.tolist()) == {*pattern.flat.tolist()} - {
+            *pattern.flat[drop].tolist()
+        }
+        wanted = Rewiring.make(pattern, drop, grow, row_major=row_major)
+        if invalid is not None and invalid[i]:
+            assert made[i].after == pattern
+            assert torch.equal(made[i].source[made[i].source >= 0], made[i].source)
+        else:
+            assert made[i].after._has_slots_of(wanted.after)
+            assert torch.equal(made[i].source, wanted.source)
+        for one, other in zip(made[i].after.index[:3], together[:3], strict=True):
+            assert torch.equal(one, other[i])
+        if made[i]._can_write_grown(torch.zeros(pattern.nnz)):
+            values = torch.randn(pattern.nnz, 2, 2)
+            filled = values.clone()
+            made[i]._write_grown(filled, 3.0)
+            assert torch.equal(filled, made[i].apply(values, 3.0))
+
+
+def reverse_slots(pattern):
+    order = torch.arange(pattern.nnz).flip(0)
+    return SparsePattern._from_slot_coordinates(
+        pattern.rows[order], pattern.cols[order], shape=pattern.shape, block_size=pattern.block_size
+    )
+
+
 def test_repeated_updates():
     pattern = SparsePattern.random((8, 8), 0.4)
     for seed in range(5):
@@ -73,7 +134,7 @@ def check_update(pattern, drop, grow, row_major):
     """Compare an update with the CPU; return the pattern afterwards."""
     wanted = Rewiring.make(pattern, drop, grow, row_major=row_major)
     for before in (pattern, pattern_on_device(pattern)):
-        made = Rewiring._from_device(before, drop, grow, row_major=row_major)
+        made = rewire(before, drop, grow, row_major=row_major)
         assert made.after.nnz == wanted.after.nnz
         assert made.after._has_slots_of(wanted.after)
         assert torch.equal(made.source, wanted.source)
@@ -89,12 +150,10 @@ def check_update(pattern, drop, grow, row_major):
 
 def test_position_dropped_and_grown_keeps_its_slot():
     pattern = SparsePattern([0, 1, 1], [1, 0, 2], shape=(2, 3))  # flat 1, 3, 5
-    made = Rewiring._from_device(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]))
+    made = rewire(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]))
     assert made.after.flat.tolist() == [4, 3, 5]
     assert made.source.tolist() == [-1, 1, 2]
-    made = Rewiring._from_device(
-        pattern, torch.tensor([0, 2]), torch.tensor([5, 4]), row_major=True
-    )
+    made = rewire(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]), row_major=True)
     assert made.after.flat.tolist() == [3, 4, 5]
     assert made.source.tolist() == [1, -1, 2]
 
@@ -116,7 +175,7 @@ def test_copied_to_the_cpu_on_demand():
         copy.copy(pattern_on_device(pattern)),
     ):
         assert other == pattern
-    made = Rewiring._from_device(there, *update(pattern, 3, 3))
+    made = rewire(there, *update(pattern, 3, 3))
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert torch.equal(other.source, made.source)
     with pytest.raises(AttributeError, match="nothing"):
@@ -131,7 +190,7 @@ def test_no_host_waits():
         before = SparsePattern._from_device(held, pattern)
         cuda = held.device
         drop, grow = (torch.empty(5, dtype=torch.int64, device="cuda") for _ in range(2))
-        made = Rewiring._from_device(before, drop, grow)
+        made = rewire(before, drop, grow)
         assert made.keeps_size
         assert made.after._flat_on(cuda).device == cuda
         assert Rewiring.between(before, made.after)._source_on(cuda).shape == (before.nnz,)

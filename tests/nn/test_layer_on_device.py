@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from device_patterns import rewire
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, attention, follow_patterns
 from dynsparse.ops.linear import LayerIndex, autograd, products
 from dynsparse.ops.linear.cuda import blocks, configurations
-from dynsparse.pattern import Rewiring
 
 pytestmark = pytest.mark.usefixtures("off_cpu")
 
@@ -43,9 +43,7 @@ def rewiring_on_device(layer, k=5):
     """Make a rewiring on the device."""
     pattern = layer.pattern
     free = [i for i in range(pattern.total) if i not in set(pattern.flat.tolist())]
-    return Rewiring._from_device(
-        pattern, torch.arange(k), torch.tensor(free[1 : 1 + k]), row_major=True
-    )
+    return rewire(pattern, torch.arange(k), torch.tensor(free[1 : 1 + k]), row_major=True)
 
 
 @pytest.fixture(params=[1, 4])
@@ -101,7 +99,7 @@ def test_earlier_patterns_do_not_share_the_index(layer):
     assert third._device_index[1] is layer.index.cols
     assert "cols" not in vars(third)
     held, none = layer.index.cols.clone(), torch.zeros(0, dtype=torch.int64)
-    layer.rewire(Rewiring._from_device(third, none, none, row_major=True))
+    layer.rewire(rewire(third, none, none, row_major=True))
     assert third._device_index[1] is not layer.index.cols
     layer.rewire(rewiring_on_device(layer))
     assert torch.equal(held, third.cols)

@@ -10,6 +10,7 @@ from dynsparse import SparsePattern
 from dynsparse.ops.grow import on_device, random_outside, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.selection import select_on_device
+from dynsparse.ops.grow.topk import topk_of_layers
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,6 +29,9 @@ def test_selection(scores, dtype, largest, data):
     k = data.draw(st.integers(0, len(scores)))
     wanted = select(scores.double(), k, largest=largest)
     assert torch.equal(select_on_device(scores, k, largest), wanted)
+    both = select_on_device(torch.stack([scores, scores.flip(0)]), k, largest)
+    assert torch.equal(both[0], wanted)
+    assert torch.equal(both[1], select_on_device(scores.flip(0), k, largest))
 
 
 def test_random_numbers_in_float64_and_float32():
@@ -36,8 +40,30 @@ def test_random_numbers_in_float64_and_float32():
         x, dy = torch.randn(30, 160, dtype=dtype), torch.randn(30, 96, dtype=dtype)
         for pooling in ("sum", "avg", "max"):
             wanted, _ = topk_outside_naive([(x, dy)], pattern, 50, pooling=pooling)
-            flat, _ = on_device.topk_on_device([(x, dy)], pattern, 50, pooling, dtype)
-            assert torch.equal(flat, wanted.sort().values)
+            flat, _ = on_device.topk_on_device([[(x, dy)]], [pattern], 50, pooling, dtype)
+            assert torch.equal(flat[0], wanted.sort().values)
+
+
+@pytest.mark.parametrize("panel_bytes", [4 * 24 * 3, 1 << 20])
+def test_layers_are_ranked_together(monkeypatch, panel_bytes):
+    """Layers of three sizes, of float32 and float64, with one or two pairs."""
+    monkeypatch.setattr(on_device, "PANEL_BYTES", panel_bytes)
+    layers = []
+    for i in range(8):
+        dtype = torch.float64 if i == 5 else torch.float32
+        shape = (48, 64) if i % 3 else (64, 48)
+        pattern = SparsePattern.random(shape, 0.3, block_size=4)
+        pairs = [
+            (torch.randn(7, shape[1]).to(dtype), torch.randn(7, shape[0]).to(dtype))
+            for _ in range(1 + i % 2)
+        ]
+        layers.append((pairs, pattern, 0 if i == 7 else 9, dtype))
+    found = topk_of_layers(*zip(*layers, strict=True), "avg")
+    for (pairs, pattern, k, dtype), best in zip(layers, found, strict=True):
+        flat, scores = topk_outside_naive(pairs, pattern, k, pooling="avg")
+        order = flat.sort().indices
+        assert torch.equal(best.flat, flat[order])
+        torch.testing.assert_close(best.scores, scores[order].to(dtype))
 
 
 @given(st.integers(0, 40), st.integers(0, 99))
@@ -78,5 +104,5 @@ def test_no_dense_gradient_is_allocated(monkeypatch, largest_tensor):
     like = SparsePattern.random((512, 256), 0.01)
     x, dy = torch.randn(3, 256), torch.randn(3, 512)
     with largest_tensor:
-        on_device.topk_on_device([(x, dy)], like, 300, "sum", torch.float32)
+        on_device.topk_on_device([[(x, dy)]], [like], 300, "sum", torch.float32)
     assert largest_tensor.elements <= 8 * 256 + 300 + like.nnz

@@ -68,9 +68,9 @@ def test_equals_the_dense_gradient(problem, chunk_bytes, sample_from):
         assert plain.scores.dtype == dtype
         order = flat.sort().indices
         for placed in (pattern, SparsePattern._from_device(pattern.flat, pattern)):
-            found = on_device.topk_on_device(pairs, placed, k, pooling, dtype)
-            assert torch.equal(found[0], flat[order])
-            assert torch.equal(found[1], scores[order])
+            found = on_device.topk_on_device([pairs], [placed], k, pooling, dtype)
+            assert torch.equal(found[0][0], flat[order])
+            assert torch.equal(found[1][0], scores[order])
             assert found[1].dtype is dtype
 
 

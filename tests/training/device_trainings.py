@@ -10,9 +10,11 @@ TIMES = {"total_steps": 30, "update_interval": 5}
 
 
 def model(b=1, dtype=torch.float64):
+    """Return a network of two pairs of equal layers, which a device updates together."""
     g = torch.Generator().manual_seed(0)
-    layers = [SparseLinear(16, 24, 0.4, b, generator=g), SparseLinear(24, 16, 0.4, b, generator=g)]
-    return nn.Sequential(layers[0], nn.GELU(), layers[1]).to(dtype)
+    sizes = [(16, 24), (24, 16)] * 2
+    layers = [SparseLinear(*size, 0.4, b, generator=g) for size in sizes]
+    return nn.Sequential(layers[0], nn.GELU(), *layers[1:]).to(dtype)
 
 
 def train(net, make, steps=21):

@@ -187,7 +187,7 @@ class Event:
 def test_pending_results_are_not_waited_for():
     layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
     for answer in (torch.tensor(False), torch.tensor(True)):
-        deferred_checks.defer_check(layers["fc"], answer, "odd")
+        deferred_checks.defer_checks([layers["fc"]], answer.view(1), "odd")
         deferred_checks._pending[layers["fc"]][-1][0]._event = event
     deferred_checks.raise_pending_errors(layers)
     event.passed = True
@@ -199,10 +199,10 @@ def test_pending_results_are_not_waited_for():
 
 def test_any_not_finite():
     good = [torch.ones(3), torch.zeros(0), torch.arange(4), torch.full((2,), 6e4).half()]
-    assert not bool(deferred_checks.any_not_finite(good))
-    assert not bool(deferred_checks.any_not_finite([torch.zeros(0), torch.arange(4)]))
+    not_finite = deferred_checks.any_not_finite
+    assert not_finite([good]).tolist() == [False]
+    assert not_finite([[torch.zeros(0), torch.arange(4)]]).tolist() == [False]
     for bad in (torch.inf, -torch.inf, torch.nan):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            assert bool(
-                deferred_checks.any_not_finite([*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)])
-            )
+            wrong = [*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)]
+            assert not_finite([good, wrong, good[:1], []]).tolist() == [False, True, False, False]

@@ -8,12 +8,15 @@ import torch
 from device_trainings import TIMES, backward, both, model, same, train
 from tiers import algorithms
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynsparse as ds
 from dynsparse import training
+from dynsparse.nn import SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest
+from dynsparse.training import update_on_device
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.grow import GradientGrowth, GradientStep
 
@@ -82,7 +85,7 @@ def test_own_growth_and_budget_equal_the_cpu(request):
     here, there = both(request, lambda *given: training.SparseTrainer(*given, **parts))
     same(here, there)
     first, last = here[2][0], here[2][-1]
-    assert [after.nnz - before.nnz for before, after in zip(first, last, strict=True)] == [4, 4]
+    assert [after.nnz - before.nnz for before, after in zip(first, last, strict=True)] == [4] * 4
 
 
 def few(layer, rewiring):
@@ -158,11 +161,12 @@ def test_active_set_changed_between_forward_and_backward_raises(off_cpu):
 def test_growth_returns_its_scores():
     pattern = ds.SparsePattern.random((16, 24), 0.2)
     pairs = [(torch.randn(5, 24), torch.randn(5, 16))]
-    asked = [GrowRequest("fc", pairs, pattern, 7, ranked=ranked) for ranked in (None, [])]
-    plain, seen = GradientGrowth().choose(asked, 1)
-    assert torch.equal(plain, seen)
+    (plain,) = GradientGrowth().choose([GrowRequest("fc", pairs, pattern, 7)], 1)
+    asked = [GrowRequest("fc", pairs, pattern, 7, ranked=[]) for _ in range(2)]
     wanted = topk_outside(pairs, pattern, 7, sort=False)
-    assert torch.equal(asked[1].ranked[0], wanted.scores)
+    for growth, found in zip(asked, GradientGrowth().choose(asked, 1), strict=True):
+        assert torch.equal(found, plain)
+        torch.testing.assert_close(growth.ranked, [wanted.scores])
 
 
 def test_updates_keep_all_memory(off_cpu):
@@ -199,3 +203,54 @@ def test_copies_of_trainers_continue(off_cpu):
         for layer in one.layers.values():
             layer(torch.randn(12, layer.in_features)).square().mean().backward()
         assert one.step() is not None
+
+
+def test_layers_one_by_one_equal_the_cpu(request, monkeypatch):
+    monkeypatch.setattr(update_on_device, "SLOTS_AT_ONCE", 1)
+    same(*both(request, lambda *given: ds.RigL(*given, **TIMES)))
+
+
+def test_growth_of_different_numbers_equals_the_cpu(request):
+    """Two of four layers of a soft memory bound get fewer positions than the others."""
+
+    class Fewer(GradientGrowth):
+        def choose(self, requests, step, ranks):
+            chosen = super().choose(requests, step, ranks)
+            names = [growth.name for growth in requests]
+            return [flat[int(n in ("0", "2")) :] for n, flat in zip(names, chosen, strict=True)]
+
+    def make(net, optimizer):
+        trainer = ds.MEST(net, optimizer, **TIMES, soft_memory_bound=True)
+        trainer.growth = Fewer()
+        return trainer
+
+    here, there = both(request, make)
+    same(here, there)
+    sizes = [pattern.nnz for pattern in here[2][-1]]
+    assert len({*sizes}) > 1
+
+
+def test_equal_layers_are_updated_by_the_same_operators(off_cpu):
+    """Each further layer adds few operators."""
+
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += 1
+            return function(*args, **(kwargs or {}))
+
+    numbers = []
+    for layers in (2, 6):
+        net = nn.Sequential(*(SparseLinear(32, 32, 0.3, 4) for _ in range(layers)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        trainer = ds.RigL(net, optimizer, total_steps=30, update_interval=2)
+        for _ in range(3):
+            net(torch.randn(8, 32)).square().mean().backward()
+            trainer.step()
+        net(torch.randn(8, 32)).square().mean().backward()
+        with Count() as count:
+            trainer.step()
+        assert trainer.updates == 2
+        numbers.append(count.number)
+    assert numbers[1] - numbers[0] <= 4 * 45

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from multiprocessing.context import get_spawning_popen
 from types import FrameType
@@ -19,13 +20,13 @@ from torch.compiler import is_compiling
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.backends import Executor
 from dynsparse.nn.copies import Snapshot, is_made_to_follow, warn_of_average
+from dynsparse.nn.layer_state import LayerState
 from dynsparse.nn.owners import check_given, check_owner, drop_references, set_owner
-from dynsparse.nn.sharded import device_of, gather_full, is_sharded, require_unsharded
+from dynsparse.nn.sharded import gather_full, is_sharded, require_unsharded
 from dynsparse.ops import capture
-from dynsparse.ops.linear import LayerIndex, cuda
-from dynsparse.ops.linear.layer_index import Read, register_index
+from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.panels import discard_panels
-from dynsparse.ops.torch_internals import distributed_caller, is_wrapped
+from dynsparse.ops.torch_internals import distributed_caller
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import DimShard, ShardSpec, check_consistent, digest, ranks_of
 
@@ -40,90 +41,6 @@ def trace_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # Held while values and pattern of a layer change or are read together. One lock for all layers, as
 # it is held only for moments.
 update_lock = threading.RLock()
-
-
-class LayerState:
-    """A pattern, its index on the device of the values, and the memory of the values.
-
-    A layer replaces its state as a unit; readers of the old one continue with it, as it keeps its
-    memory alive. On other devices than the CPU the memory stays in place, so that CUDA graphs stay
-    valid: the next pattern and values overwrite it, in the order of the device's work.
-
-    Attributes:
-        index: the index of the pattern. Its `row_ptr` belongs to this layer only, which
-            `ops.capture` identifies by it; the rest may be shared with the pattern.
-        memory: the values without their Parameter, whose memory may be replaced.
-        read: index and memory as forward needs them.
-        address: address of the memory, which tells whether it is still that of the values; -1 for
-            sharded values and in a transform of torch.func.
-        watched, version: a tensor of the index and its version counter, which detect writes to the
-            index.
-    """
-
-    __slots__ = ("address", "index", "memory", "read", "version", "watched")
-
-    def __init__(
-        self,
-        pattern: SparsePattern,
-        values: Tensor,
-        index: LayerIndex | None,
-        row_ptr: Tensor | None = None,
-    ) -> None:
-        # Outside of inference mode, in which tensors have no version counter.
-        with torch.inference_mode(False):
-            device, sharded = device_of(values), is_sharded(values)
-            if index is None or index.cols.device != device or values.shape != index.values_shape:
-                tensors = pattern._index_on(device)
-                if row_ptr is None or row_ptr.device != device:
-                    row_ptr = tensors.row_ptr.clone()
-                tensors = tensors._replace(row_ptr=row_ptr)
-                index = self._make_index(tensors, values, sharded, device)
-            if sharded and index.on_cpu and index.keep:
-                index = self._make_index(index.index, values, sharded, device)
-            if not index.on_cpu:
-                cuda.derive(index)
-            self.index = index
-            self.memory = memory = values.detach()
-            plain = index.on_cpu and not sharded and memory.dtype is torch.float32
-            self.read = Read(index, memory, plain and memory.is_contiguous())
-            has_address = not sharded and not is_wrapped(values)
-            self.address = values.data_ptr() if has_address else -1
-            self.watched = (
-                index.cols if not index.cols.is_inference() else torch.empty(0, device="cpu")
-            )
-            self.version = self.watched._version
-
-    @staticmethod
-    def _make_index(
-        tensors: PatternIndex, values: Tensor, sharded: bool, device: torch.device
-    ) -> LayerIndex:
-        # The number of values may be about to change.
-        shape = len(tensors.cols), *values.shape[1:]
-        # Every rank holds the full index, so it keeps nothing that can be made again.
-        index = LayerIndex(
-            tensors,
-            torch.empty(1, device=device).expand(shape) if sharded else values,
-            keep=not sharded,
-        )
-        register_index(index)
-        return index
-
-    def copy_from(
-        self, other: LayerState, pattern: SparsePattern, values: Tensor, moved: Tensor | None
-    ) -> LayerState:
-        """Overwrite index and values in place, and return the new state of this memory.
-
-        Args:
-            other: the state with the new index.
-            pattern: the pattern of `other`.
-            values: the Parameter with the values.
-            moved: the new values; None if the caller sets them.
-        """
-        if moved is not None:
-            torch._foreach_copy_([values], [moved])
-        index = self.index.copy_from(other.index)
-        register_index(index)
-        return LayerState(pattern, values, index)
 
 
 class SparseModule(nn.Module):
@@ -292,10 +209,20 @@ class SparseModule(nn.Module):
             self._state = None
 
     def _prepare_change(
-        self, pattern: SparsePattern, values: Tensor | None, keep_size: bool = True
+        self,
+        pattern: SparsePattern,
+        values: Tensor | None,
+        keep_size: bool = True,
+        index: LayerIndex | None = None,
+        write: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
         """Allocate what a switch to a pattern and its values needs, and return the switch. With
-        `keep_size` a layer with explicit slots gets some even for row-major order."""
+        `keep_size` a layer with explicit slots gets some even for row-major order.
+
+        Args:
+            index: that of the pattern, from `make_next_indexes`.
+            write: writes values in place, in the switch.
+        """
         current: SparsePattern | None = vars(self).get("_pattern")  # None in the constructor
         if keep_size and current is not None and self.keeps_slots and current.nnz == pattern.nnz:
             # No tensor changes its size, so nothing is recompiled or recaptured.
@@ -304,12 +231,14 @@ class SparseModule(nn.Module):
         row_ptr = None
         if before is None and current is not None and current._has_slots_of(pattern):
             row_ptr = self._row_ptr
-        # Made now because the next call may be compiled.
-        state = LayerState(pattern, self.values if values is None else values, None, row_ptr)
-        if before is not None and not before.index.can_copy_from(state.index):
+        state = None
+        if index is None or before is None:  # made now because the next call may be compiled
+            state = LayerState(pattern, self.values if values is None else values, None, row_ptr)
+            index = state.index
+        if before is not None and not before.index.can_copy_from(index):
             before = None
         if before is not None:
-            state.index.derive_like(before.index)
+            index.derive_like(before.index)
             saved_index = self._pattern._save_before_overwrite(before.index.index)
         executor = None if self.executor is None else self.executor.for_pattern(pattern)
         self._warn_of_averages()
@@ -321,12 +250,16 @@ class SparseModule(nn.Module):
         def switch() -> None:
             with torch.no_grad(), defer_signals():
                 with update_lock:
-                    new = state
                     if before is not None:
                         self._pattern._device_index = saved_index
-                        new = before.copy_from(state, pattern, self.values, values)
-                    elif values is not None:
-                        self._store(values)
+                        new = before.copy_from(index, pattern, self.values, values)
+                    else:
+                        assert state is not None
+                        new = state
+                        if values is not None:
+                            self._store(values)
+                    if write is not None:
+                        write()
                     if not new.index.on_cpu:
                         pattern._attach(new.index.index)
                     row_ptr = new.index.row_ptr
@@ -478,8 +411,13 @@ class SparseModule(nn.Module):
         self.prepare(rewiring, fill)()
 
     @torch.no_grad()
-    def prepare(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> Callable[[], None]:
+    def prepare(
+        self, rewiring: Rewiring, fill: float | Tensor = 0.0, index: LayerIndex | None = None
+    ) -> Callable[[], None]:
         """Do everything of `rewire` that allocates memory or can fail.
+
+        Args:
+            index: that of the pattern after it, from `make_next_indexes`.
 
         Returns:
             A function that performs the change. No other change may come in between.
@@ -493,12 +431,15 @@ class SparseModule(nn.Module):
             )
         values = require_unsharded(self.values)
         self._check_capacity(rewiring.after)
-        # New memory, because other threads may be reading the old values. The order by columns, the
-        # largest array, is freed before; it is rebuilt on demand.
+        # The order by columns, the largest array, is freed before; it is rebuilt on demand.
         self._pattern.forget_index()
         self._release_index()
+        if self.is_on_device and not isinstance(fill, Tensor) and rewiring._can_write_grown(values):
+            write = partial(rewiring._write_grown, values, fill)
+            return self._prepare_change(rewiring.after, None, index=index, write=write)
+        # New memory, because other threads may be reading the old values.
         moved = rewiring.apply(values.detach(), fill)
-        return self._prepare_change(rewiring.after, moved)
+        return self._prepare_change(rewiring.after, moved, index=index)
 
     @torch.no_grad()
     def set_pattern(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
@@ -666,6 +607,23 @@ class SparseModule(nn.Module):
             return
         for name in ("rows", "cols"):  # copies, which may be written to
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
+
+
+def make_next_indexes(
+    layers: Sequence[SparseModule], stacked: PatternIndex
+) -> list[LayerIndex] | None:
+    """Make the indexes of the next patterns of layers on a device, whose memory they overwrite.
+
+    Returns None if they do not fit that memory.
+
+    Args:
+        layers: of equal shape, block size and number of blocks.
+        stacked: the index tensors of the next patterns, [layers, ...].
+    """
+    before = [layer._state.index for layer in layers if layer._state is not None]
+    if len(before) < len(layers) or not all(index.fits(stacked) for index in before):
+        return None
+    return LayerIndex.make_next(before, stacked)
 
 
 def _find_alive(references: tuple[weakref.ref[SparseModule], ...]) -> list[SparseModule]:

@@ -2,6 +2,9 @@
 
 Index and updates are plain torch with sizes known beforehand: they do not synchronise and can be
 captured in a CUDA graph. Positions are flat (row * width + col), sorted, int64.
+
+Tensors may have leading dimensions, written [...]: those of several layers of equal shape and
+number of blocks are stacked, so that an update calls the same operators for all of them.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ _DROPPED = 2**62  # sorts after every position
 
 
 def row_pointers(flat: Tensor, height: int, width: int) -> Tensor:
-    """Return the first entry of each row among sorted positions: int32 [height + 1]."""
+    """Return the first entry of each row among positions [..., nnz]: int32 [..., height + 1]."""
     bounds = torch.arange(height + 1, device=flat.device) * width
-    return torch.searchsorted(flat, bounds, out_int32=True)
+    if flat.dim() > 1:
+        bounds = bounds.repeat(*flat.shape[:-1], 1)
+    return torch.searchsorted(flat.contiguous(), bounds, out_int32=True)
 
 
 def expand_row_pointers(row_ptr: Tensor, nnz: int) -> Tensor:
@@ -29,28 +34,55 @@ def expand_row_pointers(row_ptr: Tensor, nnz: int) -> Tensor:
 
 
 def flat_positions(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
-    """Return the flat positions of a CSR pattern, int64 [nnz]."""
-    starts = torch.arange(len(row_ptr) - 1, device=cols.device) * width
-    return starts.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
+    """Return the flat positions of CSR patterns, int64 [..., nnz]."""
+    counts = row_ptr.diff()
+    starts = torch.arange(counts.shape[-1], device=cols.device) * width
+    if counts.dim() > 1:
+        starts, counts = starts.expand_as(counts).flatten(), counts.flatten()
+    return starts.repeat_interleave(counts, output_size=cols.numel()).view_as(cols).add_(cols)
 
 
 def column_pointers(cols: Tensor, width: int) -> Tensor:
-    """Return the first entry of each column in the order by columns: int32 [width + 1]."""
-    ends = torch.zeros(width + 1, dtype=torch.int32, device=cols.device)
-    if cols.is_cpu:  # five times faster; on a device it would synchronise
+    """Return the first entry of each column in the order by columns: int32 [..., width + 1]."""
+    if cols.is_cpu and cols.dim() == 1:  # five times faster; on a device it would synchronise
+        ends = torch.zeros(width + 1, dtype=torch.int32, device=cols.device)
         torch.cumsum(torch.bincount(cols, minlength=width), 0, out=ends[1:])
         return ends
+    ends = torch.zeros(*cols.shape[:-1], width + 1, dtype=torch.int32, device=cols.device)
+    after = cols + 1
+    if cols.dim() > 1:
+        first = torch.arange(0, ends.numel(), width + 1, device=cols.device)
+        after = after + first.view(*cols.shape[:-1], 1)
     ones = torch.ones((), dtype=torch.int32, device=cols.device)
-    return ends.index_add_(0, cols + 1, ones.expand(len(cols))).cumsum(0, dtype=torch.int32)
+    ends.view(-1).index_add_(0, after.flatten(), ones.expand(cols.numel()))
+    return ends.cumsum(-1, dtype=torch.int32)
 
 
 def sort_by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
-    """Return the row and the entry of each block in the order by columns: int32 [2, nnz]."""
-    height = len(row_ptr) - 1
+    """Return the row and the entry of each block in the order by columns: int32 [..., 2, nnz]."""
+    height = row_ptr.shape[-1] - 1
     flat = flat_positions(row_ptr, cols, width)
     rows = flat.div_(width, rounding_mode="floor")
     ordered, order = (cols.long() * height + rows).sort()
-    return torch.stack([ordered.remainder_(height).int(), order.int()])
+    return torch.stack([ordered.remainder_(height).int(), order.int()], -2)
+
+
+def order_by_slots(entries: Tensor, slots: Tensor) -> Tensor:
+    """Reorder entries in row-major order, [..., nnz], by slots; if `slots` is [..., 0] they are."""
+    if not slots.shape[-1]:
+        return entries
+    return torch.empty_like(entries).scatter_(-1, slots.long(), entries)
+
+
+def find_slots(entries: Tensor, slots: Tensor) -> Tensor:
+    """Return the slots of some entries, [..., any]; the entries themselves if `slots` is [..., 0].
+
+    -1 stays -1.
+    """
+    if not slots.shape[-1]:
+        return entries
+    found = slots.gather(-1, entries.clamp(min=0).long())
+    return torch.where(entries < 0, -1, found)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -69,8 +101,9 @@ def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:
 
 
 def remove_slots(flat: Tensor, drop: Tensor) -> Tensor:
-    """Return the positions without those of the distinct slots `drop`, int64 [any]."""
-    return flat.index_fill(0, drop, _DROPPED).sort().values.narrow(0, 0, len(flat) - len(drop))
+    """Return the positions [..., nnz] without those of the distinct slots `drop` [..., any]."""
+    kept = flat.scatter(-1, drop, _DROPPED).sort().values
+    return kept.narrow(-1, 0, flat.shape[-1] - drop.shape[-1])
 
 
 def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,41 +112,43 @@ def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
     A position that is dropped and grown in one update keeps its entry.
 
     Args:
-        flat: the positions before, int64 [nnz].
-        drop: the dropped slots, int64 [any], distinct.
-        grow: the grown positions, int64 [any], distinct and free after the drop.
+        flat: the positions before, int64 [..., nnz].
+        drop: the dropped slots, int64 [..., any], distinct.
+        grow: the grown positions, int64 [..., any], distinct and free after the drop.
     """
-    kept = flat.index_fill(0, drop, _DROPPED)
-    count = len(flat) - len(drop) + len(grow)
-    after = torch.cat([kept, grow]).sort().values.narrow(0, 0, count)
+    kept = flat.scatter(-1, drop, _DROPPED)
+    count = flat.shape[-1] - drop.shape[-1] + grow.shape[-1]
+    after = torch.cat([kept, grow], -1).sort().values.narrow(-1, 0, count)
     return after, find_sources(flat, after)
 
 
 def assign_slots(source: Tensor) -> tuple[Tensor, Tensor]:
     """Assign slots to sorted entries: survivors keep theirs, grown ones get free slots in order.
 
-    Returns the slots, int32 [nnz], and which slots were free, bool [nnz].
+    Returns the slots, int32 [..., nnz], and which slots were free, bool [..., nnz].
 
     Args:
-        source: int32 [nnz], the old slot of each entry, -1 where it was grown; as many are free.
+        source: int32 [..., nnz], the old slot of each entry, -1 where it was grown; as many are
+            free.
     """
-    count, grown = len(source), source < 0
+    *leading, count = source.shape
+    grown = source < 0
     kept = torch.where(grown, count, source).long()
-    free = grown.new_ones(count + 1).index_fill_(0, kept, False).narrow(0, 0, count)
+    free = grown.new_ones(*leading, count + 1).scatter_(-1, kept, False).narrow(-1, 0, count)
     # The free slots in order; all others are written to an unused last entry.
-    index = torch.where(free, free.cumsum(0) - 1, count)
-    slots = torch.arange(count, dtype=torch.int32, device=source.device)
-    ordered = slots.new_empty(count + 1).index_copy_(0, index, slots)
-    given = ordered.index_select(0, (grown.cumsum(0) - 1).clamp_(min=0))
+    index = torch.where(free, free.cumsum(-1) - 1, count)
+    slots = torch.arange(count, dtype=torch.int32, device=source.device).expand_as(source)
+    ordered = slots.new_empty(*leading, count + 1).scatter_(-1, index, slots)
+    given = ordered.gather(-1, (grown.cumsum(-1) - 1).clamp_(min=0))
     return torch.where(grown, given, source), free
 
 
 def find_sources(flat: Tensor, after: Tensor) -> Tensor:
     """Return the index in `flat` of each position of `after`, int32; -1 if it is not there."""
-    if not len(flat):
+    if not flat.shape[-1]:
         return torch.full_like(after, -1, dtype=torch.int32)
-    slot = torch.searchsorted(flat, after).clamp_(max=len(flat) - 1)
-    same = flat.index_select(0, slot) == after
+    slot = torch.searchsorted(flat, after.contiguous()).clamp_(max=flat.shape[-1] - 1)
+    same = flat.gather(-1, slot) == after
     return torch.where(same, slot, -1).int()
 
 

@@ -19,10 +19,8 @@ from dynsparse.pattern.index_arrays import (
     move_entries,
     nonzero_positions,
     slots_of,
-    to_slot_order,
 )
-from dynsparse.pattern.on_device import HostCopy, assign_slots, find_sources, move
-from dynsparse.pattern.on_device import merge as merge_on_device
+from dynsparse.pattern.on_device import HostCopy, find_slots, find_sources, move
 from dynsparse.pattern.sparse_pattern import SparsePattern
 
 
@@ -46,6 +44,8 @@ class Rewiring:
     source: Tensor
     # The slots that `make` gave to grown blocks, int64, ascending; `source` follows from them.
     _reused: ClassVar[Tensor | None] = None
+    # Which slots an update on a device gave to grown blocks, bool [nnz], if survivors keep theirs.
+    _device_grown: ClassVar[Tensor | None] = None
 
     def __repr__(self) -> str:
         grown = self._grown_count
@@ -81,55 +81,6 @@ class Rewiring:
         """
         rewiring = cls.__new__(cls)
         vars(rewiring).update(before=before, after=after, **source)
-        return rewiring
-
-    @classmethod
-    def _from_device(
-        cls,
-        pattern: SparsePattern,
-        drop: Tensor,
-        grow: Tensor,
-        unless: Tensor | None = None,
-        all_new: bool = False,
-        *,
-        row_major: bool = False,
-    ) -> Rewiring:
-        """Compute the same as `make` on the device of `drop` and `grow`, without a synchronisation.
-
-        Arguments are not checked. A position that is both dropped and grown counts as neither.
-
-        Args:
-            unless: bool [], on the device: if true, the pattern stays as it is. Only for updates
-                that keep the number of blocks.
-            all_new: no position of `grow` is one of `drop`, so the host knows the number of grown
-                blocks (none if `unless` holds).
-            row_major: see `make`.
-        """
-        with torch.inference_mode(False):
-            before, slots = pattern._sorted_flat_on(drop.device), pattern._slots_on(drop.device)
-            same = torch.arange(len(before), dtype=torch.int32, device=before.device)
-            leaving = (
-                to_slot_order(same.long(), slots).index_select(0, drop) if len(slots) else drop
-            )
-            flat, source = merge_on_device(before, leaving, grow)
-            source = _slots_of_sources(source, slots)
-            slots_after = None
-            if len(drop) == len(grow) and not row_major:
-                # Dropped slots go to grown blocks in order, as in `make`.
-                slots_after, free = assign_slots(source)
-                source = torch.where(free, -1, same)
-                if unless is not None:
-                    slots_before = slots if len(slots) else same
-                    slots_after = torch.where(unless, slots_before, slots_after)
-            if unless is not None:
-                flat = torch.where(unless, before, flat)
-                source = torch.where(unless, same, source)
-        after = SparsePattern._from_device(flat, pattern, slots_after)
-        rewiring = cls._unchecked(pattern, after, _device_source=source)
-        if slots_after is not None:
-            vars(rewiring)["keeps_slots"] = True
-        if all_new:
-            vars(rewiring)["_known_grown"] = len(grow)
         return rewiring
 
     def __getattr__(self, name: str) -> Any:
@@ -228,7 +179,7 @@ class Rewiring:
             with torch.inference_mode(False):
                 old = before._sorted_flat_on(device)
                 source = find_sources(old, after._flat_on(device))
-                source = _slots_of_sources(source, before._slots_on(device))
+                source = find_slots(source, before._slots_on(device))
             return cls._unchecked(before, after, _device_source=source)
         positions = after.flat
         stays = before.contains(positions)
@@ -293,6 +244,20 @@ class Rewiring:
             )
         return out
 
+    def _can_write_grown(self, tensor: Tensor) -> bool:
+        """Whether `_write_grown` takes this tensor: survivors keep their slots."""
+        grown = self._device_grown if self._reused is None else self._reused
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+        return is_plain and grown is not None and grown.device == tensor.device
+
+    def _write_grown(self, tensor: Tensor, fill: float) -> None:
+        """Set the entries of grown blocks in place; it allocates nothing."""
+        if self._reused is not None:
+            tensor.index_fill_(0, self._reused, fill)
+        else:
+            assert self._device_grown is not None
+            tensor.masked_fill_(self._device_grown.view(-1, *[1] * (tensor.dim() - 1)), fill)
+
     def _check_fill(self, fill: float | Tensor, tensor: Tensor) -> None:
         if not isinstance(fill, Tensor):
             if not isinstance(fill, (int, float)):
@@ -314,13 +279,6 @@ class Rewiring:
                 f"expected a tensor with {self.before.nnz} leading entries, "
                 f"got the shape {list(tensor.shape)}"
             )
-
-
-def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:
-    """Return the slots of entries, int32; -1 stays -1."""
-    if not len(slots):
-        return source
-    return torch.where(source < 0, -1, slots.index_select(0, source.clamp(min=0)).int())
 
 
 def _select_fill(fill: Tensor, grown: Tensor, tensor: Tensor) -> Tensor:

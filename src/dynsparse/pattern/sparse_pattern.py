@@ -213,16 +213,20 @@ class SparsePattern:
             like: a pattern with its shape and block size.
             slots: the slot of each position, int32 [nnz]; defaults to this order.
         """
-        pattern = cls.__new__(cls)
-        pattern.shape, pattern.block_size = like.shape, like.block_size
-        height, width = pattern.grid
+        height, width = like.grid
         if slots is None:
             slots = flat.new_empty(0, dtype=torch.int32)
-        pattern._device_index = (
-            row_pointers(flat, height, width),
-            flat.remainder(width).int(),
-            slots,
-        )
+        cols = flat.remainder(width).int()
+        return cls._of_tensors(like, row_pointers(flat, height, width), cols, slots)
+
+    @classmethod
+    def _of_tensors(
+        cls, like: SparsePattern, row_ptr: Tensor, cols: Tensor, slots: Tensor
+    ) -> SparsePattern:
+        """Make a pattern of index tensors on a device, of the shape and block size of `like`."""
+        pattern = cls.__new__(cls)
+        pattern.shape, pattern.block_size = like.shape, like.block_size
+        pattern._device_index = row_ptr, cols, slots
         return pattern
 
     @classmethod
@@ -447,8 +451,14 @@ class SparsePattern:
             return self._make_csr_index(
                 *self._read(lambda *index: [tensor.clone() for tensor in index])
             )
-        tensors = self.row_ptr, self.sorted_cols, self.slots
-        return self._make_csr_index(*(tensor.to(device) for tensor in tensors))
+        return self._make_csr_index(*self._tensors_on(device))
+
+    def _tensors_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row pointers, sorted columns and slots on a device; its own, or copies."""
+        if self._is_on(device):
+            assert self._device_index is not None
+            return self._device_index
+        return self.row_ptr.to(device), self.sorted_cols.to(device), self.slots.to(device)
 
     def _shared_on(self, device: torch.device) -> PatternIndex:
         """Return `index` on a device, copied there once, for readers that do not write to it."""
@@ -503,7 +513,7 @@ class SparsePattern:
     def nnz(self) -> int:
         """Number of present blocks."""
         index = self._device_index
-        return len(self.sorted_cols if index is None else index[1])
+        return (self.sorted_cols if index is None else index[1]).shape[0]
 
     @property
     def _is_row_major(self) -> bool:

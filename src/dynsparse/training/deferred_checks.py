@@ -2,7 +2,7 @@
 
 To read a device's numbers, the host would wait for all work that the device has queued. So the
 device decides itself: an update that would rank NaN or infinity leaves the pattern as it is
-(`Rewiring._from_device`), and the trainer raises the error at a later step that ends in an update.
+(`PatternStack.rewire`), and the trainer raises the error at a later step that ends in an update.
 """
 
 from __future__ import annotations
@@ -106,32 +106,40 @@ _NOT_FINITE = (
 )
 
 
-def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether any of them holds NaN or infinity: bool, on their device."""
-    checked = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
-    if not checked:
-        return torch.zeros((), dtype=torch.bool, device=tensors[0].device)
-    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in checked]
-    return torch.stack(largest).isfinite().all().logical_not()
+def any_not_finite(ranked: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Whether any of the tensors of each layer holds NaN or infinity: bool [layers], on the device
+    of all."""
+    device = next(t.device for tensors in ranked for t in tensors)
+    checked = [
+        [t.detach() for t in tensors if t.numel() and t.is_floating_point()] for tensors in ranked
+    ]
+    together = [t for tensors in checked for t in tensors]
+    if not together:
+        return torch.zeros(len(ranked), dtype=torch.bool, device=device)
+    finite = torch.stack(torch._foreach_norm(together, torch.inf)).isfinite()
+    return torch.stack([part.all() for part in finite.split([*map(len, checked)])]).logical_not()
 
 
-_pending: WeakKeyDictionary[SparseLinear, list[tuple[HostCopy, str]]] = WeakKeyDictionary()
+_pending: WeakKeyDictionary[SparseLinear, list[tuple[HostCopy, int, str]]] = WeakKeyDictionary()
 
 
-def defer_check(layer: SparseLinear, failed: Tensor, line: str) -> None:
-    """Let `raise_pending_errors` raise `line` as a ValueError if `failed` holds."""
-    _pending.setdefault(layer, []).append((HostCopy(failed), line))
+def defer_checks(layers: Sequence[SparseLinear], failed: Tensor, line: str) -> None:
+    """Let `raise_pending_errors` raise `line` as a ValueError for those layers where `failed`, bool
+    [layers], holds."""
+    copy = HostCopy(failed)
+    for i, layer in enumerate(layers):
+        _pending.setdefault(layer, []).append((copy, i, line))
 
 
 def raise_pending_errors(layers: Mapping[str, SparseLinear]) -> None:
     """Raise ValueError for the first deferred check of these layers that failed, and forget it."""
     for name, layer in layers.items():
         ready = []
-        for result, line in _pending.pop(layer, []):
-            if result.is_ready:
-                ready.append((result, line))
+        for check in _pending.pop(layer, []):
+            if check[0].is_ready:
+                ready.append(check)
             else:
-                _pending.setdefault(layer, []).append((result, line))
-        for result, line in ready:
-            if bool(result.get()[0]):
+                _pending.setdefault(layer, []).append(check)
+        for result, i, line in ready:
+            if result.get()[0].numpy()[i]:
                 raise ValueError(f"layer {name!r}: {line}")

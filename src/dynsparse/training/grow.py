@@ -12,7 +12,8 @@ from torch import Tensor
 from dynsparse._core.checks import check_integer, check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import best_free, check_pooling, random_outside
-from dynsparse.ops.grow.topk import best_positions, topk_outside
+from dynsparse.ops.grow.free_positions import check_free_positions
+from dynsparse.ops.grow.topk import best_positions, check_pairs, topk_of_layers
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import (
     ALONE,
@@ -96,6 +97,8 @@ class GradientGrowth(Growth):
     ) -> list[Tensor]:
         if not ranks.alone:
             return topk_over_ranks(ranks, requests, pooling=self.pooling)
+        if all(r.ranked is not None and r.scores is None for r in requests):
+            return self._choose_on_devices(requests)
         return [self._choose_alone(request) for request in requests]
 
     def _choose_alone(self, request: GrowRequest) -> Tensor:
@@ -103,11 +106,24 @@ class GradientGrowth(Growth):
             pattern, count = request.pattern, request.count
             if request.scores is not None:  # computed on the layer's target
                 return best_free(request.scores(request.pairs, self.pooling), pattern, count)
-            if request.ranked is None:
-                return best_positions(request.pairs, pattern, count, pooling=self.pooling)
-            best = topk_outside(request.pairs, pattern, count, pooling=self.pooling, sort=False)
-            request.ranked.append(best.scores)
-            return best.flat
+            return best_positions(request.pairs, pattern, count, pooling=self.pooling)
+
+    def _choose_on_devices(self, requests: Sequence[GrowRequest]) -> list[Tensor]:
+        pairs, patterns, counts, dtypes = [], [], [], []
+        for request in requests:
+            with layer_errors(request.name):
+                counts.append(check_free_positions(request.pattern, request.count))
+                pairs.append(request.pairs)
+                patterns.append(request.pattern)
+                checked = (
+                    check_pairs(request.pairs, request.pattern) if counts[-1] else torch.float32
+                )
+                dtypes.append(checked)
+        best = topk_of_layers(pairs, patterns, counts, dtypes, self.pooling)
+        for request, found in zip(requests, best, strict=True):
+            assert request.ranked is not None
+            request.ranked.append(found.scores)
+        return [found.flat for found in best]
 
 
 class RandomGrowth(Growth):

@@ -36,7 +36,7 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
         ValueError: survivors move, and a state is neither a tensor with one entry nor one with an
             entry per block, so that it cannot follow; nothing is changed.
     """
-    prepare_tensors(state_entries(optimizer, values, rewiring), rewiring)()
+    prepare_tensors(state_entries(nested_optimizers(optimizer), values, rewiring), rewiring)()
 
 
 class StateEntry(NamedTuple):
@@ -58,19 +58,18 @@ class StateEntry(NamedTuple):
 def prepare_tensors(entries: Sequence[StateEntry], rewiring: Rewiring) -> Callable[[], None]:
     """Returns a function that applies `rewiring` to tensors without allocating memory, each in its
     place if its size stays."""
-    reused, in_place = rewiring._reused, []
+    in_place: list[tuple[Tensor, float]] = []  # only grown slots are written
     prepared: list[tuple[StateEntry, Tensor]] = []
     for entry in entries:
-        plain = entry.tensor.is_cpu and type(entry.tensor) in (Tensor, torch.nn.Parameter)
-        if plain and reused is not None and not isinstance(entry.fill, Tensor):
-            in_place.append(entry)  # only grown slots are written
+        if not isinstance(entry.fill, Tensor) and rewiring._can_write_grown(entry.tensor):
+            in_place.append((entry.tensor, entry.fill))
         else:
             prepared.append((entry, rewiring.apply(entry.tensor, entry.fill)))
 
     def follow() -> None:
         with torch.no_grad():
-            for entry in in_place:
-                entry.tensor.index_fill_(0, rewiring.grown, entry.fill)
+            for tensor, fill in in_place:
+                rewiring._write_grown(tensor, fill)
             for entry, tensor in prepared:
                 if rewiring.keeps_size:
                     entry.tensor.copy_(tensor)
@@ -96,12 +95,11 @@ def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
 
 
 def states_of(
-    optimizer: torch.optim.Optimizer, values: Tensor
+    optimizers: Sequence[torch.optim.Optimizer], values: Tensor
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[Any, Any]]]:
-    """Yield every optimizer that keeps state of `values` (the given one or one that it holds), with
-    this state."""
+    """Yield every optimizer that keeps state of `values`, with this state."""
     seen: set[int] = set()
-    for candidate in nested_optimizers(optimizer):
+    for candidate in optimizers:
         state = getattr(candidate, "state", {}).get(values)
         if state and id(state) not in seen:
             seen.add(id(state))
@@ -109,12 +107,12 @@ def states_of(
 
 
 def _named_states(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> Iterator[tuple[torch.optim.Optimizer, Any, Any]]:
-    """Yield every state under a key that is no Parameter, as TRAC has, with its optimizer (the
-    given one or one that it holds) and its key."""
+    """Yield every state under a key that is no Parameter, as TRAC has, with its optimizer and its
+    key."""
     seen: set[int] = set()
-    for candidate in nested_optimizers(optimizer):
+    for candidate in optimizers:
         for key, state in getattr(candidate, "state", {}).items():
             if not isinstance(key, Tensor) and id(state) not in seen:
                 seen.add(id(state))
@@ -122,7 +120,7 @@ def _named_states(
 
 
 def state_entries(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     values: Tensor,
     rewiring: Rewiring,
     grown: float | Tensor = 0.0,
@@ -130,6 +128,7 @@ def state_entries(
     """The state tensors of `values` with an entry per block.
 
     Args:
+        optimizers: the `nested_optimizers` of the one that trains them.
         grown: the initial values of grown weights, which copies and averages of the weights get.
 
     Raises:
@@ -154,10 +153,10 @@ def state_entries(
         elif not _is_shared(value) and not (rewiring.keeps_slots and _is_scale(key)):
             _refuse_or_warn(holder, name, value, rewiring)
 
-    for holder, state in states_of(optimizer, values):
+    for holder, state in states_of(optimizers, values):
         for key in state:
             add(holder, state, key, key)
-    for holder, name, state in _named_states(optimizer):
+    for holder, name, state in _named_states(optimizers):
         if isinstance(state, Mapping) and values in state:
             add(holder, state, values, name)
         elif _holds_entries(state, values):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from dynsparse.nn.sharded import (
     shard_dimension,
     shard_like,
 )
+from dynsparse.ops.linear import LayerIndex
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
@@ -54,6 +56,7 @@ from dynsparse.training.memory import release_memory
 from dynsparse.training.optimizer_state import (
     StateEntry,
     learning_rate_of,
+    nested_optimizers,
     prepare_tensors,
     state_entries,
 )
@@ -85,6 +88,11 @@ class UpdateRequest:
     initial_value: GrownValue
     scores: Callable[[str, SparseLinear], Tensor]
     ranks: Ranks = ALONE
+
+    @cached_property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """`optimizer` and those that it holds."""
+        return nested_optimizers(self.optimizer)
 
 
 def begin_budget(budget: Budget, layers: Mapping[str, SparseLinear], ranks: Ranks) -> None:
@@ -342,7 +350,7 @@ def _make_changes(
     changes = {}
     for plan, rewiring, fill in zip(plans, rewirings, fills, strict=True):
         with layer_errors(plan.name):
-            changes[plan.name] = Change.plan(plan.layer, rewiring, fill, request.optimizer)
+            changes[plan.name] = Change.plan(plan.layer, rewiring, fill, request.optimizers)
     return changes
 
 
@@ -385,12 +393,14 @@ class Change:
         rewiring: from its pattern to the next.
         fill: initial values of grown blocks: a number, or [grown] or [grown, b, b].
         entries: the optimizer's state with an entry per block.
+        index: that of the pattern after the change, if it was made with those of other layers.
     """
 
     layer: SparseLinear
     rewiring: Rewiring
     fill: float | Tensor
     entries: list[StateEntry]
+    index: LayerIndex | None = None
 
     @classmethod
     def plan(
@@ -398,7 +408,8 @@ class Change:
         layer: SparseLinear,
         rewiring: Rewiring,
         fill: object,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
+        index: LayerIndex | None = None,
     ) -> Change:
         """Check a change; nothing is changed.
 
@@ -412,7 +423,8 @@ class Change:
         if is_sharded(values):
             _check_shards(layer, rewiring)
         checked = check_fill(fill, rewiring, values)
-        return cls(layer, rewiring, checked, state_entries(optimizer, values, rewiring, checked))
+        entries = state_entries(optimizers, values, rewiring, checked)
+        return cls(layer, rewiring, checked, entries, index)
 
     def prepare(self) -> PreparedChange:
         """Allocate everything besides the present state; nothing is changed."""
@@ -422,7 +434,8 @@ class Change:
         grads: dict[Any, Tensor] = {} if values.grad is None else {"grad": values.grad}
         of_grads = [StateEntry(grads, key, grad, 0.0) for key, grad in grads.items()]
         entries = [*self.entries, *of_grads]
-        parts = [self.layer.prepare(rewiring, self.fill), prepare_tensors(entries, rewiring)]
+        switch = self.layer.prepare(rewiring, self.fill, self.index)
+        parts = [switch, prepare_tensors(entries, rewiring)]
 
         def apply() -> None:
             for part in parts:

@@ -97,12 +97,12 @@ def test_growth_uses_the_kernel(monkeypatch, pooling, panel_bytes):
     monkeypatch.setattr(on_device, "runs_triton", lambda device: asked.append(1) or True)
     pattern = SparsePattern.random((7 * 16, 5 * 16), 0.3, block_size=16)
     pairs = [random_pair(20, 80, 112), random_pair(31, 80, 112)]
-    found, scores = on_device.topk_on_device(pairs, pattern, 9, pooling, torch.float32)
+    found, scores = on_device.topk_on_device([pairs], [pattern], 9, pooling, torch.float32)
     expected, wanted_scores = topk_outside_naive(pairs, pattern, 9, pooling=pooling)
     order = expected.sort().indices
     assert asked
-    assert torch.equal(found, expected[order])
-    torch.testing.assert_close(scores, wanted_scores[order])
+    assert torch.equal(found[0], expected[order])
+    torch.testing.assert_close(scores[0], wanted_scores[order])
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

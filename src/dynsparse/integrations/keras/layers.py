@@ -107,7 +107,7 @@ class PatternVariable(keras.Variable):
         self._sparse.resizable |= not rewiring.keeps_size
         parameter = self._sparse.values
         follow = (
-            prepare_tensors(state_entries(self.optimizer, parameter, rewiring), rewiring)
+            prepare_tensors(state_entries([self.optimizer], parameter, rewiring), rewiring)
             if self.optimizer is not None and parameter in self.optimizer.state
             else None
         )

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynsparse.ops.linear.cuda.chip import Chip, chip_of, current_device, precision_of
+from dynsparse.ops.linear.cuda.chip import Chip, chip_of, precision_of
+from dynsparse.ops.linear.cuda.launch import start
 
 
 @triton.jit(do_not_specialize=["group"])
@@ -134,28 +135,16 @@ def block_scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: s
     pooled = torch.empty(height // b, width // b, dtype=torch.float32, device=device)
     group = group_of(max(1, max(map(len, xs))), x.dtype, chip_of(device))
     precision = precision_of(x.dtype)
-    with current_device(x):
-        scores_kernel[(-(-height // TILE) * -(-width // TILE),)](
-            dy,
-            x,
-            pooled,
-            pairs,
-            len(x),
-            many,
-            height,
-            width,
-            group,
-            *dy.stride(),
-            *x.stride(),
-            B=b,
-            BO=TILE,
-            BI=TILE,
-            BT=16 if precision == "tf32x3" else 128 // x.element_size(),
-            MANY=many > 1,
-            POOLING=pooling,
-            PRECISION=precision,
-            num_warps=8,
-            num_stages=3,
-            enable_fp_fusion=True,  # the default depends on Triton's version
-        )
+    arguments = (dy, x, pooled, pairs, len(x), many, height, width, group)
+    constants = {
+        "B": b,
+        "BO": TILE,
+        "BI": TILE,
+        "BT": 16 if precision == "tf32x3" else 128 // x.element_size(),
+        "MANY": many > 1,
+        "POOLING": pooling,
+        "PRECISION": precision,
+    }
+    grid = (-(-height // TILE) * -(-width // TILE), 1, 1)
+    start(scores_kernel, x, grid, (*arguments, *dy.stride(), *x.stride()), constants, warps=8)
     return pooled

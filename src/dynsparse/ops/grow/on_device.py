@@ -22,6 +22,7 @@ from dynsparse.ops.linear.cuda.blocks import ensure_aligned
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.cuda.dense import has_accumulators
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.stack import PatternStack
 
 # Size of a panel of the gradient. Smaller panels leave multiprocessors idle; this one and the keys
 # of its scores stay in the L2 cache of a large GPU.
@@ -32,43 +33,55 @@ BLOCKS = (4, 8, 16, 32, 64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def layers_at_once(pattern: SparsePattern, dtype: torch.dtype) -> int:
+    """Return of how many layers like this one all scores fit a panel."""
+    return max(1, PANEL_BYTES // (dtype.itemsize * pattern.total))
+
+
 def topk_on_device(
-    pairs: Sequence[Pair],
-    pattern: SparsePattern,
+    pairs: Sequence[Sequence[Pair]],
+    patterns: Sequence[SparsePattern],
     k: int,
     pooling: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions and scores of `topk.topk_outside`, by position; arguments are checked.
+    """Return the positions and scores of `topk.topk_outside`, by position: [layers, k].
+
+    Arguments are checked.
 
     Args:
+        pairs: those of every layer.
+        patterns: of the layers, of equal shape, block size and number of blocks.
         dtype: the dtype of the scores, float32 or float64.
     """
-    device, x_is_matrix = pairs[0][0].device, pairs[0][0].dim() == 2
-    (height, width), b = pattern.grid, pattern.block_size
-    occupied = pattern._flat_on(device)
-    pooled = dtype is torch.float32 and x_is_matrix and can_score_blocks(pairs, b)
+    device, pattern = pairs[0][0][0].device, patterns[0]
+    (height, width), b, layers = pattern.grid, pattern.block_size, len(patterns)
+    occupied = PatternStack.of(patterns, device).flat
+    pooled = dtype is torch.float32 and all(
+        own[0][0].dim() == 2 and can_score_blocks(own, b) for own in pairs
+    )
     rows = max(1, PANEL_BYTES // (dtype.itemsize * width * (1 if pooled else b * b)))
-    room = torch.empty(min(rows, height) * width + 1, dtype=dtype, device=device)
-    flat = torch.empty(0, dtype=torch.int64, device=device)
-    scores = torch.empty(0, dtype=dtype, device=device)
+    room = torch.empty(layers, min(rows, height) * width + 1, dtype=dtype, device=device)
+    flat = torch.empty(layers, 0, dtype=torch.int64, device=device)
+    scores = torch.empty(layers, 0, dtype=dtype, device=device)
     for first in range(0, height, rows):
         count = min(rows, height - first)
         begin, size = first * width, count * width
-        panel = room.narrow(0, 0, size)
-        if pooled:
-            part = [(x, dy.narrow(1, first * b, count * b)) for x, dy in pairs]
-            panel.copy_(block_scores(part, b, pooling).view(-1))
-        else:
-            _score(pairs, first * b, count * b, b, pooling, panel)
+        for own, panel in zip(pairs, room.narrow(1, 0, size).unbind(), strict=True):
+            if pooled:
+                part = [(x, dy.narrow(1, first * b, count * b)) for x, dy in own]
+                panel.copy_(block_scores(part, b, pooling).view(-1))
+            else:
+                _score(own, first * b, count * b, b, pooling, panel)
         # Positions that are not free get -1; those of other panels go to an unused last entry.
         taken = occupied - begin
         taken = torch.where((taken >= 0) & (taken < size), taken, size)
-        room.narrow(0, 0, size + 1).index_fill_(0, taken, -1.0)
-        scores = torch.cat([scores, panel])
-        flat = torch.cat([flat, torch.arange(begin, begin + size, device=device)])
-        keep = select_on_device(scores, min(k, len(scores)))
-        scores, flat = scores.index_select(0, keep), flat.index_select(0, keep)
+        room.narrow(1, 0, size + 1).scatter_(1, taken, -1.0)
+        positions = torch.arange(begin, begin + size, device=device).expand(layers, -1)
+        scores = torch.cat([scores, room.narrow(1, 0, size)], 1)
+        flat = torch.cat([flat, positions], 1)
+        keep = select_on_device(scores, min(k, scores.shape[1]))
+        scores, flat = scores.gather(1, keep), flat.gather(1, keep)
     return flat, scores
 
 

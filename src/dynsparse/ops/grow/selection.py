@@ -46,18 +46,19 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
 
 
 def select_on_device(scores: Tensor, k: int, largest: bool = True) -> Tensor:
-    """Do the same as `select` without waiting for the device.
+    """Do the same as `select` for scores [..., n], without waiting for the device: int64 [..., k].
 
     NaN ranks anywhere, but the same on every run.
     """
-    if scores.dtype not in _KEY_DTYPES or len(scores) > _LARGEST_INDEX:
-        order = scores.sort(descending=largest, stable=True).indices
-        return order.narrow(0, 0, k).sort().values
+    size = scores.shape[-1]
+    if scores.dtype not in _KEY_DTYPES or size > _LARGEST_INDEX:
+        order = scores.sort(dim=-1, descending=largest, stable=True).indices
+        return order.narrow(-1, 0, k).sort().values
     # A key has the score's bits and, below them, its position. -0.0 becomes 0.0; larger bits mean a
     # smaller negative number.
     bits = (scores.float() + 0.0).view(torch.int32)
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
-    index = torch.arange(len(scores), device=scores.device)
+    index = torch.arange(size, device=scores.device)
     keys = bits | (_LARGEST_INDEX - index if largest else index)
     index = torch.topk(keys, k, largest=largest, sorted=False).values & _LARGEST_INDEX
     return (_LARGEST_INDEX - index if largest else index).sort().values

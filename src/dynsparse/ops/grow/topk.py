@@ -6,7 +6,7 @@ candidates so far and then overwritten, so no [out, in] matrix exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from dynsparse._core.checks import check_tensor, check_types, is_finite, shorten
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
-from dynsparse.ops.grow.on_device import topk_on_device
+from dynsparse.ops.grow.on_device import layers_at_once, topk_on_device
 from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.grow.search import NO_GUESS, Candidates, RowSearch
 from dynsparse.ops.grow.selection import merge_sorted, select
@@ -75,15 +75,46 @@ def topk_outside(
     k = check_free_positions(pattern, k)
     dtype = check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
-        return GrowCandidates(
-            torch.zeros(0, dtype=torch.int64, device="cpu"),
-            torch.zeros(0, dtype=dtype, device="cpu"),
-        )
+        return _no_candidates(torch.device("cpu"), dtype)
     if not pairs[0][0].is_cpu:
-        return _make_candidates(*topk_on_device(pairs, pattern, k, pooling, dtype), sort)
+        flat, scores = topk_on_device([pairs], [pattern], k, pooling, dtype)
+        return _make_candidates(flat.squeeze(0), scores.squeeze(0), sort)
 
     candidates = _search(pairs, pattern, k, pooling, dtype, scored=True)
     return _make_candidates(candidates.flat, candidates.scores, sort)
+
+
+def topk_of_layers(
+    pairs: Sequence[Sequence[Pair]],
+    patterns: Sequence[SparsePattern],
+    counts: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    pooling: str,
+) -> list[GrowCandidates]:
+    """`topk_outside` of layers on devices, by position; layers of equal sizes are ranked together.
+
+    Args:
+        pairs, patterns, counts: the arguments of each layer, checked.
+        dtypes: of their scores, from `check_pairs`.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, (own, pattern, k, dtype) in enumerate(zip(pairs, patterns, counts, dtypes, strict=True)):
+        device = own[0][0].device if k else None
+        key = (pattern.shape, pattern.block_size, pattern.nnz, k, dtype, device)
+        groups.setdefault(key, []).append(i)
+    found: dict[int, GrowCandidates] = {}
+    for group in groups.values():
+        pattern, k, dtype = patterns[group[0]], counts[group[0]], dtypes[group[0]]
+        step = layers_at_once(pattern, dtype)
+        for batch in [group[i : i + step] for i in range(0, len(group), step)]:
+            if k == 0:
+                found |= {i: _no_candidates(patterns[i]._device, dtype) for i in batch}
+                continue
+            flat, scores = topk_on_device(
+                [pairs[i] for i in batch], [patterns[i] for i in batch], k, pooling, dtype
+            )
+            found |= zip(batch, map(GrowCandidates, flat, scores), strict=True)
+    return [found[i] for i in range(len(patterns))]
 
 
 @check_types
@@ -143,6 +174,11 @@ def _search(
     if candidates.count < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
     return candidates
+
+
+def _no_candidates(device: torch.device, dtype: torch.dtype) -> GrowCandidates:
+    flat = torch.zeros(0, dtype=torch.int64, device=device)
+    return GrowCandidates(flat, torch.zeros(0, dtype=dtype, device=device))
 
 
 def _make_candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:

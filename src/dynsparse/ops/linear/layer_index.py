@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dynsparse._core.checks import check_kind, check_tensor
 from dynsparse.pattern import PatternIndex
-from dynsparse.pattern.index_arrays import SortedEntries, slots_of, sort_by_columns, to_slot_order
+from dynsparse.pattern.index_arrays import SortedEntries, sort_by_columns, to_slot_order
+from dynsparse.pattern.on_device import find_slots
 from dynsparse.pattern.on_device import sort_by_columns as sort_by_columns_on_device
 
 
@@ -104,13 +105,14 @@ class LayerIndex:
             raise RuntimeError(
                 f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
             )
-        self.index, self.keep = index, keep
-        self.row_ptr, self.cols, self.col_ptr, *order, self.slots = index
+        self.keep = keep
+        self._set_tensors(index)
         if any(tensor.dim() != 1 for tensor in index):
             raise RuntimeError(
                 "the index tensors must be one-dimensional: take SparsePattern.index"
             )
         self.nnz = nnz = self.cols.shape[0]
+        order = index.csc_rows, index.csc_perm
         if values.shape[0] != nnz:
             raise RuntimeError(
                 f"values hold {values.shape[0]} blocks but the pattern has {nnz}: "
@@ -128,7 +130,7 @@ class LayerIndex:
                     f"the index tensors must be int32 on {values.device}, where the values are, "
                     f"got {tensor.dtype} on {tensor.device}"
                 )
-        self.order = None if omitted and nnz else (order[0], order[1])
+        self.order = None if omitted and nnz else order
         self.block_size = b = 1 if values.dim() == 1 else values.shape[1]
         self.out_features = (self.row_ptr.shape[0] - 1) * b
         self.in_features = (self.col_ptr.shape[0] - 1) * b
@@ -142,6 +144,10 @@ class LayerIndex:
         self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
         self.choices: tuple[dict[Hashable, str], dict[Hashable, str]] = ({}, {})
         self._derived: dict[Hashable, tuple[Tensor, Callable[[LayerIndex], Tensor]]] = {}
+
+    def _set_tensors(self, index: PatternIndex) -> None:
+        self.index = index
+        self.row_ptr, self.cols, self.col_ptr, _, _, self.slots = index
 
     @property
     def is_full(self) -> bool:
@@ -168,7 +174,7 @@ class LayerIndex:
                 self.order = order
             return order
         # Always kept: CUDA graphs may read them.
-        rows, slots = self.get_derived("by columns", _make_order).unbind()
+        rows, slots = self.get_derived("by columns", _make_order).unbind(-2)
         return rows, slots
 
     def get_derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
@@ -185,19 +191,52 @@ class LayerIndex:
 
     def can_copy_from(self, other: LayerIndex) -> bool:
         """Whether `copy_from` can overwrite this index with another."""
-        return (
-            not self.on_cpu
-            and self.values_shape == other.values_shape
-            and all(
-                old.shape == new.shape and old.device == new.device
-                for old, new in zip(self.index, other.index, strict=True)
-            )
+        return self.values_shape == other.values_shape and self.fits(other.index)
+
+    def fits(self, index: PatternIndex) -> bool:
+        """Whether index tensors, or stacked ones, [layers, ...], fit the memory of this one, which
+        is not on the CPU."""
+        return not self.on_cpu and all(
+            old.shape == new.shape[-1:] and old.device == new.device
+            for old, new in zip(self.index, index, strict=True)
         )
 
     def derive_like(self, other: LayerIndex) -> None:
         """Make the tensors that have been derived from `other`."""
         for name, (_, make) in other._derived.items():
             self.get_derived(name, make)
+
+    def _replace_tensors(
+        self, index: PatternIndex, derived: dict[Hashable, tuple[Tensor, Callable[..., Tensor]]]
+    ) -> LayerIndex:
+        """Return an index of the same sizes with other tensors."""
+        other = copy.copy(self)
+        other._set_tensors(index)
+        other._derived = derived
+        return other
+
+    @staticmethod
+    def make_next(before: Sequence[LayerIndex], stacked: PatternIndex) -> list[LayerIndex]:
+        """Make the indexes of the next patterns of layers on a device, with all that was derived
+        from the present ones.
+
+        Args:
+            before: the present indexes, of the same sizes.
+            stacked: the index tensors of the next patterns, [layers, ...], without the order by
+                columns.
+        """
+        together = before[0]._replace_tensors(stacked, {})
+        for index in before:
+            together.derive_like(index)
+        tensors = zip(*(tensor.unbind() for tensor in stacked), strict=True)
+        derived = {name: (t.unbind(), make) for name, (t, make) in together._derived.items()}
+        return [
+            index._replace_tensors(
+                PatternIndex(*own),
+                {name: (derived[name][0][i], derived[name][1]) for name in index._derived},
+            )
+            for i, (index, own) in enumerate(zip(before, tensors, strict=True))
+        ]
 
     def copy_from(self, other: LayerIndex) -> LayerIndex:
         """Overwrite the memory with another index, after its `derive_like`.
@@ -220,8 +259,9 @@ class LayerIndex:
 
 
 def _make_order(p: LayerIndex) -> Tensor:
-    rows, entries = sort_by_columns_on_device(p.row_ptr, p.cols, len(p.col_ptr) - 1)
-    return torch.stack([rows, slots_of(entries, p.slots)])
+    width = p.col_ptr.shape[-1] - 1
+    rows, entries = sort_by_columns_on_device(p.row_ptr, p.cols, width).unbind(-2)
+    return torch.stack([rows, find_slots(entries, p.slots)], -2)
 
 
 class Read(NamedTuple):

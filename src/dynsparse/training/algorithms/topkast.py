@@ -18,7 +18,7 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import collective_errors
 from dynsparse.training.algorithms.composed import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.deferred_checks import check_scores, defer_check, layer_errors
+from dynsparse.training.deferred_checks import check_scores, defer_checks, layer_errors
 from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import GrownValue, RandomGrowth
 from dynsparse.training.layer_shards import (
@@ -184,7 +184,7 @@ class TopKAST(SparseTrainer):
         with layer_errors(name):
             sizes = magnitude(values)
             slots = select(sizes, self.budget.forward_count(pattern.nnz))
-        defer_check(layer, sizes.isnan().any(), _NAN.format(step=self.steps))
+        defer_checks([layer], sizes.isnan().any().view(1), _NAN.format(step=self.steps))
         chosen, before = ActiveSet._from_device(pattern, slots), layer.active
         return [chosen, before] if before is not None and before.can_copy_from(chosen) else [chosen]
 

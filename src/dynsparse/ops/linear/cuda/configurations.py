@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dynsparse.ops.linear.cuda.chip import Chip, Numbers, numbers_of
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.pattern.index_arrays import slots_of
+from dynsparse.pattern.on_device import find_slots
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -226,25 +226,27 @@ def chunks(p: LayerIndex, size: int) -> Tensor:
     return p.get_derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
 
 
+# These tensors may be those of several layers of equal shape and number of blocks, [layers, ...].
+
+
 def _sort_by_length(ptr: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
-    order = ptr.diff().argsort(descending=True, stable=True)
-    records = ptr.new_zeros(len(order), 8)
-    records[:, 0] = order
-    records[:, 1], records[:, 2] = ptr[:-1][order], ptr[1:][order]
-    if len(blocks):
-        first = records[:, 1].clamp(max=len(blocks) - 1)
-        records[:, 3] = blocks[first]
-        records[:, 4] = slots_of(first, slots)
-    return records
+    order = ptr.diff().argsort(dim=-1, descending=True, stable=True)
+    begin, end = ptr.narrow(-1, 0, order.shape[-1]), ptr.narrow(-1, 1, order.shape[-1])
+    fields = [order.int(), begin.gather(-1, order), end.gather(-1, order)]
+    if blocks.shape[-1]:
+        first = fields[1].clamp(max=blocks.shape[-1] - 1)
+        fields += [blocks.gather(-1, first.long()), find_slots(first, slots)]
+    fields += [torch.zeros_like(fields[0])] * (8 - len(fields))
+    return torch.stack(fields, -1)
 
 
 def _chunks(ptr: Tensor, nnz: int, size: int) -> Tensor:
-    rows = len(ptr) - 1
+    rows = ptr.shape[-1] - 1
     # Rows without blocks have a chunk too, which sums their gradient of the bias.
     each = ((ptr.diff() + (size - 1)) // size).clamp_(min=1)
-    ends = each.cumsum(0)
-    number = torch.arange(nnz // size + rows, device=ptr.device)
+    ends = each.cumsum(-1)
+    number = torch.arange(nnz // size + rows, device=ptr.device).repeat(*ptr.shape[:-1], 1)
     row = torch.searchsorted(ends, number, right=True)
     valid = row.clamp(max=rows - 1)
-    start = ptr[valid] + (number - (ends - each)[valid]) * size
-    return torch.stack([torch.where(row < rows, row, -1), start]).int()
+    start = ptr.gather(-1, valid) + (number - (ends - each).gather(-1, valid)) * size
+    return torch.stack([torch.where(row < rows, row, -1), start], -2).int()

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.pattern.index_arrays import to_slot_order
+from dynsparse.pattern.on_device import flat_positions, order_by_slots
 
 # Size of a panel of the gradient, in float32: 8192 x 8192 is one. Products of few rows leave
 # multiprocessors idle, and all entries are searched for in each panel.
@@ -84,19 +84,17 @@ def backward(
 
 
 def lines_of(row_ptr: Tensor, cols: Tensor, slots: Tensor, b: int, width: int) -> Tensor:
-    """Return the rows of every block's lines in a matrix [out * in / b, b]: int64 [nnz * b], by
-    slots.
+    """Return the rows of every block's lines in a matrix [out * in / b, b]: int64 [..., nnz * b],
+    by slots.
 
     Args:
         width: in / b.
     """
-    first = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
-    first = first.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
-    first = to_slot_order(first, slots)
+    first = order_by_slots(flat_positions(row_ptr, cols, b * width), slots)
     if b == 1:
         return first
     lines = torch.arange(0, b * width, width, device=cols.device)
-    return (first.view(-1, 1) + lines).view(-1)
+    return (first.unsqueeze(-1) + lines).flatten(-2)
 
 
 def _make_lines(p: LayerIndex) -> Tensor:

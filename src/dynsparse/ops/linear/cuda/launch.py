@@ -40,7 +40,7 @@ _AT_ONCE = 1024
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
-def _start(
+def start(
     kernel: JITFunction,
     x: Tensor,
     grid: tuple[int, int, int],
@@ -132,11 +132,11 @@ def _rows(
             _tiles(values.view(-1, b), tile),
             _tiles(y, [c.samples, b]),
         )
-        _start(rows_tma_kernel, x, grid, (*operands, *pattern), constants, c.warps, c.stages)
+        start(rows_tma_kernel, x, grid, (*operands, *pattern), constants, c.warps, c.stages)
     else:
         constants["PRECISION"] = precision_of(x.dtype)
         arguments = (x, values, y, *pattern, *x.stride())
-        _start(rows_kernel, x, grid, arguments, constants, c.warps, c.stages)
+        start(rows_kernel, x, grid, arguments, constants, c.warps, c.stages)
     return y
 
 
@@ -202,12 +202,12 @@ def grad_weight(
     if c.tma and _can_load_tiles(x) and _can_load_tiles(dy):
         constants["SUMS"] = with_sums
         operands = (_tiles(dy, [c.samples, b]), _tiles(x, [c.samples, b]))
-        _start(gradient_tma_kernel, x, grid, (*operands, *pattern), constants, c.warps, c.stages)
+        start(gradient_tma_kernel, x, grid, (*operands, *pattern), constants, c.warps, c.stages)
     else:
         constants["SUMS"] = smallest_tile_rows(chip) if with_sums else 1
         constants["PRECISION"] = precision_of(x.dtype)
         arguments = (dy, x, *pattern, *dy.stride(), *x.stride())
-        _start(gradient_kernel, x, grid, arguments, constants, c.warps, c.stages)
+        start(gradient_kernel, x, grid, arguments, constants, c.warps, c.stages)
     if sums is not None and db is not None:
         sums.append(db.sum(0) if parts else db)
     return dw.sum(0).to(dtype) if parts else dw
@@ -234,4 +234,4 @@ def _move(values: Tensor, matrix: Tensor, p: LayerIndex, first: int, collect: bo
         "BY_SLOT": len(p.slots) > 0,
         "COLLECT": collect,
     }
-    _start(move_kernel, values, (len(matrix), 1, 1), (values, matrix, *index), constants)
+    start(move_kernel, values, (len(matrix), 1, 1), (values, matrix, *index), constants)
