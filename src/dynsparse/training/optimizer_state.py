@@ -36,7 +36,7 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
         ValueError: survivors move, and a state is neither a tensor with one entry nor one with an
             entry per block, so that it cannot follow; nothing is changed.
     """
-    prepare_tensors(state_entries(nested_optimizers(optimizer), values, rewiring), rewiring)()
+    prepare_tensors(state_entries(StateHolders.of(optimizer), values, rewiring), rewiring)()
 
 
 class StateEntry(NamedTuple):
@@ -106,21 +106,32 @@ def states_of(
             yield candidate, state
 
 
-def _named_states(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> Iterator[tuple[torch.optim.Optimizer, Any, Any]]:
-    """Yield every state under a key that is no Parameter, as TRAC has, with its optimizer and its
-    key."""
-    seen: set[int] = set()
-    for candidate in optimizers:
-        for key, state in getattr(candidate, "state", {}).items():
-            if not isinstance(key, Tensor) and id(state) not in seen:
-                seen.add(id(state))
-                yield candidate, key, state
+class StateHolders(NamedTuple):
+    """Where the state of a Parameter may be.
+
+    Attributes:
+        optimizers: an optimizer and those that it holds.
+        named: their states under keys that are no Parameters, as TRAC has, each with its optimizer
+            and key.
+    """
+
+    optimizers: list[torch.optim.Optimizer]
+    named: list[tuple[torch.optim.Optimizer, Any, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> StateHolders:
+        optimizers = nested_optimizers(optimizer)
+        named = {
+            id(state): (holder, key, state)
+            for holder in reversed(optimizers)
+            for key, state in getattr(holder, "state", {}).items()
+            if not isinstance(key, Tensor)
+        }
+        return cls(optimizers, [*named.values()])
 
 
 def state_entries(
-    optimizers: Sequence[torch.optim.Optimizer],
+    holders: StateHolders,
     values: Tensor,
     rewiring: Rewiring,
     grown: float | Tensor = 0.0,
@@ -128,7 +139,7 @@ def state_entries(
     """The state tensors of `values` with an entry per block.
 
     Args:
-        optimizers: the `nested_optimizers` of the one that trains them.
+        holders: of the optimizer that trains them.
         grown: the initial values of grown weights, which copies and averages of the weights get.
 
     Raises:
@@ -153,10 +164,10 @@ def state_entries(
         elif not _is_shared(value) and not (rewiring.keeps_slots and _is_scale(key)):
             _refuse_or_warn(holder, name, value, rewiring)
 
-    for holder, state in states_of(optimizers, values):
+    for holder, state in states_of(holders.optimizers, values):
         for key in state:
             add(holder, state, key, key)
-    for holder, name, state in _named_states(optimizers):
+    for holder, name, state in holders.named:
         if isinstance(state, Mapping) and values in state:
             add(holder, state, values, name)
         elif _holds_entries(state, values):

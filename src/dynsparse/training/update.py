@@ -55,8 +55,8 @@ from dynsparse.training.layer_shards import LayerShard, find_shards, layer_sizes
 from dynsparse.training.memory import release_memory
 from dynsparse.training.optimizer_state import (
     StateEntry,
+    StateHolders,
     learning_rate_of,
-    nested_optimizers,
     prepare_tensors,
     state_entries,
 )
@@ -90,9 +90,8 @@ class UpdateRequest:
     ranks: Ranks = ALONE
 
     @cached_property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """`optimizer` and those that it holds."""
-        return nested_optimizers(self.optimizer)
+    def state_holders(self) -> StateHolders:
+        return StateHolders.of(self.optimizer)
 
 
 def begin_budget(budget: Budget, layers: Mapping[str, SparseLinear], ranks: Ranks) -> None:
@@ -350,7 +349,7 @@ def _make_changes(
     changes = {}
     for plan, rewiring, fill in zip(plans, rewirings, fills, strict=True):
         with layer_errors(plan.name):
-            changes[plan.name] = Change.plan(plan.layer, rewiring, fill, request.optimizers)
+            changes[plan.name] = Change.plan(plan.layer, rewiring, fill, request.state_holders)
     return changes
 
 
@@ -408,7 +407,7 @@ class Change:
         layer: SparseLinear,
         rewiring: Rewiring,
         fill: object,
-        optimizers: Sequence[torch.optim.Optimizer],
+        holders: StateHolders,
         index: LayerIndex | None = None,
     ) -> Change:
         """Check a change; nothing is changed.
@@ -423,7 +422,7 @@ class Change:
         if is_sharded(values):
             _check_shards(layer, rewiring)
         checked = check_fill(fill, rewiring, values)
-        entries = state_entries(optimizers, values, rewiring, checked)
+        entries = state_entries(holders, values, rewiring, checked)
         return cls(layer, rewiring, checked, entries, index)
 
     def prepare(self) -> PreparedChange:

@@ -216,7 +216,7 @@ def plan_changes(
     for own in zip(names, layers, rewirings, fills, indexes or [None] * len(names), strict=True):
         name, layer, rewiring, fill, index = own
         with layer_errors(name):
-            changes[name] = Change.plan(layer, rewiring, fill, request.optimizers, index)
+            changes[name] = Change.plan(layer, rewiring, fill, request.state_holders, index)
     return changes
 
 

@@ -17,7 +17,7 @@ from dynsparse._core.checks import check_integer, check_types
 from dynsparse.integrations.keras.optimizer import KerasOptimizer, update_shape
 from dynsparse.nn import SparseConv2d, SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training.optimizer_state import prepare_tensors, state_entries
+from dynsparse.training.optimizer_state import StateHolders, prepare_tensors, state_entries
 
 _STATE_KEY = "training"
 
@@ -107,7 +107,9 @@ class PatternVariable(keras.Variable):
         self._sparse.resizable |= not rewiring.keeps_size
         parameter = self._sparse.values
         follow = (
-            prepare_tensors(state_entries([self.optimizer], parameter, rewiring), rewiring)
+            prepare_tensors(
+                state_entries(StateHolders.of(self.optimizer), parameter, rewiring), rewiring
+            )
             if self.optimizer is not None and parameter in self.optimizer.state
             else None
         )
