@@ -94,18 +94,6 @@ def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
     return optimizers
 
 
-def states_of(
-    optimizers: Sequence[torch.optim.Optimizer], values: Tensor
-) -> Iterator[tuple[torch.optim.Optimizer, dict[Any, Any]]]:
-    """Yield every optimizer that keeps state of `values`, with this state."""
-    seen: set[int] = set()
-    for candidate in optimizers:
-        state = getattr(candidate, "state", {}).get(values)
-        if state and id(state) not in seen:
-            seen.add(id(state))
-            yield candidate, state
-
-
 class StateHolders(NamedTuple):
     """Where the state of a Parameter may be.
 
@@ -128,6 +116,23 @@ class StateHolders(NamedTuple):
             if not isinstance(key, Tensor)
         }
         return cls(optimizers, [*named.values()])
+
+    def states_of(self, values: Tensor) -> Iterator[tuple[torch.optim.Optimizer, dict[Any, Any]]]:
+        """Yield every optimizer that keeps state of `values`, with this state."""
+        seen: set[int] = set()
+        for candidate in self.optimizers:
+            state = getattr(candidate, "state", {}).get(values)
+            if state and id(state) not in seen:
+                seen.add(id(state))
+                yield candidate, state
+
+
+def states_of(
+    optimizer: torch.optim.Optimizer, values: Tensor
+) -> Iterator[tuple[torch.optim.Optimizer, dict[Any, Any]]]:
+    """Yield every optimizer that keeps state of `values` (the given one or one that it holds), with
+    this state."""
+    return StateHolders.of(optimizer).states_of(values)
 
 
 def state_entries(
@@ -164,7 +169,7 @@ def state_entries(
         elif not _is_shared(value) and not (rewiring.keeps_slots and _is_scale(key)):
             _refuse_or_warn(holder, name, value, rewiring)
 
-    for holder, state in states_of(holders.optimizers, values):
+    for holder, state in holders.states_of(values):
         for key in state:
             add(holder, state, key, key)
     for holder, name, state in holders.named:

@@ -22,7 +22,7 @@ from dynsparse.ranks import (
     group_errors,
     min_max_digest,
 )
-from dynsparse.training.optimizer_state import nested_optimizers, states_of
+from dynsparse.training.optimizer_state import states_of
 
 _SAME_ARGUMENTS = "make the trainer with the same arguments on every rank"
 _RANKS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
@@ -62,7 +62,7 @@ def broadcast_initial_state(
     used = {
         name
         for name, layer in layers.items()
-        for _, state in states_of(nested_optimizers(optimizer), layer.values)
+        for _, state in states_of(optimizer, layer.values)
         if any(isinstance(tensor, Tensor) for tensor in state.values())
     }
     _broadcast_differing(ranks, layers, used)

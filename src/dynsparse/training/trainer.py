@@ -27,12 +27,7 @@ from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientStep, GrownValue, Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.layer_shards import describe_layer, rebuild_reducers, resolve_ranks
-from dynsparse.training.optimizer_state import (
-    check_optimizer,
-    nested_optimizers,
-    rewire_state,
-    states_of,
-)
+from dynsparse.training.optimizer_state import check_optimizer, rewire_state, states_of
 from dynsparse.training.rank_consistency import (
     PatternComparison,
     broadcast_initial_state,
@@ -416,7 +411,7 @@ class SparseTrainer:
                 before, after, values = self._known[name], layer.pattern, layer.values
                 if before._has_slots_of(after):
                     continue
-                if is_sharded(values) and any(states_of(nested_optimizers(self.optimizer), values)):
+                if is_sharded(values) and any(states_of(self.optimizer, values)):
                     raise RuntimeError(
                         f"layer {name!r} was loaded with another pattern, which its sharded "
                         "optimizer state cannot follow: load the optimizer's state, too"

@@ -27,6 +27,7 @@ from dynsparse.training.layer_shards import (
     layer_sizes,
     sum_shards,
 )
+from dynsparse.training.optimizer_state import StateHolders
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.training.update import Change, check_trained_by, prepare_changes
@@ -249,12 +250,12 @@ class TopKAST(SparseTrainer):
         """Drop everything outside A after the training: layers become ordinary ones that hold A,
         with values and optimizer state of its size. Returns the rewirings by layer name."""
         check_trained_by(self.optimizer, self._trainable_layers())
-        changes = {}
+        changes, holders = {}, StateHolders.of(self.optimizer)
         for name, layer in self._trainable_layers().items():
             if layer.active is not None:
                 rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
                 with layer_errors(name):
-                    changes[name] = Change.plan(layer, rewiring, 0.0, self.optimizer)
+                    changes[name] = Change.plan(layer, rewiring, 0.0, holders)
         layers = [change.layer for change in changes.values()]
         with defer_signals():
             before = [layer.resizable for layer in layers]
