@@ -360,21 +360,26 @@ def _bytes_sent(rank, samples):
     return moved
 
 
-def train_with_power_sgd(rank, size):
-    """Train with PowerSGD; return (numbers of blocks per step, whether all values are finite)."""
+def train_with_power_sgd(rank, size, algorithm, options):
+    """Train with PowerSGD.
+
+    Returns:
+        [(number of blocks, whether errors of gradients are kept) per step], whether all values are
+        finite.
+    """
     torch.manual_seed(0)
     net = ds.nn.SparseLinear(256, 256, 0.5)
     ddp = DistributedDataParallel(net)
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trainer = ds.GMP(net, optimizer, total_steps=12, update_interval=3, final_density=0.1)
+    trainer = algorithm(net, optimizer, total_steps=12, update_interval=3, **options)
     seen = []
     for _ in range(12):
         optimizer.zero_grad()
         ddp(torch.randn(16, 256)).square().mean().backward()
         trainer.step()
-        seen.append(net.pattern.nnz)
+        seen.append((net.pattern.nnz, bool(state.error_dict)))
     return seen, bool(net.values.isfinite().all())
 
 

@@ -8,6 +8,7 @@ import torch
 from processes import on_ranks
 from rank_trainings import ALGORITHMS, apart
 
+import dynsparse as ds
 from dynsparse._core import native
 
 
@@ -130,8 +131,16 @@ def test_trainer_sends_less_than_the_dense_gradient():
 
 
 def test_power_sgd_with_changing_numbers_of_values():
-    for seen, finite in on_ranks(2, work.train_with_power_sgd):
-        assert len(set(seen)) > 3
+    options = {"final_density": 0.1}
+    for seen, finite in on_ranks(2, work.train_with_power_sgd, ds.GMP, options):
+        assert len({nnz for nnz, _ in seen}) > 3
+        assert finite
+
+
+def test_power_sgd_forgets_errors_of_dropped_weights():
+    for seen, finite in on_ranks(2, work.train_with_power_sgd, ds.RigL, {}):
+        kept = [step for step, (_, kept) in enumerate(seen, 1) if kept]
+        assert kept == [4, 5, *range(7, 13)]  # updates at steps 3 and 6
         assert finite
 
 

@@ -1,6 +1,7 @@
 """Averaged models with changing patterns equal masked averages of masked dense models."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_average_that_does_not_follow_warns(write):
     average = average_of(net)
     with torch.no_grad():
         write(average, net)
-    with pytest.warns(UserWarning, match=r"call dynsparse\.nn\.follow_patterns\(average, model\)"):
+    with pytest.warns(UserWarning, match=r"call dynsparse\.nn\.follow_patterns\(copy, model\)"):
         change(net)
     change(net)  # once for each
 
@@ -207,6 +208,109 @@ def test_other_copies_do_not_warn(make):
     other = make(net)
     change(net)
     assert other[0].values is not net[0].values
+
+
+def _copy_with_gradients(net):
+    return net, copy.deepcopy(net)
+
+
+def _loaded_copy(net):
+    other = nn.Sequential(SparseLinear(12, 16, 0.4), nn.ReLU(), SparseLinear(16, 8, 0.5)).double()
+    other.load_state_dict(net.state_dict())
+    return net, other
+
+
+def _frozen_loaded_copy(net):
+    return net, _loaded_copy(net)[1].requires_grad_(False)
+
+
+def _trained_copy(net):
+    return copy.deepcopy(net), net
+
+
+def _copies(net):
+    return copy.deepcopy(net), copy.deepcopy(net).requires_grad_(False)
+
+
+def _unpickled(net):
+    return pickle.loads(pickle.dumps((net, average_of(net))))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _copy_with_gradients,
+        _loaded_copy,
+        _frozen_loaded_copy,
+        _trained_copy,
+        _copies,
+        _unpickled,
+    ],
+)
+def test_target_network_warns(make):
+    """Soft updates of what is no frozen deep copy of the trained model: by the second update."""
+    net, target = make(model())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = ds.RigL(net, optimizer, total_steps=20, update_interval=2)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(torch.randn(6, 12, dtype=torch.float64)).square().mean().backward()
+            trainer.step()
+            with torch.no_grad():
+                _by_data(target, net)
+
+    with pytest.warns(UserWarning, match="or a target network"):
+        train(4)
+    train(4)  # once for each layer
+    assert trainer.updates == 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_copies_that_are_trained_do_not_warn(compiled):
+    """Copies that a plain optimizer trains, or a trainer of their own."""
+    net = model()
+    others = [copy.deepcopy(net) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, *others)]
+    trainers = [
+        ds.RigL(net, optimizers[0], total_steps=40, update_interval=2),
+        ds.SET(others[0], optimizers[1], total_steps=40, update_interval=3),
+    ]
+    run = torch.compile(others[1], backend="aot_eager") if compiled else others[1]
+    for _ in range(12):
+        for m in (net, others[0], run):
+            m(torch.randn(6, 12, dtype=torch.float64)).square().mean().backward()
+        for step in (trainers[0].step, trainers[1].step, optimizers[2].step):
+            step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert [trainer.updates for trainer in trainers] == [6, 4]
+
+
+def test_copy_without_values_does_not_matter():
+    net = model()
+    other = copy.deepcopy(net)
+    del other[0]._parameters["values"]
+    change(net)
+    other[2].values = None
+    change(net)
+
+
+def test_shared_memory_warns():
+    net = model().share_memory()
+    with pytest.warns(UserWarning, match="memory that processes share"):
+        change(net)
+    change(net)  # it is not shared any more
+
+
+def test_shallow_copy_of_a_layer_raises_after_a_change():
+    net = model()
+    other = copy.copy(net[0])
+    change(net)
+    for call in (other.to_dense, other.state_dict):
+        with pytest.raises(RuntimeError, match="values of another sparse layer"):
+            call()
 
 
 def test_copies_on_devices_are_compared_without_waiting():

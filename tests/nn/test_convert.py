@@ -11,6 +11,7 @@ from conv1d_layer import Conv1D
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, describe
@@ -193,6 +194,40 @@ def test_random_start_scales_the_dense_weights():
     again = nn.Sequential(nn.Linear(40, 30), nn.ReLU()).double()
     sparsified(again, 0.2, generator=torch.Generator().manual_seed(1))
     assert again[0].pattern == m[0].pattern
+
+
+@pytest.mark.parametrize("start", ["random", "magnitude"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_copy_inside_the_model_gets_the_pattern_of_its_original(start, averaged):
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 20), nn.Linear(20, 30))
+    target = AveragedModel(net) if averaged else copy.deepcopy(net)
+    m = nn.ModuleDict({"net": net, "target": target, "other": nn.Linear(20, 30)})
+    sparsified(m, 0.3371, start=start)
+    x = torch.randn(5, 20)
+    assert torch.equal(m["net"](x), m["target"](x))
+    copied = m["target"].module if averaged else m["target"]
+    for i in (0, 2, 3):
+        assert m["net"][i].pattern is copied[i].pattern
+    assert m["net"][0].pattern != m["other"].pattern
+
+
+def test_equal_layers_of_an_encoder_get_patterns_of_their_own():
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    m = sparsified(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), 0.3)
+    first, second, third = (one.linear1.pattern for one in m.layers)
+    assert first != second != third != first
+    zeros = nn.ModuleDict({"a": nn.Linear(20, 30), "b": nn.Linear(20, 30)})
+    for layer in zeros.values():
+        nn.init.zeros_(layer.weight)
+    sparsified(zeros, 0.3)
+    assert zeros["a"].pattern != zeros["b"].pattern
+
+
+def test_copy_inside_the_model_keeps_a_density_of_its_own():
+    m = nn.ModuleDict({"net": nn.Linear(20, 30)})
+    m["target"] = copy.deepcopy(m["net"])
+    sparsified(m, 0.3, densities={"target": 0.5})
+    assert m["target"].density == 0.5
 
 
 def test_names_densities_and_block_sizes():

@@ -174,18 +174,25 @@ def sparsify(
             density = 0.1
         counts = _allocate(model, groups, density, allocation, blocks, densities, batches)
         plans = {n: _Plan(group, counts[n], blocks[n]) for n, group in groups.items()}
+    originals = _find_originals(plans, densities) if start in ("random", "magnitude") else {}
+    for name, original in originals.items():
+        plans[name] = plans[name]._replace(nnz=plans[original].nnz)
     converted = {n: plan for n, plan in plans.items() if keep_sparse or not plan.is_dense}
     steps: Iterable[Mapping[str, Tensor | None]] = [dict.fromkeys(converted)]
     if batches is not None:
         calibrated = {name: plan.group for name, plan in converted.items()}
         steps = sum_inputs(model, calibrated, batches, products=start == "sparsegpt")
     replaced: dict[str, nn.Module] = {}
+    patterns: dict[str, SparsePattern] = {}
     try:
         for step in steps:
             layers: dict[str, nn.Module] = {}
             for name, sums in step.items():
                 plan = converted[name]
+                if name in originals:
+                    plan = plan._replace(pattern=patterns[originals[name]])
                 pattern, matrix = _make_initial_weight(plan, start, per_row, sums, generator)
+                patterns[name] = pattern
                 layers |= make_sparse_layers(plan.group, pattern, pattern.values_of(matrix))
             if target is not None or target_options is not None:
                 _put_on_target(layers, target, target_options)
@@ -214,7 +221,7 @@ class _Plan(NamedTuple):
     Attributes:
         group: the candidates.
         nnz, block_size: the number of blocks and their size.
-        pattern: the pattern, if the zeros of the weight determine it.
+        pattern: the pattern, if the zeros of the weight determine it, or the weight is a copy.
     """
 
     group: Sequence[Candidate]
@@ -228,6 +235,34 @@ class _Plan(NamedTuple):
         if self.pattern is not None:
             return self.pattern.density > 1 - LEAST_SPARSITY
         return self.nnz * self.block_size**2 == self.group[0].weight.numel()
+
+
+def _find_originals(plans: Mapping[str, _Plan], densities: Mapping[str, float]) -> dict[str, str]:
+    """Return for each layer of a copy of another part of the model, such as a target network or a
+    momentum encoder, the name of the original, whose pattern it gets.
+
+    Its weight is equal, but not constant, and its name differs in more than numbers:
+    `nn.TransformerEncoder` begins with equal layers, which become different ones.
+    """
+    originals: dict[str, str] = {}
+    by_sizes: dict[Any, list[str]] = {}
+    for name, plan in plans.items():
+        weight, words = plan.group[0].weight, _words(name)
+        sizes = plan.group[0].matrix_shape, plan.block_size, densities.get(name)
+        key = *sizes, weight.dtype, weight.device
+        for other in by_sizes.setdefault(key, []):
+            same = words != _words(other) and torch.equal(weight, plans[other].group[0].weight)
+            if same and bool((weight != weight.flatten()[0]).any()):
+                originals[name] = other
+                break
+        else:
+            by_sizes[key].append(name)
+    return originals
+
+
+def _words(name: str) -> list[str]:
+    """Return the parts of a layer's name that are no numbers."""
+    return [part for part in name.split(".") if not part.isdigit()]
 
 
 _INAPPLICABLE = {
@@ -352,7 +387,7 @@ def _make_initial_weight(
     """
     matrix, shape = plan.group[0].matrix, plan.group[0].matrix_shape
     nnz, b = plan.nnz, plan.block_size
-    if plan.pattern is not None:
+    if plan.pattern is not None and start != "random":
         return plan.pattern, matrix
     if start == "sparsegpt":
         assert sums is not None
@@ -360,7 +395,7 @@ def _make_initial_weight(
     if start != "random":
         flat = select_best_blocks(score_blocks(matrix, sums, b), nnz, per_row).cpu()
         return SparsePattern.from_flat(flat, shape=shape, block_size=b), matrix
-    pattern = SparsePattern.random(
+    pattern = plan.pattern or SparsePattern.random(
         shape, nnz=nnz, block_size=b, per_row=per_row, generator=generator
     )
     fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)

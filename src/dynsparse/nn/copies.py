@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from dynsparse._core import logs
 from dynsparse.nn.sharded import is_sharded
+from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import HostCopy
 
 # Files that copy a model, or a layer, to use the copy while the original is trained.
@@ -34,17 +37,40 @@ def is_made_to_follow() -> bool:
     return frame is not None
 
 
+def note_holder(layer: Any) -> None:
+    """Note that a layer holds its pattern, by which `find_holders` finds copies of the layer."""
+    vars(layer._pattern).setdefault("_holders", WeakSet()).add(layer)
+
+
+def find_holders(pattern: SparsePattern) -> list[Any]:
+    """Return the layers that hold a pattern, or the same one with explicit slots. Copies of a layer
+    do, also those that have loaded its state, until the pattern of one of them changes."""
+    holders = vars(pattern).get("_holders")
+    return [layer for layer in holders or () if vars(layer._pattern).get("_holders") is holders]
+
+
 class Snapshot:
-    """Some values of a copy as it was made, to find out whether they were written to.
+    """Some values of a copy, to find out whether they were written to since.
 
     Comparing them finds what was written through `.data`, too, whose version does not change.
+
+    Attributes:
+        sees_gradients: whether it notices gradients of the values.
+        is_trained: whether there was one.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, sees_gradients: bool = False) -> None:
         self._version = None if values.is_inference() else values._version
         is_read = not (is_sharded(values) or values.is_meta)
         self._first = values.detach().flatten()[:64].clone() if is_read else None
         self._differs: HostCopy | None = None
+        self.sees_gradients, self.is_trained = sees_gradients, False
+        if sees_gradients:
+            self._hook = values.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_gradient(self, _: Tensor) -> None:
+        self.is_trained = True
+        self._hook.remove()
 
     def is_written(self, values: Tensor) -> bool:
         """Whether the values have changed since; for a device, as far as the host knows by now."""
@@ -65,11 +91,37 @@ class Snapshot:
         return last is not None and last.is_ready and bool(last.get()[0])
 
 
-def warn_of_average() -> None:
-    """Warn of a copy that is updated like an average, but does not follow the pattern."""
+def check_copy(other: Any) -> bool:
+    """Warn if a copy is written to but not trained, like an average of the weights or a target
+    network. Called before a change of the original's pattern, which the copy does not follow.
+
+    Returns whether to check it again.
+    """
+    values, before = other._parameters.get("values"), other._values_as_copied
+    if not isinstance(values, Tensor):
+        return False
+    if before is None or (values.requires_grad and not before.sees_gradients):
+        # From now on, as gradients were not noticed until now.
+        watched = values.requires_grad and not is_sharded(values)
+        other._values_as_copied = Snapshot(values, sees_gradients=watched)
+        return watched or not values.requires_grad
+    if before.is_trained or not before.is_written(values):
+        return not before.is_trained
+    other._values_as_copied = None
     logs.warn(
-        "a copy of a sparse model is written to and needs no gradients, like an average of its "
-        "weights (EMA), but keeps its pattern while that of the model changes, so its values "
-        "belong to other weights: call dynsparse.nn.follow_patterns(average, model) when the copy "
-        "is made"
+        "a copy of a sparse model is written to but not trained, like an average of its weights "
+        "(EMA) or a target network, and keeps its pattern while that of the model changes, so its "
+        "values belong to other weights: call dynsparse.nn.follow_patterns(copy, model) when the "
+        "copy is made"
     )
+    return False
+
+
+def warn_of_shared_memory(values: Tensor) -> None:
+    """Warn if a change of the pattern takes values out of memory that processes share."""
+    if values.is_cpu and not is_sharded(values) and values.is_shared():
+        logs.warn(
+            "the values of a sparse layer are in memory that processes share, as after "
+            "share_memory(): a change of the pattern gives them new memory in this process, and "
+            "the others keep the old values and the old pattern"
+        )

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops import capture
 from dynsparse.ops.torch_internals import unwrap
+from dynsparse.pattern import SparsePattern
 
 # The layer that each Parameter of values belongs to.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -52,6 +53,21 @@ def check_given(layer: Any, values: Tensor) -> None:
         _check_stacked(layer, given, values.shape)
     elif layer._substitutes is None and type(given) in (Tensor, Parameter):
         _check_memory(layer, given)
+
+
+def find_equal_pattern(layer: Any, pattern: SparsePattern) -> SparsePattern:
+    """Return the equal pattern of another layer, if the CPU has it, so that the two layers are
+    known to be copies (`copies.find_holders`); otherwise the given one."""
+    sizes = pattern.shape, pattern.block_size, pattern.nnz
+    for owner in [reference() for reference in list(_owners.data.values())]:
+        if owner is None or owner is layer:
+            continue
+        other = owner._pattern
+        if sizes != (other.shape, other.block_size, other.nnz) or not other._is_on_host:
+            continue
+        if other._has_slots_of(pattern):
+            return other
+    return pattern
 
 
 def _check_memory(layer: Any, given: Tensor) -> None:

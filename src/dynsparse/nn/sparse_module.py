@@ -19,9 +19,22 @@ from torch.compiler import is_compiling
 
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn.backends import Executor
-from dynsparse.nn.copies import Snapshot, is_made_to_follow, warn_of_average
+from dynsparse.nn.copies import (
+    Snapshot,
+    check_copy,
+    find_holders,
+    is_made_to_follow,
+    note_holder,
+    warn_of_shared_memory,
+)
 from dynsparse.nn.layer_state import LayerState
-from dynsparse.nn.owners import check_given, check_owner, drop_references, set_owner
+from dynsparse.nn.owners import (
+    check_given,
+    check_owner,
+    drop_references,
+    find_equal_pattern,
+    set_owner,
+)
 from dynsparse.nn.sharded import gather_full, is_sharded, require_unsharded
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
@@ -76,7 +89,8 @@ class SparseModule(nn.Module):
     # Copies of this layer, such as averages, which follow its pattern, and those which do not.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
     _other_copies: tuple[weakref.ref[SparseModule], ...] = ()
-    # Of such a copy, its values as it was made or loaded, until its pattern is changed.
+    # Of a copy that does not follow, its values as it was made or loaded, or as its original's
+    # pattern changed, until its own pattern is changed.
     _values_as_copied: Snapshot | None = None
 
     @property
@@ -241,7 +255,10 @@ class SparseModule(nn.Module):
             index.derive_like(before.index)
             saved_index = self._pattern._save_before_overwrite(before.index.index)
         executor = None if self.executor is None else self.executor.for_pattern(pattern)
-        self._warn_of_averages()
+        if current is not None:
+            self._check_copies()
+            if values is not None:
+                warn_of_shared_memory(self.values)
         switches = []
         for follower in self._find_followers():
             follower.resizable = self.resizable
@@ -271,6 +288,7 @@ class SparseModule(nn.Module):
                         _substitutes=None, _own_index=None, _values_as_copied=None,
                     )  # fmt: skip
                     set_owner(self)
+                    note_holder(self)
                 for follow in switches:
                     follow()
 
@@ -348,6 +366,7 @@ class SparseModule(nn.Module):
         super().__setstate__(state)
         if values is not None and values.data_ptr() != self.values.data_ptr():
             self._pattern, self.values.data = pattern, values
+        note_holder(self)
         self._refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModule:
@@ -371,13 +390,11 @@ class SparseModule(nn.Module):
     def _find_followers(self) -> list[SparseModule]:
         return _find_alive(self._followers)
 
-    def _warn_of_averages(self) -> None:
+    def _check_copies(self) -> None:
         """Warn of copies that are written to as averages are, but do not follow the pattern."""
-        for other in _find_alive(self._other_copies):
-            before, values = other._values_as_copied, other.values
-            if before is not None and not values.requires_grad and before.is_written(values):
-                other._values_as_copied = None
-                warn_of_average()
+        others = {*_find_alive(self._other_copies), *find_holders(self._pattern)}
+        others -= {self, *self._find_followers()}
+        self._other_copies = tuple(weakref.ref(other) for other in others if check_copy(other))
 
     def shrink_index(self) -> None:
         """Keep only 4 bytes of index per block if the values are sharded on CPUs.
@@ -519,6 +536,7 @@ class SparseModule(nn.Module):
         if is_compiling() or is_sharded(self.values):  # no compiler traces locks and hooks
             return self._pattern.to_dense(gather_full(self.values))
         with update_lock:
+            check_owner(self)
             pattern = self._pattern
             dense = pattern.to_dense(self.values)
         if dense.requires_grad:
@@ -546,6 +564,7 @@ class SparseModule(nn.Module):
                     rows, cols, shape=self._pattern.shape, block_size=self.block_size
                 )
                 self._check_capacity(pattern)
+                pattern = find_equal_pattern(self, pattern)
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"the pattern of {prefix or 'the layer'!r} does not fit: {error}")
                 return
@@ -601,6 +620,7 @@ class SparseModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with update_lock:
+            check_owner(self)
             super()._save_to_state_dict(destination, prefix, keep_vars)
             pattern = self._pattern
         if self._omits_pattern:

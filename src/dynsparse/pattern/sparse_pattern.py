@@ -171,6 +171,8 @@ class SparsePattern:
             return self
         pattern = SparsePattern.__new__(SparsePattern)
         pattern.shape, pattern.block_size = self.shape, self.block_size
+        if "_holders" in vars(self):  # see `nn.copies`
+            vars(pattern)["_holders"] = vars(self)["_holders"]
         if "sorted_cols" in vars(self):
             slots = empty(self.nnz, dtype=torch.int32)
             # With `device`, since torch would otherwise use a default device instead of `out`'s.

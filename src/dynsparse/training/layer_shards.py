@@ -241,10 +241,7 @@ def rebuild_reducers(values: Iterable[Tensor]) -> None:
     The gradients of the present step must be complete. A wrapper's reducer has buckets of the old
     sizes, so it is rebuilt; its communication hooks stay, that of PowerSGD starts over.
     """
-    ids = {id(value) for value in values}
-    if ids:
-        _find_wrappers()
-    for ddp in [wrapper for wrapper in list(_wrappers) if _reduces_any(wrapper, ids)]:
+    for ddp in _wrappers_of(values):
         parameters, sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
@@ -257,6 +254,21 @@ def rebuild_reducers(values: Iterable[Tensor]) -> None:
             for field in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(state, field, {}).clear()
             torch.distributed._register_comm_hook(ddp.reducer, state, hook)
+
+
+def forget_hook_errors(values: Iterable[Tensor]) -> None:
+    """Let PowerSGD forget the errors of the last gradients of these Parameters, since the entries
+    of reused slots belong to other weights now."""
+    for ddp in _wrappers_of(values):
+        for _, state in ddp._comm_hooks:
+            getattr(state, "error_dict", {}).clear()
+
+
+def _wrappers_of(values: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    ids = {id(value) for value in values}
+    if ids:
+        _find_wrappers()
+    return [wrapper for wrapper in list(_wrappers) if _reduces_any(wrapper, ids)]
 
 
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()

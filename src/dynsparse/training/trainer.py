@@ -26,7 +26,12 @@ from dynsparse.training.deferred_checks import check_gradients, layer_errors
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientStep, GrownValue, Growth
 from dynsparse.training.history import History, LastStep
-from dynsparse.training.layer_shards import describe_layer, rebuild_reducers, resolve_ranks
+from dynsparse.training.layer_shards import (
+    describe_layer,
+    forget_hook_errors,
+    rebuild_reducers,
+    resolve_ranks,
+)
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state, states_of
 from dynsparse.training.rank_consistency import (
     PatternComparison,
@@ -356,6 +361,7 @@ class SparseTrainer:
             # Also with one rank, where there may be a wrapper.
             resized = [name for name, rewiring in rewirings.items() if not rewiring.keeps_size]
             rebuild_reducers([self.layers[name].values for name in resized])
+            forget_hook_errors([self.layers[name].values for name in rewirings])
         self.updates += 1
         _call_hooks(self.on_update, self.steps, rewirings)
         return rewirings
