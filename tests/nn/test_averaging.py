@@ -329,3 +329,13 @@ def test_copies_in_inference_mode():
         other = copy.deepcopy(net)
         change(net)
     assert other[0].pattern != net[0].pattern
+
+
+def test_average_of_whole_states_names_the_way():
+    """The loop of PyTorch's DQN tutorial averages rows and cols, too."""
+    net = model()
+    target = copy.deepcopy(net)
+    own, state = target.state_dict(), net.state_dict()
+    mixed = {name: 0.1 * state[name] + 0.9 * own[name] for name in own}
+    with pytest.raises(RuntimeError, match="if the state is an average of two states"):
+        target.load_state_dict(mixed)

@@ -241,9 +241,9 @@ def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
     averages of surviving slots stay, those of dropped slots are discarded, and grown slots start at
     zero, as in a masked dense model whose average is masked. Copies made by torch's
     `AveragedModel`, and by the averages of timm, ema-pytorch, ignite, ultralytics and mmengine,
-    follow automatically; call this for your own averages. A pattern change warns of deep copies
-    that do not follow, need no gradients and were written to. The link lasts while both models
-    exist, and is not saved to files.
+    follow automatically; call this for your own averages and target networks. Pattern changes warn
+    of copies that do not follow, get no gradients and are written to. The link lasts while both
+    models exist, and is not saved to files.
 
     Args:
         copy: an average of `model`, or another copy of it. Its weights stay its own.

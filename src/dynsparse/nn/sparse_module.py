@@ -566,7 +566,14 @@ class SparseModule(nn.Module):
                 self._check_capacity(pattern)
                 pattern = find_equal_pattern(self, pattern)
             except (TypeError, ValueError) as error:
-                error_msgs.append(f"the pattern of {prefix or 'the layer'!r} does not fit: {error}")
+                line = f"the pattern of {prefix or 'the layer'!r} does not fit: {error}"
+                if isinstance(rows, Tensor) and rows.is_floating_point():
+                    line += (
+                        "; if the state is an average of two states, rows and cols must not be "
+                        "averaged: call dynsparse.nn.follow_patterns(copy, model) and average the "
+                        "parameters"
+                    )
+                error_msgs.append(line)
                 return
             values = state_dict.get(prefix + "values")
             with torch.no_grad():
