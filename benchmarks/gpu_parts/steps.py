@@ -136,25 +136,29 @@ def growth(run: Run) -> None:
 
 
 def updates(run: Run) -> None:
-    """RigL steps with and without an update, and where the host waits."""
+    """RigL steps with and without an update, and where the host waits: of one layer, and of layers
+    of equal sizes, which are updated together."""
     n, batch, density = run.sizes
-    x, dy = (torch.randn(batch, n, device=run.device, dtype=HALF) for _ in range(2))
-    for b in (64, 32, 16, 1):
+    for b, width, layers in ((64, n, 1), (32, n, 1), (16, n, 1), (1, n, 1), (64, n // 4, 24)):
+        x, dy = (torch.randn(batch, width, device=run.device, dtype=HALF) for _ in range(2))
         times = []
         for interval in (10**6, 1):
-            layer = SparseLinear(n, n, density, b, device=run.device)
-            optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
-            trainer = ds.RigL(layer, optimizer, total_steps=10**7, update_interval=interval)
+            net = nn.Sequential(
+                *(SparseLinear(width, width, density, b, device=run.device) for _ in range(layers))
+            )
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+            trainer = ds.RigL(net, optimizer, total_steps=10**7, update_interval=interval)
 
-            def step(layer=layer, trainer=trainer, optimizer=optimizer) -> None:
-                layer(x).backward(dy)
+            def step(net=net, trainer=trainer, optimizer=optimizer, x=x, dy=dy) -> None:
+                net(x).backward(dy)
                 trainer.step()
                 optimizer.zero_grad()
 
             times.append(run.wall(step, 10))
             waits = _waits(run, step)
         without, due = times
-        run.note(f"an update of RigL, blocks of {b}", us=due - without, step=without,
+        what = f"blocks of {b}" if layers == 1 else f"each of {layers} layers, blocks of {b}"
+        run.note(f"an update of RigL, {what}", us=(due - without) / layers, step=without / layers,
                  percent_every_100=(due - without) / without, waits=waits)  # fmt: skip
 
 
