@@ -63,7 +63,7 @@ def check_updates(run: Run) -> None:
         name = f"growth scores of blocks of {b}, {_name(dtype)}"
         _report(run, name, lambda b=b, dtype=dtype: [_growth(run, b, dtype)], limit)
     for b in (1, 64):
-        _report(run, f"an update of RigL, blocks of {b}", lambda b=b: [_update(run, b)], 1e-4)
+        _report(run, f"an update of RigL, blocks of {b}", lambda b=b: _update(run, b), 1e-4)
         name = f"a captured training over updates, blocks of {b}"
         _report(run, name, lambda b=b: [captured_training(run, b)], 1e-3)
 
@@ -132,21 +132,24 @@ def _growth(run: Run, b: int, dtype: torch.dtype) -> float:
     return error(there.scores.cpu(), here.scores)
 
 
-def _update(run: Run, b: int) -> float:
-    """Error of one update on the device relative to the CPU, in float64."""
+def _update(run: Run, b: int) -> list[float]:
+    """Errors of one update on the device relative to the CPU, in float64: of two layers of equal
+    sizes and one of others."""
     weights = []
     for device in (torch.device("cpu"), run.device):
         torch.manual_seed(0)
-        layer = SparseLinear(256, 512, 0.2, b, dtype=torch.float64).to(device)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-        trainer = ds.RigL(layer, optimizer, total_steps=100, update_interval=2)
+        sizes = [(256, 512), (512, 256), (256, 512)]
+        net = nn.Sequential(*(SparseLinear(*size, 0.2, b, dtype=torch.float64) for size in sizes))
+        net = net.to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        trainer = ds.RigL(net, optimizer, total_steps=100, update_interval=2)
         x, dy = torch.randn(64, 256).double(), torch.randn(64, 512).double()
         for _ in range(4):
-            layer(x.to(device)).backward(dy.to(device))
+            net(x.to(device)).backward(dy.to(device))
             trainer.step()
             optimizer.zero_grad()
-        weights.append(layer.to_dense().detach().cpu())
-    return error(weights[1], weights[0])
+        weights.append([layer.to_dense().detach().cpu() for layer in net])
+    return [error(*pair) for pair in zip(*weights[::-1], strict=True)]
 
 
 def _compiled(run: Run, layer: nn.Module, x: Tensor) -> list[float]:
