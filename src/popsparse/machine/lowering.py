@@ -28,7 +28,7 @@ def _lower_stream_copy(state: State, program: programs.Copy, path: str) -> Node:
     """A copy to or from the host, whose link the replicas share."""
     stream = program.stream
     assert stream is not None
-    step = state.add_step(path, "host")
+    step = state.add_step(program, path, "host")
     src, dst = program.pairs[0]
     target = state.target
     up = stream.to_device
@@ -74,7 +74,7 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
             f"remote buffers beside processor {home[0]} take {taken:,} bytes, with "
             f"{buffer.name!r}, of the {state.target.remote_bytes:,} that it has"
         )
-    step = state.add_step(path, "remote")
+    step = state.add_step(program, path, "remote")
     target = state.target
     rate = target.remote_read_bytes_per_second if up else target.remote_write_bytes_per_second
     size = buffer.numel * buffer.dtype.size
@@ -146,9 +146,7 @@ class Lowering:
         if name is not None:
             path = f"{path}/{name}" if path else name
         make = getattr(self, f"_{type(program).__name__}")
-        outer, self.state.making = self.state.making, program
         node: Node = make(program, path)
-        self.state.making = outer
         self.nodes[program] = node
         return node
 
@@ -235,10 +233,12 @@ class Lowering:
 
         return run
 
-    def _test(self, scalar: Tensor, path: str) -> Callable[[Profile], int]:
+    def _test(
+        self, program: programs.Program, scalar: Tensor, path: str
+    ) -> Callable[[Profile], int]:
         """Read a control value: it goes to every tile, so that all take the same branch."""
         state = self.state
-        step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
+        step = state.add_step(program, f"{path}/predicate" if path else "predicate", "control")
         flats = [memory[scalar.dtype] for memory in state.memories]
         address = int(scalar.addresses().reshape(-1)[0])
         exchange, target = broadcast_cycles(state.target, scalar), state.target
@@ -260,7 +260,7 @@ class Lowering:
 
     def _while(self, program: Any, path: str) -> Node:
         condition = self.lower(program.condition, path)
-        test = self._test(program.predicate, path)
+        test = self._test(program, program.predicate, path)
         body = self.lower(program.body, path)
         state, runs_while = self.state, program.runs_while
 
@@ -282,7 +282,7 @@ class Lowering:
     _RepeatWhileFalse = _while
 
     def _If(self, program: programs.If, path: str) -> Node:
-        test = self._test(program.predicate, path)
+        test = self._test(program, program.predicate, path)
         then, otherwise = self.lower(program.then, path), self.lower(program.otherwise, path)
 
         def run(profile: Profile) -> None:
@@ -293,7 +293,7 @@ class Lowering:
     _AbortOnCondition = _If
 
     def _Switch(self, program: programs.Switch, path: str) -> Node:
-        test = self._test(program.value, path)
+        test = self._test(program, program.value, path)
         cases = {key: self.lower(p, path) for key, p in program.cases.items()}
         default = self.lower(program.default, path)
 
@@ -305,7 +305,7 @@ class Lowering:
     # Steps.
 
     def _Sync(self, program: programs.Sync, path: str) -> Node:
-        step = self.state.add_step(self._leaf_path(program, path, "sync"), "sync")
+        step = self.state.add_step(program, self._leaf_path(program, path, "sync"), "sync")
         cycles = self.state.target.whole_sync_cycles
         return lambda profile: profile.record(step, sync=cycles)
 
@@ -338,7 +338,7 @@ class Lowering:
             for src, dst in program.pairs
             if src.numel and state.computes(src.dtype)
         ]
-        step = state.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
+        step = state.add_step(program, path, "exchange" if plan.is_exchange else "compute", plan)
         sync = state.target.sync_cycles if plan.is_exchange else 0
         if plan.link_bytes:
             sync = state.target.link_sync_cycles
@@ -375,7 +375,7 @@ class Lowering:
         for number in (*program.to, *program.to.values()):
             if number >= count:
                 raise ProgramError(f"{path!r}: there are replicas 0 to {count - 1}, got {number}")
-        step = state.add_step(path, "links")
+        step = state.add_step(program, path, "links")
         src, dst = program.pairs[0]
         target, root = state.target, state.graph.root
         of_tile, to_tile = (
@@ -404,7 +404,7 @@ class Lowering:
 
     def _PrintTensor(self, program: programs.PrintTensor, path: str) -> Node:
         state = self.state
-        step = state.add_step(self._leaf_path(program, path, "print"), "host")
+        step = state.add_step(program, self._leaf_path(program, path, "print"), "host")
         tensor = program.tensor
         size, cycles = _measure_link(
             state, tensor.numel, tensor.dtype, state.target.host_write_bytes_per_second
@@ -451,7 +451,7 @@ class Lowering:
         check_compute_set(state.graph, path, sets)
         self.vertex_sets.extend(sets)
         self.compute_sets += 1
-        step = state.add_step(path, "compute")
+        step = state.add_step(program, path, "compute")
         replicas = [
             [BoundVertices(v, memory, state.target, state.rounding) for v in sets if v.count]
             for memory in state.memories

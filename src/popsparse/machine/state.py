@@ -78,8 +78,7 @@ class State:
     """The memory of a graph's variables, and other state of the steps.
 
     `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
-    step of the profile, `rows` the row of each program that has one; `making` is the program whose
-    row is being added. Arguments as for `Engine`.
+    step of the profile, `rows` the row of each program that has one. Arguments as for `Engine`.
     """
 
     def __init__(self, graph: Graph, *, numerics: bool, max_iterations: int) -> None:
@@ -94,7 +93,6 @@ class State:
         # The processor of each remote buffer: that of the tiles in its first copy.
         self.remote_home: dict[RemoteBuffer, list[int]] = {}
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
-        self.making: Program | None = None
         self.rows: dict[Program, int] = {}
         # The memory of types that are not computed is never accessed, so it takes no real memory.
         self.memories: list[dict[DType, np.ndarray]] = [
@@ -136,12 +134,10 @@ class State:
         """Whether data of this type is computed: see `numerics` of `Engine`."""
         return self.numerics or not dtype.is_floating
 
-    def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
-        """Add a row to the profile."""
+    def add_step(self, program: Program, name: str, kind: str, plan: CopyPlan | None = None) -> int:
+        """Add the row of a program to the profile."""
+        row = self.rows[program] = len(self.steps)
         self.steps.append((name, kind, plan))
-        row = len(self.steps) - 1
-        if self.making is not None:
-            self.rows[self.making] = row
         return row
 
     def _find_computed(self, what: str | Tensor) -> Tensor:

@@ -184,9 +184,10 @@ STREAMING = Fact(
     "[V] a Bow-2000's data sheet: up to 256 GB for its four",
 )
 
+PRESETS = ("mk2", "bow")  # names of functions of `Target`
+
 # Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
-PRESETS = ("mk2", "bow")  # names of functions of `Target`
 _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
 
 # The upper bound of each: far above any machine, yet small enough to simulate and plan for.

@@ -558,7 +558,6 @@ def hmac(
     return total + np.where(single & (np.asarray(in_groups) == 1), 0, clear)
 
 
-@lru_cache(maxsize=4096)
 def _best_depth(depth: int, stages: int) -> tuple[float, tuple[int, ...]]:
     if stages == 1:
         return float(depth), ()
