@@ -13,6 +13,7 @@ from typing import Any, overload
 from dynsparse._core.checks import check_types
 from popsparse import static_timing, timing
 from popsparse.planning.dense import DensePlan
+from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Plan, TileMemory
 from popsparse.planning.static_layout import StaticPlan
 from popsparse.timing import PassTime
@@ -59,7 +60,7 @@ def tile_memory(plan: Plan | StaticPlan) -> TileMemory:
     return TileMemory(
         buckets=plan.buckets.nz_elements * plan.dtype.size
         + 2 * (plan.buckets.words + plan.buckets.overflow_words),
-        operands=-(-dense // plan.tiles_used),
+        operands=ceil_div(dense, plan.tiles_used),
         temporary=plan.temporary_bytes,
         code=min(CODE_BYTES, available // 8),
         available=available,

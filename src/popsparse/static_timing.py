@@ -122,7 +122,7 @@ def _worker_loads(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.nda
     before = np.append(0, np.cumsum(length))
     total = before[end] - before[first]
     # A worker takes rows until it has its share, so its last row is the one that completes it.
-    goal = -(-total // workers)
+    goal = ceil_div(total, workers)
     for worker in range(workers):
         stop = np.searchsorted(before, before[at] + goal)
         stop = np.where(at < end, np.minimum(np.maximum(stop, at + 1), end), at)

@@ -43,6 +43,7 @@ from popsparse.planning.cycles import (
     grid_split,
     split_rows,
 )
+from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Method, Plan
 
 Ints = Any
@@ -301,7 +302,7 @@ class _Pass(ABC):
         """Cycles to receive this many bytes; `same` neighbouring tiles receive equal data."""
         bus = self.target.exchange_bus_tiles
         share = bus if bus > 1 and same % bus == 0 else 1
-        return float(-(-received // (self.target.exchange_bytes_per_cycle * share)))
+        return float(ceil_div(received, self.target.exchange_bytes_per_cycle * share))
 
     def home_bytes(self, *dims: str) -> float:
         """Bytes of a dense operand that a tile keeps when all tiles share it."""
@@ -396,7 +397,7 @@ class _Product(_Pass):
             return self.workers * slowest + supervisor
         if self.grad_input and plan.shared_buckets:
             kernel = self.kernel(self.z)
-            turns = -(-load.groups.length // self.workers)
+            turns = ceil_div(load.groups.length, self.workers)
             turns = np.add.reduceat(turns, load.groups.first_row) if len(turns) else turns
             return self.workers * kernel.worker(load.groups.rows, turns) + kernel.supervisor
         groups = load.groups.transpose() if self.grad_input else load.groups
@@ -434,7 +435,7 @@ class _Product(_Pass):
         )
         yield self.control_step()
         yield from self.propagation_steps(bucket)
-        outputs = -(-results // self.depth)
+        outputs = ceil_div(results, self.depth)
         if self.depth > 1:
             sent = (self.depth - 1) * outputs * self.partials.size
             added = tile_cycles.reduce(outputs, self.depth, self.partials, plan.dtype, self.workers)
@@ -463,9 +464,11 @@ class _GradWeight(_Pass):
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
         amp = self.plan.method is Method.BLOCK_AMP
         kernel = self.kernel()
-        share = load.groups.nz if amp else -(-load.groups.nz // self.workers)
+        share = load.groups.nz if amp else ceil_div(load.groups.nz, self.workers)
         rows = (
-            load.groups.rows if amp else np.minimum(-(-load.groups.rows // self.workers) + 1, share)
+            load.groups.rows
+            if amp
+            else np.minimum(ceil_div(load.groups.rows, self.workers) + 1, share)
         )
         supervisor = kernel.supervise(load.groups.rows, load.groups.nz)
         return self.workers * kernel.worker(rows, share) + supervisor

@@ -204,8 +204,8 @@ def _piece_bounds(counts: np.ndarray, pieces: int) -> np.ndarray:
 
     A rectangle of T blocks makes ceil(T / ceil(T / pieces)) equal pieces and leaves the rest empty.
     """
-    chunk = np.maximum(-(-counts // pieces), 1)
-    used = np.maximum(-(-counts // chunk), 1)
+    chunk = np.maximum(ceil_div(counts, pieces), 1)
+    used = np.maximum(ceil_div(counts, chunk), 1)
     index = np.minimum(np.arange(pieces)[None, :], used[:, None])
     cuts = index * counts[:, None] // used[:, None]
     starts = (np.cumsum(counts) - counts)[:, None] + cuts

@@ -88,7 +88,7 @@ class SearchSpace:
     def per_tile(self) -> np.ndarray:
         """Groups of x, y and z on the fullest tile, [3, count]."""
         groups = np.array(self.groups[1:])[:, None]
-        return -(-groups // self.partitions)
+        return ceil_div(groups, self.partitions)
 
     def broken_rules(self) -> dict[str, np.ndarray]:
         """For each rule, which partitions break it."""
@@ -133,14 +133,14 @@ def ceil_fraction(total: Ints, ratio: float) -> Ints:
 
 def align_up(value: Ints, grain: int) -> Ints:
     """Round up to a multiple of `grain`."""
-    return -(-np.asarray(value) // grain) * grain
+    return ceil_div(np.asarray(value), grain) * grain
 
 
 def groups_per_bucket(
     groups: int, tiles: Ints, oversize: float, area: int, dtype: DType, exchange_bytes: float
 ) -> Ints:
     """Elements or blocks a bucket has room for, when `groups` of them are spread over `tiles`."""
-    perfect = -(-groups // np.asarray(tiles))
+    perfect = ceil_div(groups, np.asarray(tiles))
     size = area * dtype.size
     grain = math.lcm(size, max(1, int(exchange_bytes))) // size
     rounded = np.floor(perfect * (1 + oversize) + 0.5).astype(np.int64)
@@ -157,7 +157,7 @@ def expected_groups(x: Ints, y: Ints, ratio: float) -> tuple[Ints, Ints]:
     x, y = np.asarray(x), np.asarray(y)
     rows = np.ceil(x * (1.0 - np.power(1.0 - ratio, y))).astype(np.int64)
     rows = np.maximum(rows, 1)
-    return rows, -(-ceil_fraction(x * y, ratio) // rows)
+    return rows, ceil_div(ceil_fraction(x * y, ratio), rows)
 
 
 def _bucket_words(fixed: int, entries: Ints, oversize: float, exchange_bytes: float) -> Ints:
@@ -273,7 +273,7 @@ def expected_cycles(
     if kind == "grad_weight":
         compute = _grad_weight_cycles(space, 1, count, tz * gz) // workers
     else:
-        compute = _forward_cycles(space, 1, count, -(-tz // workers) * gz)
+        compute = _forward_cycles(space, 1, count, ceil_div(tz, workers) * gz)
     turn = compute + ExchangeCost(space.target)(bucket_bytes)
     turn = turn + LOOP_STEPS * space.target.sync_cycles + LOOP_CONTROL * workers
     return np.ceil(steps * turn).astype(np.int64)
@@ -363,7 +363,7 @@ def product_terms(
         turn = tile_cycles.transpose_blocks(buckets.groups, edge, edge, dtype, workers)
         terms.append(TermArray("transpose buckets", turn, transposed))
 
-    home = -(-space.params.num_groups * v.ny * space.groups.z // space.tiles) * v.gy * gz * size
+    home = ceil_div(space.params.num_groups * v.ny * space.groups.z, space.tiles) * v.gy * gz * size
     needed = v.ty * tz * v.gy * gz * size
     dense = np.where(needed > home, needed, 0)
     moved = np.where(pz > 1, pz * bucket, 0)
@@ -389,7 +389,7 @@ def product_terms(
 
     sent = np.where(v.py > 1, results * partials.size, 0)
     terms.append(TermArray("reduction exchange", exchange(sent), held + sent))
-    outputs = -(-results // v.py)
+    outputs = ceil_div(results, v.py)
     alone = tile_cycles.cast(outputs, partials, dtype, workers) if cast else 0
     cycles = np.where(v.py > 1, tile_cycles.reduce(outputs, v.py, partials, dtype, workers), alone)
     stored = np.where(cast | (v.py > 1), outputs * size, 0)
@@ -437,7 +437,8 @@ def grad_weight_terms(
     # Output gradients and activations, as they lie at home and as a tile needs them.
     needed = [tx * tz * gx * gz * dtype.size, ty * tz * gy * gz * dtype.size]
     home = [
-        -(-groups * n * nz // space.tiles) * g * gz * dtype.size for n, g in ((nx, gx), (ny, gy))
+        ceil_div(groups * n * nz, space.tiles) * g * gz * dtype.size
+        for n, g in ((nx, gx), (ny, gy))
     ]
     moved = [np.where(n > h, n, 0) for n, h in zip(needed, home, strict=True)]
     if exchange_buckets:
@@ -494,22 +495,22 @@ def _multiply_cycles_of_grad_weight(space: SearchSpace) -> Ints:
     _, gx, gy, gz = space.grouping
     dtype, partials = space.dtype, space.options.partials_type
     workers, z = space.target.workers, tz * gz
-    rows, columns = expected_groups(-(-tx // pz), ty, space.params.nz_ratio)
+    rows, columns = expected_groups(ceil_div(tx, pz), ty, space.params.nz_ratio)
     if space.method is Method.BLOCK_AMP:
         return tile_cycles.block_grad_weight_amp(
             rows, columns, z, (gx, gy), dtype, partials, workers
         )
     columns = np.maximum(columns, 1)
     total = rows * columns
-    share = -(-total // workers)
+    share = ceil_div(total, workers)
     worst = np.zeros_like(total)
     for worker in range(workers):
         begin = worker * share
         end = np.minimum(total, begin + share)
         count = np.maximum(end - begin, 0)
-        touched = -(-end // columns) - begin // columns
+        touched = ceil_div(end, columns) - begin // columns
         cycles = _grad_weight_cycles(space, touched, count, z)
         # An average over the rows, which the original takes for the rectangle's rows.
-        averaged = -(-cycles // np.maximum(1, -(-count // columns)))
+        averaged = ceil_div(cycles, np.maximum(1, ceil_div(count, columns)))
         worst = np.maximum(worst, np.where(count > 0, averaged, 0))
     return worst

@@ -51,7 +51,7 @@ class ExchangeCost:
         self.bus_tiles = int(target.exchange_bus_tiles)
 
     def __call__(self, received: Ints) -> Ints:
-        return -(-np.asarray(received) * _SCALE // self.rate)
+        return ceil_div(np.asarray(received) * _SCALE, self.rate)
 
     def broadcast(self, received: Ints, same: Ints, receiving: Ints) -> Ints:
         """Cycles when `same` neighbouring tiles, of `receiving` in all, receive equal data, which
@@ -59,7 +59,7 @@ class ExchangeCost:
         share = np.where(
             np.asarray(same) == receiving, self.bus_tiles, np.gcd(same, self.bus_tiles)
         )
-        return -(-np.asarray(received) * _SCALE // (self.rate * share))
+        return ceil_div(np.asarray(received) * _SCALE, self.rate * share)
 
 
 def clear_memory(size: Ints, workers: int) -> Ints:
@@ -94,7 +94,7 @@ def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DType, workers
     """Cycles of transposing `count` blocks of rows x columns."""
     grain = dtype.vector_width
     per_grain = 3 if dtype.size == 4 else 4
-    row_grains, column_grains = -(-rows // grain), -(-columns // grain)
+    row_grains, column_grains = ceil_div(rows, grain), ceil_div(columns, grain)
     share = ceil_div(count, workers)
     if row_grains == column_grains == 1:
         work = np.where(share == 1, 29, 37 + (share - 2) * per_grain)
@@ -181,7 +181,7 @@ def element_transposed(
     x: Ints, y: Ints, z: Ints, dtype: DType, workers: int, buckets: Ints = 1
 ) -> Ints:
     """grad_input from the forward buckets. The non-zeros of a row are shared among the workers."""
-    share = -(-np.asarray(y) // workers)
+    share = ceil_div(np.asarray(y), workers)
     if dtype.size == 4:
         start, per_row = 23, 24
         per_z = 8 + np.where(z >= 2, (2 + 3 * (z // 2)) * share, 0) + (z & 1) * 4 * share
@@ -321,7 +321,7 @@ def block_grad_weight_amp(
     at a time."""
     kind = _KINDS[dtype.size, partials.size]
     load, run, start, per_block, saved = _AMP[kernel_edge(block, dtype), kind]
-    steps = -(-np.asarray(z) // (32 // dtype.size))
+    steps = ceil_div(np.asarray(z), 32 // dtype.size)
     supervisor = (
         101
         + 8 * (x - 1)
@@ -333,7 +333,7 @@ def block_grad_weight_amp(
 
 def zero_partials(elements: Ints, workers: int) -> Ints:
     """The planner's cost of zeroing: one element a cycle (the machine does 64 bits a cycle)."""
-    return -(-np.asarray(elements) // workers) * workers
+    return ceil_div(np.asarray(elements), workers) * workers
 
 
 class WorkPieces(NamedTuple):
@@ -517,7 +517,7 @@ def amp(
         return np.maximum(workers * slow, workers * quick + 14)
 
     load = kind.units * 32 // load_bytes
-    passes = -(-kind.out_channels // kind.units)
+    passes = ceil_div(kind.out_channels, kind.units)
     retained = dtype.size == 2 and (kind.units == 16 or partials.size == 4)
     c = int(retained or partials.size == 4)
     kept = 7 + 3 * (in_groups - 1) if retained else 0
@@ -541,7 +541,7 @@ def hmac(
     width = dtype.vector_width
     half = dtype.size == partials.size == 2
     single = dtype.size == 2 and partials.size == 4
-    dot = (7 if half else 3) + 4 + -(-kind.in_channels // width) - (dtype.size == 2)
+    dot = (7 if half else 3) + 4 + ceil_div(kind.in_channels, width) - (dtype.size == 2)
     e = ceil_div(field, workers)
     saved = 15 if single else 6 if half else 0
     if single and kind.out_channels == 1:

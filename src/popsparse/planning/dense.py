@@ -99,9 +99,9 @@ def _tile_sizes(cut: Cut) -> tuple[Array, ...]:
     produced."""
     f, o, i = cut.partitions
     kind = cut.kind
-    ft = -(-cut.fields // f)
-    ig = -(-ceil_div(cut.channels, kind.in_channels) // (i * cut.serial_in))
-    og = -(-ceil_div(cut.outs, kind.out_channels) // (o * cut.serial_out))
+    ft = ceil_div(cut.fields, f)
+    ig = ceil_div(ceil_div(cut.channels, kind.in_channels), i * cut.serial_in)
+    og = ceil_div(ceil_div(cut.outs, kind.out_channels), o * cut.serial_out)
     streamed = ft * ig * kind.in_channels
     held = ig * kind.in_channels * og * kind.out_channels
     return ft, ig, og, streamed, held, ft * og * kind.out_channels
@@ -123,7 +123,7 @@ def least_cycles(cut: Cut, dtype: DType, target: Any) -> Array:
 
 def _rearrangement(elements: int, tiles: Array, dtype: DType, copy_bytes: int, *, odd: bool) -> Any:
     """The bytes that a tile holds of an operand to be rearranged, and the cycles to copy them."""
-    held = -(-elements * dtype.size // tiles)
+    held = ceil_div(elements * dtype.size, tiles)
     return held, rearrange(held, dtype, copy_bytes, odd=odd)
 
 
@@ -176,14 +176,14 @@ def _link_cycles(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Ar
     f, o, i = cut.partitions
     streamed, held, results = _tile_sizes(cut)[3:]
     tiles = target.processor_tiles
-    used = -(-f * o * i // tiles)
+    used = ceil_div(f * o * i, tiles)
     each = np.minimum(f * o * i, tiles)
 
     def from_others(processors: Array) -> Array:
         return 1 - 1 / np.maximum(processors, 1)
 
-    received = streamed * dtype.size * -(-each // o) * from_others(-(-o // tiles))
-    received += held * dtype.size * np.minimum(o, each) * from_others(-(-f * o // tiles))
+    received = streamed * dtype.size * ceil_div(each, o) * from_others(ceil_div(o, tiles))
+    received += held * dtype.size * np.minimum(o, each) * from_others(ceil_div(f * o, tiles))
     summed_far = from_others(np.minimum(i, used))
     received += (results * partials.size * summed_far + moved * from_others(used)) * each
     # Cycles per byte that each of `count` processors receives evenly from the others.
@@ -206,7 +206,7 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     terms: dict[str, Array] = {}
     shared = np.where(o % target.exchange_bus_tiles == 0, target.exchange_bus_tiles, 1)
     arriving = (streamed - streamed // o) * size
-    field_exchange = -(-arriving * 16 // (exchange.rate * shared))
+    field_exchange = ceil_div(arriving * 16, exchange.rate * shared)
     terms["coefficient exchange"] = exchange((held - held // f) * size)
     terms["partial exchange"] = exchange(results * partials.size)
     if isinstance(kind, AMP):
@@ -243,19 +243,19 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
         )
         terms["output rearrangement"] = cycles + exchange(moved[2])
     elif kind.out_channels != 4 * width:
-        moved[2] = -(-cut.fields * cut.outs * size // used)
+        moved[2] = ceil_div(cut.fields * cut.outs * size, used)
         terms["output regrouping"] = regroup(moved[2], kind, dtype, copy)
 
     if serial > 1:
-        slices = dynamic_slice(-(-cut.outs * cut.channels // used) // serial, dtype, workers)
+        slices = dynamic_slice(ceil_div(cut.outs * cut.channels, used) // serial, dtype, workers)
         if cut.serial_in > 1:
             slices = slices + dynamic_slice(
-                -(-cut.fields * cut.channels // used) // serial, dtype, workers
+                ceil_div(cut.fields * cut.channels, used) // serial, dtype, workers
             )
-            slices = slices + add_in_place(-(-results // i), dtype, workers)
+            slices = slices + add_in_place(ceil_div(results, i), dtype, workers)
         else:
             slices = slices + dynamic_slice(
-                -(-cut.fields * cut.outs // used) // serial, dtype, workers
+                ceil_div(cut.fields * cut.outs, used) // serial, dtype, workers
             )
         terms["serial slices"] = slices
     if target.processors > 1:
@@ -265,15 +265,15 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     terms["field exchange"] = repeats * field_exchange
     terms["field rearrangement"] = repeats * field_transform
     if cut.serial_in > 1 and partials is not dtype:
-        terms["final cast"] = tile_cycles.cast(-(-results // i), partials, dtype, workers)
+        terms["final cast"] = tile_cycles.cast(ceil_div(results, i), partials, dtype, workers)
 
     working = held * size + results * partials.size + (0 if cut.once else streamed * size)
-    reduce_bytes = np.where(stages > 1, -(-results // i) * i * partials.size, 0)
+    reduce_bytes = np.where(stages > 1, ceil_div(results, i) * i * partials.size, 0)
     bytes_ = np.maximum.reduce([2 * np.maximum.reduce(moved), working, reduce_bytes])
     if cut.once:
         bytes_ = bytes_ + streamed * size + moved[0]
     if cut.serial_in > 1:
-        bytes_ = bytes_ + -(-results // i) * partials.size
+        bytes_ = bytes_ + ceil_div(results, i) * partials.size
     phases = serial * (1 + stages + (2 if serial > 1 else 0)) + int(cut.once)
     return Terms(terms, sum(terms.values()), bytes_, phases, allowed)
 

@@ -95,7 +95,7 @@ def block_product(
     rows: Numbers, blocks: Numbers, n: int, block: int, dtype: DType, workers: int
 ) -> Numbers:
     """Cycles of a tile with `rows` block rows of `blocks` blocks in all; workers share n."""
-    start, by_row, by_block = _block_constants(block, -(-n // workers), dtype)
+    start, by_row, by_block = _block_constants(block, ceil_div(n, workers), dtype)
     load = block * block * dtype.size // _PATH_BYTES
     return (
         30
@@ -119,8 +119,8 @@ def reduce(vectors: Numbers, partials: Numbers, dtype: DType, workers: int) -> N
     A vector is 8 float16 or 4 float32 numbers.
     """
     store = 8 if dtype.size == 2 else 5
-    share = -(-np.asarray(vectors) // workers)
-    added = -(-np.asarray(partials) // workers)
+    share = ceil_div(np.asarray(vectors), workers)
+    added = ceil_div(np.asarray(partials), workers)
     return workers * (16 + share * (5 + store) + added)
 
 

@@ -63,7 +63,7 @@ def sort_kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, i
 def column_bands(counts: np.ndarray, most: int) -> Bands:
     """At most `most` bands, each ending with the column that completes its even share."""
     total = int(counts.sum())
-    share = -(-total // most)
+    share = ceil_div(total, most)
     before = np.concatenate([[0], np.cumsum(counts)])
     bounds = [0]
     while len(bounds) <= most and before[bounds[-1]] < total:
@@ -79,19 +79,19 @@ def column_bands(counts: np.ndarray, most: int) -> Bands:
 
 def split_n(n: int, parts: int, grain: int) -> list[Interval]:
     """n columns (a multiple of `grain`) in at most `parts` equal parts; the last may be shorter."""
-    step = -(-(n // grain) // parts) * grain
+    step = ceil_div(n // grain, parts) * grain
     return [Interval(begin, min(begin + step, n)) for begin in range(0, n, step)]
 
 
 def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]:
     """Tiles for each part of n, in proportion to its width, in multiples of `grain`."""
     width = 1 + sum(part.size for part in parts)
-    grains = -(-tiles // grain)
-    least = -(-grains // len(parts))
+    grains = ceil_div(tiles, grain)
+    least = ceil_div(grains, len(parts))
     intervals: list[Interval] = []
     begin = 0
     for part in parts:
-        more = max(-(-grains * part.size // width) - 1, least)
+        more = max(ceil_div(grains * part.size, width) - 1, least)
         end = min(begin + more * grain, tiles)
         intervals.append(Interval(begin, end))
         begin = end
@@ -108,8 +108,8 @@ def tiles_of_bands(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int
             share = tiles - used
         else:
             share = count * tiles // max(total, 1) or min(tiles, grain)
-            needed = -(-count // -(-count // share))
-            share = min(-(-needed // grain) * grain, share)
+            needed = ceil_div(count, ceil_div(count, share))
+            share = min(ceil_div(needed, grain) * grain, share)
         share = max(share // grain * grain, grain)
         later = (len(blocks) - 1 - index) * grain
         share = min(share, tiles - used, tiles - later)
@@ -134,7 +134,7 @@ def vertex_cycles(outputs: Any, depth: Any, dtype: DType) -> Any:
     outputs, depth = np.asarray(outputs), np.asarray(depth)
     vector = dtype.vector_width
     half = dtype.size == 2
-    strided = 15 + -(-outputs // vector) * ((13 if half else 10) + depth)
+    strided = 15 + ceil_div(outputs, vector) * ((13 if half else 10) + depth)
     wide = 2 * vector
     checks = 3 if half else 2
     vectors, rest = outputs // wide, outputs % wide
@@ -182,9 +182,9 @@ class Sums:
         row, part = np.nonzero(elsewhere)
         size = parts[part, 1]
         vector = plan.dtype.vector_width
-        vectors = -(-size // vector)
+        vectors = ceil_div(size, vector)
         most = np.maximum(1, np.minimum(vectors // _LEAST_VECTORS, tiles))
-        pieces = -(-vectors // -(-vectors // most))
+        pieces = ceil_div(vectors, ceil_div(vectors, most))
         first = np.random.default_rng(0).integers(0, tiles, len(size))
         of = np.repeat(np.arange(len(size)), pieces)
         number = ranks(pieces)
@@ -216,9 +216,9 @@ class Sums:
         summed = chosen & (self.depth > 0)
         length, depth, at = self.length[summed], self.depth[summed], self.tile[summed]
         wide = 2 * plan.dtype.vector_width
-        grains = -(-length // wide)
-        share = -(-grains // workers)
-        count = -(-grains // share)
+        grains = ceil_div(length, wide)
+        share = ceil_div(grains, workers)
+        count = ceil_div(grains, share)
         last = length - (count - 1) * share * wide
         longest = vertex_cycles(np.minimum(share * wide, length), depth, plan.dtype)
         spent = (count - 1) * longest + vertex_cycles(last, depth, plan.dtype)
@@ -236,9 +236,9 @@ class Sums:
 
     def state_bytes(self, plan: Any) -> np.ndarray:
         """Bytes of the vertices on every tile: [tiles]."""
-        grains = -(-self.length // (2 * plan.dtype.vector_width))
-        share = -(-grains // plan.target.workers)
-        return _STATE_BYTES * np.bincount(self.tile, -(-grains // share), plan.target.tiles)
+        grains = ceil_div(self.length, 2 * plan.dtype.vector_width)
+        share = ceil_div(grains, plan.target.workers)
+        return _STATE_BYTES * np.bincount(self.tile, ceil_div(grains, share), plan.target.tiles)
 
     def received_bytes(self, plan: Any) -> np.ndarray:
         """Bytes of partial sums that each tile receives: [tiles]."""
@@ -268,10 +268,10 @@ def _is_reduced_elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
     depth = plan.depths
     held = np.zeros(depth.shape, np.int64)
     np.maximum.at(held, (outputs.row, outputs.part), outputs.length)
-    grains = -(-sizes // _GRAIN)
-    spread = -(-grains // tiles) * _GRAIN
-    home = np.ceil(held * size / rate) + depth * -(-held // vector) + SYNC.typical
-    away = np.ceil(spread * depth * size / rate) + depth * -(-spread // vector)
+    grains = ceil_div(sizes, _GRAIN)
+    spread = ceil_div(grains, tiles) * _GRAIN
+    home = np.ceil(held * size / rate) + depth * ceil_div(held, vector) + SYNC.typical
+    away = np.ceil(spread * depth * size / rate) + depth * ceil_div(spread, vector)
     away = away + np.ceil(held * size / rate) + 2 * SYNC.typical
     return np.asarray((home >= away) & (depth > 1))
 

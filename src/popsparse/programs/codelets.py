@@ -31,6 +31,7 @@ from popsparse.machine import (
 )
 from popsparse.machine.intervals import expand
 from popsparse.planning import cycles as tile_cycles
+from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Method, Plan
 from popsparse.timing import MISS_CYCLES, BucketLoad, sub_group_cycles
 
@@ -511,13 +512,13 @@ class EmbeddingCodelets(BucketCodelets):
             groups.place[block],
         )
         workers = int(plan.target.workers)
-        vectors = -(-by // plan.dtype.vector_width)
+        vectors = ceil_div(by, plan.dtype.vector_width)
         moves = np.bincount(hits.vertex, minlength=v.count) * (_MOVE * vectors + _HIT)
-        cycles += -(-moves // workers) * workers
+        cycles += ceil_div(moves, workers) * workers
         group = np.repeat(np.arange(len(groups.size)), groups.size)
         filled = np.unique(group * rows + groups.row) // rows  # one for each row that has blocks
         counts = np.bincount(filled, minlength=len(groups.size))
-        look = _LAUNCH + workers * -(-counts // workers) * (_ROW + _COMPARE * indices.shape[1])
+        look = _LAUNCH + workers * ceil_div(counts, workers) * (_ROW + _COMPARE * indices.shape[1])
         np.add.at(cycles, vertex, look)
         return cycles, hits
 

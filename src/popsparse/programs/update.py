@@ -62,8 +62,8 @@ def pool_codelet(pooling: str) -> Codelet:
 
     def cycles(v: VertexView) -> int:
         width = v.target.vector_width(v.blocks.dtype)
-        vectors = -(-v.blocks.shape[-1] * v.blocks.shape[-2] // width)
-        share = -(-v.blocks.shape[-3] // v.target.workers)
+        vectors = ceil_div(v.blocks.shape[-1] * v.blocks.shape[-2], width)
+        share = ceil_div(v.blocks.shape[-3], v.target.workers)
         return _START + share * (_BLOCK + _VECTOR * vectors)
 
     fields = {"blocks": In(), "scores": Out()}
