@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from popsparse.machine import target as facts
+from popsparse.machine.intervals import equal_runs, offsets_of
 from popsparse.machine.memory import REAL_TILE
 from popsparse.planning import static as static_cycles
 from popsparse.planning.params import ceil_div
@@ -73,8 +74,8 @@ def column_fragments(plan: StaticPlan, pieces: Pieces) -> np.ndarray:
     if plan.n_split > 1:
         return pieces.columns
     column = plan.column_order[pieces.column]
-    new = np.append(True, (np.diff(column) != 1) | (np.diff(pieces.column_piece) != 0))
-    return np.bincount(pieces.column_piece, new, len(pieces))
+    first = equal_runs(column - np.arange(len(column)), pieces.column_piece).starts
+    return np.bincount(pieces.column_piece[first], minlength=len(pieces))
 
 
 def _common_columns(plan: StaticPlan, part: int, pieces: Pieces) -> np.ndarray:
@@ -119,7 +120,7 @@ def _worker_loads(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.nda
     rows = np.zeros((count, workers), np.int64)
     nz = np.zeros((count, workers), np.int64)
     at, end = first.copy(), first + pieces.rows
-    before = np.append(0, np.cumsum(length))
+    before = offsets_of(length)
     total = before[end] - before[first]
     # A worker takes rows until it has its share, so its last row is the one that completes it.
     goal = ceil_div(total, workers)

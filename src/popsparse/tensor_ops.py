@@ -35,6 +35,7 @@ from popsparse.machine import (
     as_dtype,
 )
 from popsparse.machine import Sequence as Program
+from popsparse.machine.intervals import equal_runs
 from popsparse.planning import dense as planner
 from popsparse.planning.params import ceil_div
 from popsparse.programs.dense import Layout, add_product
@@ -69,7 +70,7 @@ class Spread(NamedTuple):
             raise MappingError(f"{tensor.name} {what}: map it with set_tile_mapping")
         order = np.argsort(owner, kind="stable")
         placed = owner[order]
-        first = np.flatnonzero(np.append(True, np.diff(placed) > 0))
+        first = equal_runs(placed).starts
         is_sorted = bool((np.diff(owner) >= 0).all())
         offsets = np.append(first, len(owner))
         return cls(tensor.shape, owner, None if is_sorted else order, placed[first], offsets)
@@ -341,7 +342,7 @@ def _reduce_rows(
     output = np.repeat(np.arange(outputs), depth)
     by_tile = np.lexsort((output, spread.owner))
     tile, output = spread.owner[by_tile], output[by_tile]
-    begins = np.flatnonzero(np.append(True, (np.diff(tile) != 0) | (np.diff(output) != 0)))
+    begins = equal_runs(tile, output).starts
     placed, owner = tile[begins], output[begins]
     partials = graph.add_variable(FLOAT, [len(begins)], f"{what} partials", tiles=placed)
     ends = np.append(np.searchsorted(placed, spread.tiles), len(begins))

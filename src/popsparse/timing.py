@@ -35,6 +35,7 @@ from popsparse.encoding.buckets import (
 )
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.machine.dtypes import DType
+from popsparse.machine.intervals import offsets_of
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import (
     CONTROL_INSTRUCTIONS,
@@ -402,7 +403,7 @@ class _Product(_Pass):
             return self.workers * kernel.worker(load.groups.rows, turns) + kernel.supervisor
         groups = load.groups.transpose() if self.grad_input else load.groups
         work = split_rows(groups.rows, groups.length, plan.groups_per_tile.z, self.workers)
-        before = np.append(0, np.cumsum(groups.length))
+        before = offsets_of(groups.length)
         first = groups.first_row[work.group] + work.row
         nz = before[first + work.rows] - before[first]
         kernel = self.kernel(work.grains * grain)

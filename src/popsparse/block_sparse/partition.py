@@ -31,6 +31,7 @@ from dynsparse._core.checks import (
 from dynsparse.pattern import SparsePattern
 from popsparse.machine import Target
 from popsparse.machine.dtypes import FLOAT, HALF, DType
+from popsparse.machine.intervals import offsets_of
 from popsparse.planning.options import Options
 from popsparse.planning.params import data_type
 
@@ -243,10 +244,10 @@ def products_of(params: MatmulParams) -> Products:
     # Every block row of the dense operand uses the same column of the sparse one.
     counts = np.bincount(group * n + col, minlength=groups * n).reshape(groups, n)
     per_result = np.repeat(counts[:, None], m, axis=1)  # [groups, m, n]
-    first = np.append(0, np.cumsum(per_result))
+    first = offsets_of(per_result)
     rows, cols = np.divmod(np.arange(groups * m * n), n)
     of = np.repeat(np.arange(groups * m * n), per_result.reshape(-1))
-    start = np.append(0, np.cumsum(counts))[:-1].reshape(groups, n)
+    start = offsets_of(counts)[:-1].reshape(groups, n)
     inside = np.arange(len(of)) - first[of]
     at = start[rows[of] // m, cols[of]] + inside
     return Products(rows, cols, first, rows[of] * k + ks[at], b[at], ks[at])
@@ -385,7 +386,7 @@ def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
         result,
         tile,
         turn,
-        np.append(0, np.cumsum(lengths)).astype(np.int64),
+        offsets_of(np.array(lengths, np.int64)),
         np.concatenate(chosen) if chosen else np.zeros(0, np.int64),
     )
 

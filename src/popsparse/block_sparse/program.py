@@ -27,7 +27,7 @@ from popsparse.machine import (
     VertexView,
 )
 from popsparse.machine.dtypes import FLOAT
-from popsparse.machine.intervals import Runs
+from popsparse.machine.intervals import Runs, offsets_of
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.cycles import AMP
 from popsparse.planning.params import ceil_div
@@ -225,8 +225,8 @@ class _Product:
         if not self.params.transposed:
             right = self._transpose_blocks(right, tile, steps)
         tiles, inverse = np.unique(pieces.tile[now], return_inverse=True)
-        held = np.append(0, np.cumsum(np.bincount(inverse, counts).astype(np.int64)))
-        outs = np.append(0, np.cumsum(np.bincount(inverse)))
+        held = offsets_of(np.bincount(inverse, counts).astype(np.int64))
+        outs = offsets_of(np.bincount(inverse))
         size = self.params.block_size
         sums = self.view(partials.dtype, partials.addresses()[now])
         edges = {
@@ -272,7 +272,7 @@ class _Product:
         at, back = at[order], np.argsort(order)
         transposed = self.add_variable(self.dtype, "transposed blocks", tile[at], bk * bn)
         tiles, counts = np.unique(tile[at], return_counts=True)
-        offsets = np.append(0, np.cumsum(counts)) * bk * bn
+        offsets = offsets_of(counts) * bk * bn
         edges = {
             "src": Ragged(self.view(self.dtype, right[at].reshape(-1)), offsets),
             "out": Ragged(transposed.flatten(), offsets),
@@ -302,11 +302,11 @@ class _Product:
             return
         tiles, inverse = np.unique(home[order], return_inverse=True)
         held = np.bincount(inverse, depth, minlength=len(tiles)).astype(np.int64)
-        outs = np.append(0, np.cumsum(np.bincount(inverse)))
+        outs = offsets_of(np.bincount(inverse))
         edges = {
             "partials": Ragged(
                 self.view(partials.dtype, addresses.reshape(-1)),
-                np.append(0, np.cumsum(held)) * area,
+                offsets_of(held) * area,
             ),
             "out": Ragged(self.view(out.dtype, out.addresses()[order].reshape(-1)), outs * area),
         }

@@ -30,6 +30,7 @@ from popsparse.machine import (
     Tensor,
     VertexView,
 )
+from popsparse.machine.intervals import offsets_of
 from popsparse.planning.cycles import reduce as reduce_cycles
 from popsparse.planning.params import ceil_div, data_type
 from popsparse.programs.layout import execute
@@ -188,7 +189,7 @@ class _Rows:
         self.tiles, self.place = np.unique(self.tile, return_inverse=True)
         self.rows_of = np.bincount(self.place, minlength=len(self.tiles))
         held = np.bincount(self.place, self.lengths, minlength=len(self.tiles)).astype(np.int64)
-        self.held = np.append(0, np.cumsum(held))
+        self.held = offsets_of(held)
         self.row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def add_like_values(self, what: str) -> Tensor:
@@ -217,7 +218,7 @@ class _Rows:
 
     def step(self, codelet: Codelet, **fields: Tensor) -> Execute:
         """A step with one vertex per tile; fields have all elements, or a number for each row."""
-        rows = np.append(0, np.cumsum(self.rows_of))
+        rows = offsets_of(self.rows_of)
         edges = {
             name: Ragged(t, self.held if t.numel == len(self.elements) else rows)
             for name, t in fields.items()

@@ -26,7 +26,7 @@ import numpy as np
 import scipy.sparse
 
 from popsparse.formats import stable_argsort
-from popsparse.machine.intervals import expand
+from popsparse.machine.intervals import equal_runs, expand, offsets_of
 from popsparse.planning.params import ROW_ENTRY, ceil_div, header_words, overflow_words
 from popsparse.planning.plan import Plan
 
@@ -284,14 +284,12 @@ class SubGroups:
             for key in (runs.length.max() - runs.length, arrival, bucket):
                 order = order[stable_argsort(key[order])]
             runs, bucket, arrival = runs[order], bucket[order], arrival[order]
-        first = np.ones(len(runs), bool)
-        first[1:] = (bucket[1:] != bucket[:-1]) | (arrival[1:] != arrival[:-1])
-        at = np.flatnonzero(first)
+        at, rows = equal_runs(bucket, arrival)
         blocks = expand(runs.start, runs.length)
         return cls(
             bucket=bucket[at],
             rectangle=runs.piece[at] // layout.partition[2],
-            rows=np.diff(np.append(at, len(runs))),
+            rows=rows,
             nz=np.add.reduceat(runs.length, at) if len(at) else at,
             row=runs.row,
             length=runs.length,
@@ -332,7 +330,7 @@ class SubGroups:
         length = self.length[order]
         place = expand(self.row_nz[order], length)
         column = self.col[place] + np.repeat(row_group[order] * width, length)
-        offsets = np.append(0, np.cumsum(length))
+        offsets = offsets_of(length)
         shape = (len(order), len(self.rows) * width)
         transposed = scipy.sparse.csr_array((place, column, offsets), shape=shape).tocsc()
         count = np.diff(transposed.indptr)

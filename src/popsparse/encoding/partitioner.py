@@ -32,6 +32,7 @@ from popsparse.encoding.buckets import (
 from popsparse.encoding.meta_info import MetaInfoWriter, read_buckets
 from popsparse.encoding.spilling import BucketOverflowError, spill
 from popsparse.formats import Blocks, COOMatrix, SparseMatrix, split_blocks, to_numpy
+from popsparse.machine.intervals import equal_runs
 from popsparse.planning.options import Options
 from popsparse.planning.params import FullyConnectedParams, MatmulParams
 from popsparse.planning.plan import Plan, PlanningCache
@@ -383,7 +384,7 @@ class Partitioner:
         else:
             block = pattern.block_dimensions
             rows, cols, _ = pattern.to_coo().blocks()
-            if len(rows) > 1 and ((rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])).any():
+            if len(equal_runs(rows, cols).starts) < len(rows):
                 raise ValueError("a position of the matrix is stored twice")
         expected = (self.layout.rows, self.layout.cols)
         if tuple(pattern.shape) != expected or block != self.block:

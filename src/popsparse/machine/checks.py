@@ -8,7 +8,7 @@ import numpy as np
 
 from popsparse.machine.dtypes import DType, LocalityError, MappingError, ProgramError, RaceError
 from popsparse.machine.graph import Graph
-from popsparse.machine.intervals import Runs, expand
+from popsparse.machine.intervals import Runs, equal_runs, expand
 from popsparse.machine.vertex import VertexSet
 
 
@@ -91,7 +91,7 @@ def _check_races(graph: Graph, set_name: str, sets: Sequence[VertexSet], dtype: 
     start, end, owner, write = start[order], end[order], owner[order], write[order]
     reach = np.maximum.accumulate(end)
     group = np.concatenate([[0], np.cumsum(start[1:] >= reach[:-1])])
-    heads = np.flatnonzero(np.concatenate([[True], np.diff(group) > 0]))
+    heads = equal_runs(group).starts
     mixed = np.minimum.reduceat(owner, heads) != np.maximum.reduceat(owner, heads)
     written = np.logical_or.reduceat(write, heads)
     suspect = (mixed & written)[group]
@@ -102,7 +102,7 @@ def _check_races(graph: Graph, set_name: str, sets: Sequence[VertexSet], dtype: 
     address, run = expand(start, end - start), np.repeat(np.arange(len(start)), end - start)
     order = np.lexsort((owner[run], address))
     address, who, does = address[order], owner[run][order], write[run][order]
-    heads = np.flatnonzero(np.concatenate([[True], address[1:] != address[:-1]]))
+    heads = equal_runs(address).starts
     several = np.minimum.reduceat(who, heads) != np.maximum.reduceat(who, heads)
     clash = np.flatnonzero(several & np.logical_or.reduceat(does, heads))
     if len(clash):

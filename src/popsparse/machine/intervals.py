@@ -30,6 +30,11 @@ def ranks(counts: IntArray) -> IntArray:
     return expand(np.zeros(len(counts), np.int64), counts)
 
 
+def offsets_of(counts: IntArray) -> IntArray:
+    """Where each of consecutive parts of these sizes begins, and where the last one ends."""
+    return np.append(0, np.cumsum(counts))
+
+
 class Runs(NamedTuple):
     """Consecutive elements, in the order in which a tensor lists them."""
 
@@ -48,6 +53,17 @@ class Runs(NamedTuple):
     def addresses(self) -> IntArray:
         """Every address, in order."""
         return expand(self.starts, self.lengths)
+
+
+def equal_runs(*columns: IntArray) -> Runs:
+    """The runs of entries that are equal in all of these arrays of one length."""
+    count = len(columns[0])
+    is_new = np.zeros(count, bool)
+    is_new[:1] = True
+    for column in columns:
+        is_new[1:] |= column[1:] != column[:-1]
+    starts = np.flatnonzero(is_new)
+    return Runs(starts, np.diff(np.append(starts, count)))
 
 
 class Pieces(NamedTuple):

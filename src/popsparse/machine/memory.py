@@ -20,7 +20,7 @@ from popsparse.machine import program as programs
 from popsparse.machine.dtypes import DType, OutOfMemoryError
 from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph, Variable, describe_callers
-from popsparse.machine.intervals import Runs, union_lengths
+from popsparse.machine.intervals import Runs, equal_runs, union_lengths
 from popsparse.machine.program import Execute, Program
 from popsparse.machine.target import CONTROL_CODE, HOST_EXCHANGE, STACKS
 from popsparse.machine.tensor import Tensor
@@ -613,10 +613,7 @@ def to_stretches(
     """The stretches of tiles of each owner, from single amounts."""
     keys, place = np.unique(owner * tiles + tile, return_inverse=True)
     total = np.bincount(place, weights=amount, minlength=len(keys)).astype(np.int64)
-    first = np.ones(len(keys), bool)
-    first[1:] = (keys[1:] != keys[:-1] + 1) | (keys[1:] % tiles == 0) | (total[1:] != total[:-1])
-    begin = np.flatnonzero(first)
-    length = np.diff(np.append(begin, len(keys)))
+    begin, length = equal_runs(keys - np.arange(len(keys)), keys // tiles, total)
     out: list[Stretches] = [[] for _ in range(owners)]
     for key, count, each in zip(
         keys[begin].tolist(), length.tolist(), total[begin].tolist(), strict=True

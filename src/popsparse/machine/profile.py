@@ -10,6 +10,7 @@ import numpy as np
 
 from dynsparse._core.checks import check_kind, check_types, shorten
 from popsparse.machine import program as programs
+from popsparse.machine.intervals import equal_runs
 from popsparse.machine.memory import Contents, MemoryUse
 from popsparse.machine.target import Target
 
@@ -203,8 +204,7 @@ _FIGURES = {f.name: _TYPES[f.type] for f in fields(StepProfile) if f.name not in
 
 def _shorten(values: np.ndarray) -> list[list[float]]:
     """Figures of the tiles, run-length encoded: [number of tiles, the figure of each]."""
-    first = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    counts = np.diff(np.append(first, len(values)))
+    first, counts = equal_runs(values)
     return [[n, value] for n, value in zip(counts.tolist(), values[first].tolist(), strict=True)]
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from popsparse.machine.dtypes import DType
-from popsparse.machine.intervals import ranks
+from popsparse.machine.intervals import offsets_of, ranks
 from popsparse.planning.params import ceil_div
 
 CONTROL_INSTRUCTIONS = 20
@@ -429,7 +429,7 @@ def split_rows(group_rows: np.ndarray, row_nz: np.ndarray, grains: int, workers:
     many = np.flatnonzero(group_rows > 2 * workers)
     first = np.cumsum(group_rows) - group_rows
     if len(many):
-        before = np.append(0, np.cumsum(row_nz))
+        before = offsets_of(row_nz)
         base = before[first[many]]
         total = before[first[many] + group_rows[many]] - base
         # Row boundaries nearest above the ideal share of each worker.

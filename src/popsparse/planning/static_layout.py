@@ -18,7 +18,7 @@ import numpy as np
 
 from dynsparse.pattern import SparsePattern
 from popsparse.machine.dtypes import DType
-from popsparse.machine.intervals import ranks
+from popsparse.machine.intervals import offsets_of, ranks
 from popsparse.machine.target import SYNC
 from popsparse.planning.options import Options
 from popsparse.planning.params import MatmulParams, ceil_div
@@ -64,7 +64,7 @@ def column_bands(counts: np.ndarray, most: int) -> Bands:
     """At most `most` bands, each ending with the column that completes its even share."""
     total = int(counts.sum())
     share = ceil_div(total, most)
-    before = np.concatenate([[0], np.cumsum(counts)])
+    before = offsets_of(counts)
     bounds = [0]
     while len(bounds) <= most and before[bounds[-1]] < total:
         goal = int(before[bounds[-1]]) + share
@@ -72,7 +72,7 @@ def column_bands(counts: np.ndarray, most: int) -> Bands:
     if len(bounds) == 1:
         bounds.append(len(counts))
     edges = np.asarray(bounds)
-    filled = np.concatenate([[0], np.cumsum(counts > 0)])
+    filled = offsets_of(counts > 0)
     widest = int(np.diff(filled[edges]).max())
     return Bands(edges, tuple(np.diff(before[edges]).tolist()), widest)
 

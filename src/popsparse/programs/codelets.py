@@ -29,7 +29,7 @@ from popsparse.machine import (
     Out,
     VertexView,
 )
-from popsparse.machine.intervals import expand
+from popsparse.machine.intervals import equal_runs, expand, offsets_of
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Method, Plan
@@ -238,18 +238,14 @@ def _sub_groups(contents: BucketContents, *, transposed: bool) -> SubGroups:
     if transposed:
         order = np.lexsort((contents.col, contents.row, contents.group))
     group, row, col = contents.group[order], contents.row[order], contents.col[order]
-    new_group = np.ones(len(group), bool)
-    new_group[1:] = group[1:] != group[:-1]
-    new_row = new_group.copy()
-    new_row[1:] |= row[1:] != row[:-1]
-    first, first_row = np.flatnonzero(new_group), np.flatnonzero(new_row)
+    (first, nz), (first_row, length) = equal_runs(group), equal_runs(group, row)
     return SubGroups(
         bucket=contents.bucket[order][first],
         rectangle=contents.rectangle[order][first],
         rows=np.bincount(group[first_row], minlength=len(first)),
-        nz=np.diff(np.append(first, len(group))),
+        nz=nz,
         row=row[first_row],
-        length=np.diff(np.append(first_row, len(group))),
+        length=length,
         col=col,
         source=np.arange(len(group)),
     )
@@ -337,7 +333,7 @@ def _add(
     rows = matches.vertex * (outputs // height) + matches.row
     cols = matches.vertex * (inputs // width) + matches.col
     order = np.argsort(rows, kind="stable")
-    offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=count * outputs // height)))
+    offsets = offsets_of(np.bincount(rows, minlength=count * outputs // height))
     shape = (count * outputs, count * inputs)
     if height == width == 1:
         data = blocks.reshape(-1)[order]

@@ -26,7 +26,7 @@ from popsparse.machine import (
     Tensor,
     VertexView,
 )
-from popsparse.machine.intervals import Runs, ranks
+from popsparse.machine.intervals import Runs, offsets_of, ranks
 from popsparse.machine.target import KERNEL_CODE, SUM_CODE
 from popsparse.planning.static_layout import Pieces, StaticPlan, work_list_words
 from popsparse.programs.layout import PlannedTensor
@@ -172,8 +172,8 @@ class _Product:
                 tile,
                 {
                     "values": Ragged(used, np.append(pieces.begin, pieces.end[-1]) * self.area),
-                    "columns": Ragged(local.flatten(), _offsets(pieces.columns) * cut),
-                    "out": Ragged(result.flatten(), _offsets(pieces.rows) * cut),
+                    "columns": Ragged(local.flatten(), offsets_of(pieces.columns) * cut),
+                    "out": Ragged(result.flatten(), offsets_of(pieces.rows) * cut),
                 },
             )
         steps.add(Copy(pairs, name="gather operands"), Execute(compute))
@@ -328,14 +328,10 @@ class _Product:
         counts = np.bincount(sums.tile[of], length, plan.target.tiles)[tiles]
         ends = np.minimum(np.append(tiles, tiles[-1] + 1) * plan.outputs.share, result.numel)
         if not at_home:
-            ends = _offsets(np.bincount(sums.tile[chosen], size, plan.target.tiles)[tiles])
-        edges = {"partials": Ragged(local, _offsets(counts)), "out": Ragged(result, ends)}
+            ends = offsets_of(np.bincount(sums.tile[chosen], size, plan.target.tiles)[tiles])
+        edges = {"partials": Ragged(local, offsets_of(counts)), "out": Ragged(result, ends)}
         self.graph.add_vertices(compute, codelet, tiles, edges)
         return pairs
-
-
-def _offsets(counts: np.ndarray) -> np.ndarray:
-    return np.append(0, np.cumsum(counts))
 
 
 def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> np.ndarray:
@@ -362,7 +358,7 @@ def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> 
             at = pieces.block_row[now]
             sums[at] = sums[at].astype(np.float32) + product
         return sums.transpose(0, 2, 1)
-    offsets = np.append(0, np.cumsum(np.bincount(pieces.block_row, minlength=rows)))
+    offsets = offsets_of(np.bincount(pieces.block_row, minlength=rows))
     shape = (rows * block, columns * block)
     blocks = values.astype(np.float32)
     if block == 1:
@@ -377,7 +373,7 @@ def reduction_sources(plan: StaticPlan, part: int) -> tuple[np.ndarray, np.ndarr
     """The rows of `multiply_pieces` that belong to each row place of the result: their indices, by
     row place and then by piece, and the start of each row place, [m / b + 1]."""
     row = plan.pieces(part).row
-    begins = np.append(0, np.cumsum(np.bincount(row, minlength=plan.pattern.grid[0])))
+    begins = offsets_of(np.bincount(row, minlength=plan.pattern.grid[0]))
     return np.argsort(row, kind="stable"), begins
 
 
