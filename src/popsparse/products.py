@@ -27,6 +27,7 @@ from popsparse.programs.layout import (
     SparseTensor,
     check_weights,
     create_operand,
+    keep_layout,
 )
 from popsparse.programs.product import add_product
 
@@ -244,17 +245,8 @@ def create_sparse_dense_matmul_rhs(
 def _split_groups(natural: PlannedTensor) -> PlannedTensor:
     """View an operand [batch, groups * channels] as [groups, channels, batch]."""
     layout = natural.layout
-    batch, groups = natural.shape[0], layout.plan.sizes.groups
-    at = natural.addresses().reshape(batch, groups, layout.channels).transpose(1, 2, 0)
-    return PlannedTensor(natural.home, at, layout)
-
-
-def _as_operand(tensor: Tensor, layout: OperandLayout) -> Tensor:
-    """View an operand [groups, channels, batch] as [batch, groups * channels]."""
-    if isinstance(tensor, PlannedTensor) and layout.matches(tensor.layout):
-        return layout.natural(tensor.home)
-    at = tensor.addresses().transpose(2, 0, 1).reshape(layout.shape)
-    return Tensor(tensor.graph, tensor.dtype, at.shape, addresses=at)
+    view = natural.reshape(natural.shape[0], layout.plan.sizes.groups, layout.channels)
+    return PlannedTensor(natural.home, view.transpose(1, 2, 0).addresses(), layout)
 
 
 @check_types
@@ -291,8 +283,7 @@ def sparse_dense_matmul(
         raise ValueError("lhs must be made by create_sparse_dense_matmul_lhs")
     requested = Options.parse(options).with_passes(grad_a=True, grad_w=False)
     requested = requested.repaired(plan.dtype, plan.params.sparsity_params.is_element)
-    if requested != plan.options:
-        raise ValueError(f"lhs was made with {plan.options}, not with {requested}")
+    plan.options.check_equal(requested, "lhs was")
     store_plan(cache, plan)
     layout = OperandLayout(plan, "x" if transpose_lhs else "y")
     shape = [plan.sizes.groups, layout.channels, plan.sizes.z]
@@ -302,5 +293,6 @@ def sparse_dense_matmul(
         raise ValueError(f"with {how}, rhs must be {expected}, got {list(rhs.shape)}")
     if transpose_rhs:
         rhs = rhs.transpose(0, 2, 1)
+    operand = keep_layout(rhs, rhs.transpose(2, 0, 1).reshape(*layout.shape))
     name = "grad_input" if transpose_lhs else "forward"
-    return _split_groups(add_product(graph, lhs, _as_operand(rhs, layout), program, name))
+    return _split_groups(add_product(graph, lhs, operand, program, name))

@@ -200,8 +200,8 @@ def _check_operands(
     if params.transposed != (side == "left"):
         function = "create_for_sparse_dense" if side == "right" else "create_for_dense_sparse"
         raise ValueError(f"the parameters are of the other product: make them by {function}")
-    if options is not None and (given := Options.parse(options, "static")) != plan.options:
-        raise ValueError(f"the sparse operand was made with {plan.options}, not with {given}")
+    if options is not None:
+        plan.options.check_equal(Options.parse(options, "static"), "the sparse operand was")
     check_kind("the dense operand", dense, Tensor, "a Tensor")
     if dense.dtype != plan.dtype:
         raise TypeError(

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from dynsparse._core.checks import check_choice, check_flag, check_integer, check_within
+from dynsparse._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_within,
+    shorten,
+)
 from popsparse.machine.dtypes import DType
 from popsparse.planning.params import data_type
 
@@ -270,6 +276,17 @@ class Options:
 
     def with_passes(self, *, grad_a: bool, grad_w: bool) -> Options:
         return replace(self, do_grad_a_pass=grad_a, do_grad_w_pass=grad_w)
+
+    def check_equal(self, requested: Options, what: str) -> None:
+        """Raise ValueError for other options than these, with which `what`, as in "the weights
+        were", made."""
+        changed = [
+            f"{item.name} {shorten(made)}, not with {shorten(new)}"
+            for item in fields(self)
+            if (made := getattr(self, item.name)) != (new := getattr(requested, item.name))
+        ]
+        if changed:
+            raise ValueError(f"{what} made with {'; '.join(changed)}")
 
 
 POOLINGS = ("sum", "avg", "max", "none")

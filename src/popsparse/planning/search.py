@@ -329,10 +329,8 @@ def plan(
     """
     target = Target.mk2() if target is None else target
     names = parse_passes(passes)
-    requested = replace(
-        Options.parse(options),
-        do_grad_a_pass="grad_input" in names,
-        do_grad_w_pass="grad_weight" in names,
+    requested = Options.parse(options).with_passes(
+        grad_a="grad_input" in names, grad_w="grad_weight" in names
     )
     sparsity = SparsityParams(block_size)
     params = FullyConnectedParams(sparsity, density, batch, 1, in_, out)

@@ -8,13 +8,12 @@ same part of it. At home that part is spread over those tiles, so each holds onl
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import shorten
 from popsparse.machine import (
     UNSIGNED_SHORT,
     Codelet,
@@ -334,13 +333,6 @@ def check_weights(
     if params != plan.params:
         raise ValueError(f"the weights were made for {plan.params}, not for {params}")
     requested = Options.parse(options).repaired(plan.dtype, params.sparsity_params.is_element)
-    if requested != plan.options:
-        changed = [
-            f"{field.name} {shorten(getattr(plan.options, field.name))}, not with "
-            f"{shorten(getattr(requested, field.name))}"
-            for field in fields(Options)
-            if getattr(requested, field.name) != getattr(plan.options, field.name)
-        ]
-        raise ValueError(f"options: the weights were made with {'; '.join(changed)}")
+    plan.options.check_equal(requested, "the weights were")
     store_plan(cache, plan)
     return weights
