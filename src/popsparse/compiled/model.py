@@ -129,10 +129,7 @@ class CompiledModel:
         from popsparse.compiled.trace import trace  # slow to import
 
         how = self._how
-        step = trace(
-            self.model, self.optimizer, self.loss, how.loss_scale, inputs, target,
-            how.clip_grad_norm, how.return_output, how.batches if how.is_split else None,
-        )  # fmt: skip
+        step = trace(self.model, self.optimizer, self.loss, inputs, target, how)
         if self.trainer is not None:
             for pairs in self.trainer._captures.values():
                 pairs.clear()  # from the traced run

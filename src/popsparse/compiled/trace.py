@@ -28,7 +28,7 @@ from dynsparse.nn import SparseLinear
 from popsparse.compiled.blocks import block_of, tracers
 from popsparse.compiled.decompositions import TABLE, WRITING
 from popsparse.compiled.lower import is_dropout, is_random, name_of
-from popsparse.compiled.pipeline import Key, Step
+from popsparse.compiled.pipeline import Key, Step, StepOptions
 from popsparse.torch_layer import use_executors
 
 # Operators that do not change values, and those around an optimizer's step.
@@ -220,17 +220,14 @@ def trace(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Callable[[Any, Tensor], Tensor],
-    loss_scale: float,
     inputs: Sequence[Tensor],
     target: Tensor,
-    clip_grad_norm: float | None = None,
-    return_output: bool = False,
-    batches: int | None = None,
+    how: StepOptions,
 ) -> Step:
     """Trace the step of a model in its current mode, on inputs of these shapes.
 
-    With `batches` micro-batches it is the step of the last one: its gradients are added to the sums
-    of the earlier ones, and the optimizer uses their mean.
+    With micro-batches it is the step of the last one: its gradients are added to the sums of the
+    earlier ones, and the optimizer uses their mean.
     """
     originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -246,7 +243,7 @@ def trace(
         **{("input", str(i)): x for i, x in enumerate(inputs)},
         ("target",): target,
     }
-    if batches is not None:
+    if how.is_split:
         tensors |= {("sum", name): torch.zeros_like(originals[name]) for name in trained}
     keys: list[Key] = list(tensors)
     results: list[Key] = []
@@ -268,12 +265,12 @@ def trace(
         scopes.follow(result.grad_fn, "loss")
         scopes.phase, scopes.module = "backward", "loss"
         chosen = [leaves[name] for name in trained]
-        scale = loss_scale / (batches or 1)
+        scale = how.loss_scale / how.batches
         scaled = result * scale if scale != 1 else result
         gradients = torch.autograd.grad(scaled, chosen, allow_unused=True)
         scopes.mark()
         after: dict[Key, Tensor] = {("loss",): result.detach()}
-        if batches is not None:
+        if how.is_split:
             scopes.phase, scopes.module = "accumulate", ""
             gradients = tuple(
                 None if gradient is None else values["sum", name] + gradient
@@ -287,13 +284,13 @@ def trace(
             scopes.mark()
         scopes.phase, scopes.module = "update", "optimizer"
         by_name = {
-            name: gradient / loss_scale if loss_scale != 1 else gradient
+            name: gradient / how.loss_scale if how.loss_scale != 1 else gradient
             for name, gradient in zip(trained, gradients, strict=True)
             if gradient is not None
         }
-        if clip_grad_norm is not None:
-            by_name = _clip(by_name, clip_grad_norm)
-        if return_output:
+        if how.clip_grad_norm is not None:
+            by_name = _clip(by_name, how.clip_grad_norm)
+        if how.return_output:
             after["output",] = output.detach()
         after |= {("buffer", name): value for name, value in buffers.items()}
         after |= _take_step(optimizer, leaves, originals, by_name, values)
