@@ -235,11 +235,7 @@ RECIPES = {
         "map_stretches", tensor=lambda: OWN, tiles=lambda: [0, 1], lengths=lambda: [3, 5]
     ),
     "popsparse.machine.Graph.map_linearly": on_graph(
-        "map_linearly",
-        tensor=lambda: OWN,
-        grain=lambda: 1,
-        min_per_tile=lambda: 1,
-        first_tile=lambda: 0,
+        "map_linearly", tensor=lambda: OWN, grain=lambda: 1, min_per_tile=lambda: 1
     ),
     "popsparse.machine.Graph.tiles_of": on_graph("tiles_of", tensor=lambda: OWN),
     "popsparse.machine.Graph.add_handle": on_graph(

@@ -200,7 +200,7 @@ def softmax_run(values, mask, block, dtype, sub, groups=1, in_place=False, grad=
     handles = {"values": tensor, "out": out}
     if grad is not None:
         other = graph.add_variable(dtype, [*values.shape], "gradient")
-        graph.map_linearly(other, first_tile=1)
+        graph.set_tile_mapping(other, tiles - 1)
         handles |= {"grad": other}
         handles["in"] = block_sparse.softmax_grad(graph, out, other, *told, program)
     for name, one in handles.items():

@@ -382,9 +382,7 @@ class Graph:
         owner = where[np.searchsorted(stretches.starts, offsets, "right") - 1]
         self._assign(tensor.dtype, Runs(starts, run_lengths), owner)
 
-    def map_linearly(
-        self, tensor: Tensor, grain: int = 1, min_per_tile: int = 1, first_tile: int = 0
-    ) -> None:
+    def map_linearly(self, tensor: Tensor, grain: int = 1, min_per_tile: int = 1) -> None:
         """Spread the elements in order over the tiles, as evenly as whole grains allow.
 
         Each tile gets a multiple of `grain` elements and at least `min_per_tile`.
@@ -392,15 +390,12 @@ class Graph:
         tensor = self._check_tensor(tensor)
         grain = check_integer("grain", grain, 1)
         min_per_tile = check_integer("min_per_tile", min_per_tile, 1)
-        first_tile = check_integer("first_tile", first_tile, 0)
         grains = -(-tensor.numel // grain)
-        tiles = min(self.target.tiles - first_tile, max(1, tensor.numel // min_per_tile))
-        if tiles < 1:
-            raise MappingError(f"first_tile {first_tile} is outside {self.target.tiles} tiles")
+        tiles = min(self.target.tiles, max(1, tensor.numel // min_per_tile))
         per_tile = -(-grains // tiles) * grain
         starts = np.arange(0, tensor.numel, max(per_tile, 1))
         lengths = np.minimum(starts + per_tile, tensor.numel) - starts
-        self.map_stretches(tensor, first_tile + np.arange(len(starts)), lengths)
+        self.map_stretches(tensor, np.arange(len(starts)), lengths)
 
     def tile_map(self, dtype: DType) -> TileMap:
         """The tile of every address of a type."""

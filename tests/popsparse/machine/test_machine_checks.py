@@ -114,10 +114,6 @@ def test_linear_mapping():
     assert np.bincount(graph.tiles_of(v).flatten()).tolist() == [8, 8, 2]
     graph.map_linearly(v, min_per_tile=8)
     assert np.bincount(graph.tiles_of(v).flatten()).tolist() == [9, 9]
-    graph.map_linearly(v, first_tile=3)
-    assert np.unique(graph.tiles_of(v)).tolist() == [3]
-    with pytest.raises(MappingError, match="first_tile 4"):
-        graph.map_linearly(v, first_tile=4)
 
 
 def test_vertices_touch_only_their_tile():
