@@ -114,7 +114,7 @@ def _imbalance(profile: Profile) -> Finding | None:
     passing = set(map(id, _propagation(profile)))
     steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
     lost = sum(_waiting_cycles(step, tiles) for step in steps)
-    if not profile.cycles or lost < _LEAST * profile.cycles:
+    if lost < _LEAST * profile.cycles:
         return None
     worst = max(steps, key=lambda step: _waiting_cycles(step, tiles))
     busy = worst.balance * tiles / worst.tiles
@@ -133,7 +133,7 @@ def _imbalance(profile: Profile) -> Finding | None:
 
 def _unused(profile: Profile) -> Finding | None:
     tiles, used = profile.target.tiles, int(np.count_nonzero(profile.tile_cycles))
-    if not used or not profile.cycles:
+    if not used:
         return None
     share = profile.compute_cycles * (1 - used / tiles) / profile.cycles
     if share < _LEAST:
@@ -151,7 +151,7 @@ def _unused(profile: Profile) -> Finding | None:
 
 def _exchange(profile: Profile) -> Finding | None:
     spent = profile.exchange_cycles
-    if not profile.cycles or spent < 0.1 * profile.cycles:
+    if spent < 0.1 * profile.cycles:
         return None
     names = short_names(profile)
     worst = max(range(len(names)), key=lambda i: profile.steps[i].exchange)
@@ -172,7 +172,7 @@ def _exchange(profile: Profile) -> Finding | None:
 def _sync(profile: Profile) -> Finding | None:
     spent = profile.sync_cycles
     runs = sum(step.runs for step in profile.steps)
-    if not profile.cycles or spent < _LEAST * profile.cycles:
+    if spent < _LEAST * profile.cycles:
         return None
     return Finding(
         "sync",
@@ -187,7 +187,7 @@ def _sync(profile: Profile) -> Finding | None:
 
 def _host(profile: Profile) -> Finding | None:
     spent = profile.host_cycles
-    if not profile.cycles or spent < _LEAST * profile.cycles:
+    if spent < _LEAST * profile.cycles:
         return None
     return Finding(
         "host",
@@ -213,7 +213,7 @@ def _propagation(profile: Profile) -> list[StepProfile]:
 
 def _spilled(profile: Profile) -> Finding | None:
     spent = sum(step.cycles for step in _propagation(profile))
-    if not profile.cycles or spent < _LEAST * profile.cycles:
+    if spent < _LEAST * profile.cycles:
         return None
     return Finding(
         "propagation",
@@ -236,7 +236,7 @@ def _below_peak(profile: Profile, summary: Mapping[str, Any]) -> Finding | None:
         return max(busy - step.flops / (step.tiles * step.peak_flops), 0.0)
 
     total = sum(map(lost, steps))
-    if not profile.cycles or total < 0.3 * profile.cycles:
+    if total < 0.3 * profile.cycles:
         return None
     worst = max(steps, key=lost)
     rate = worst.flops / (worst.compute * worst.tiles * worst.peak_flops)
@@ -273,7 +273,7 @@ def _rearranging(profile: Profile) -> Finding | None:
     copies = {node.step for node in profile.tree() if node.kind == "Copy"}
     moved += [s for i, s in enumerate(profile.steps) if s.kind == "compute" and i in copies]
     spent = sum(step.compute for step in moved)
-    if not profile.cycles or spent < _LEAST * profile.cycles:
+    if spent < _LEAST * profile.cycles:
         return None
     worst = max(moved, key=lambda step: step.compute)
     return Finding(
@@ -288,10 +288,9 @@ def _rearranging(profile: Profile) -> Finding | None:
     )
 
 
-RULES: tuple[Callable[[Profile], Finding | None], ...] = (
-    _over_memory,
-    _near_memory,
-    _always_live,
+_Rules = tuple[Callable[[Profile], Finding | None], ...]
+MEMORY_RULES: _Rules = (_over_memory, _near_memory, _always_live)
+CYCLE_RULES: _Rules = (
     _imbalance,
     _unused,
     _exchange,
@@ -310,7 +309,10 @@ def findings(profile: Profile, summary: Mapping[str, Any] | None = None) -> list
         profile: profile of the run.
         summary: figures of the product, as for `report_html`; remedies omit what it already has.
     """
-    results = [*(rule(profile) for rule in RULES), _below_peak(profile, summary or {})]
+    results = [rule(profile) for rule in MEMORY_RULES]
+    if profile.cycles:
+        results += [rule(profile) for rule in CYCLE_RULES]
+        results.append(_below_peak(profile, summary or {}))
     return sorted(filter(None, results), key=_sort_key, reverse=True)
 
 
