@@ -139,9 +139,8 @@ def elementwise_cycles(
     width = dtype.vector_width
     vectors = ceil_div(ceil_div(elements, workers), width)
     # No source gives cycles for the latter: a load, an instruction for each element, a store.
-    return vector * (11 + workers * (58 + 3 * vectors)) + single * (
-        11 + workers * (58 + (2 + width) * vectors)
-    )
+    each = 11 + workers * (58 + (2 + width) * vectors)
+    return vector * tile_cycles.add_in_place(elements, dtype, workers) + single * each
 
 
 def add_blocks(

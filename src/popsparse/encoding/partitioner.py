@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,18 +66,15 @@ class EncodingInfo:
     propagated: int
     overflow: OverflowInfo
 
-    @classmethod
-    def join(cls, infos: Sequence[EncodingInfo]) -> EncodingInfo:
+    @staticmethod
+    def join(infos: Sequence[EncodingInfo]) -> EncodingInfo:
         """Join the figures of several groups of one plan."""
-        first = infos[0]
         grad_a = [info.grad_a_words_used for info in infos if info.grad_a_words_used is not None]
-        return cls(
+        return replace(
+            infos[0],
             words_used=np.concatenate([info.words_used for info in infos]),
-            words_capacity=first.words_capacity,
             grad_a_words_used=np.concatenate(grad_a) if grad_a else None,
-            grad_a_words_capacity=first.grad_a_words_capacity,
             nz_used=np.concatenate([info.nz_used for info in infos]),
-            nz_capacity=first.nz_capacity,
             sub_groups=np.concatenate([info.sub_groups for info in infos]),
             spilled=sum(info.spilled for info in infos),
             propagated=sum(info.propagated for info in infos),
