@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -76,6 +76,27 @@ class Cut:
     def serial(self) -> int:
         return self.serial_out * self.serial_in
 
+    @property
+    def tile_groups(self) -> tuple[Array, Array, Array]:
+        """Field elements, and groups of in- and of out-channels, of the fullest tile."""
+        f, o, i = self.partitions
+        in_groups = ceil_div(self.channels, self.kind.in_channels)
+        out_groups = ceil_div(self.outs, self.kind.out_channels)
+        return (
+            ceil_div(self.fields, f),
+            ceil_div(in_groups, i * self.serial_in),
+            ceil_div(out_groups, o * self.serial_out),
+        )
+
+    @property
+    def is_rearranged(self) -> tuple[bool, bool, bool]:
+        """Whether the field operand, the coefficients and the result have a layout other than the
+        user's."""
+        pads_in = self.channels % self.kind.in_channels != 0
+        pads_out = self.outs % self.kind.out_channels != 0
+        field = not self.swapped or pads_in
+        return field, field or pads_out, not self.swapped or pads_out
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -97,11 +118,7 @@ def tile_bytes(cut: Cut, dtype: DType, partials: DType) -> Array:
 def _tile_sizes(cut: Cut) -> tuple[Array, ...]:
     """Sizes of the fullest tile: field elements, in- and out-groups; elements streamed, held and
     produced."""
-    f, o, i = cut.partitions
-    kind = cut.kind
-    ft = ceil_div(cut.fields, f)
-    ig = ceil_div(ceil_div(cut.channels, kind.in_channels), i * cut.serial_in)
-    og = ceil_div(ceil_div(cut.outs, kind.out_channels), o * cut.serial_out)
+    kind, (ft, ig, og) = cut.kind, cut.tile_groups
     streamed = ft * ig * kind.in_channels
     held = ig * kind.in_channels * og * kind.out_channels
     return ft, ig, og, streamed, held, ft * og * kind.out_channels
@@ -224,20 +241,19 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     terms["reduction exchange"], terms["reduction"] = later, reduce_cycles
 
     odd_in = bool(cut.channels % width or cut.outs % width)
-    padded_in = cut.channels % kind.in_channels != 0
-    padded_out = cut.outs % kind.out_channels != 0
+    moves_field, moves_coefficients, moves_output = cut.is_rearranged
     none = np.zeros_like(used)
     moved: list[Array] = [none, none, none]  # Of field operand, coefficients and output.
     field_transform = none
-    if not cut.swapped or padded_in:
+    if moves_field:
         moved[0], cycles = _rearrangement(
             cut.fields * cut.channels, used, dtype, copy, odd=bool(cut.channels % width)
         )
         field_transform = cycles + exchange(moved[0])
-    if not cut.swapped or padded_in or padded_out:
+    if moves_coefficients:
         moved[1], cycles = _rearrangement(cut.outs * cut.channels, used, dtype, copy, odd=odd_in)
         terms["coefficient rearrangement"] = cycles + exchange(moved[1])
-    if not cut.swapped or padded_out:
+    if moves_output:
         moved[2], cycles = _rearrangement(
             cut.fields * cut.outs, used, dtype, copy, odd=bool(cut.outs % width)
         )
@@ -321,6 +337,14 @@ class DensePlan:
     @property
     def method(self) -> str:
         return self.vertex.label()
+
+    @cached_property
+    def cut(self) -> Cut:
+        """The cut with this one partition, [3]."""
+        fields, outs = (self.n, self.m) if self.swapped else (self.m, self.n)
+        parts = np.array([self.field, self.out, self.in_])
+        serial = self.serial_out, self.serial_in, self.broadcast_once
+        return Cut(self.vertex, self.swapped, fields, outs, self.k, parts, *serial)
 
     @property
     def products(self) -> float:

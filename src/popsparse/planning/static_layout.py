@@ -424,6 +424,13 @@ class StaticPlan:
         return self.n_parts[-1].end
 
     @property
+    def grain(self) -> int:
+        """Elements of the dense operand and the result that stay on one tile: full vectors, for
+        blocks in both directions, as in the original's mapping."""
+        vector = self.dtype.vector_width
+        return vector if self.pattern.block_size == 1 else vector * vector
+
+    @property
     def cycles(self) -> int:
         """The planner's estimate in cycles."""
         return sum(self.terms.values())
@@ -504,10 +511,7 @@ class Outputs:
     def of(cls, plan: StaticPlan) -> Outputs:
         block, width = plan.pattern.block_size, plan.n_padded
         total = plan.params.m * width
-        # Whole vectors in both directions stay together, as in the original's mapping.
-        vector = plan.dtype.vector_width
-        grain = vector if block == 1 else vector * vector
-        share = ceil_div(ceil_div(total, grain), plan.target.tiles) * grain
+        share = ceil_div(ceil_div(total, plan.grain), plan.target.tiles) * plan.grain
         starts = np.array([part.begin for part in plan.n_parts]) * block
         pieces = (np.arange(plan.pattern.grid[0])[:, None] * width * block + starts).reshape(-1)
         cuts = np.unique(np.concatenate([pieces, np.arange(0, total, share)]))

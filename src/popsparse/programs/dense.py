@@ -96,14 +96,8 @@ class Layout:
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
         """Sizes of a tile in one step: field elements, groups of in- and of out-channels."""
-        plan, vertex = self.plan, self.plan.vertex
-        out_groups = ceil_div(plan.m if plan.swapped else plan.n, vertex.out_channels)
-        in_groups = ceil_div(plan.k, vertex.in_channels)
-        return (
-            ceil_div(plan.n if plan.swapped else plan.m, plan.field),
-            ceil_div(in_groups, plan.in_ * plan.serial_in),
-            ceil_div(out_groups, plan.out * plan.serial_out),
-        )
+        field, in_groups, out_groups = map(int, self.plan.cut.tile_groups)
+        return field, in_groups, out_groups
 
     @cached_property
     def extents(self) -> dict[str, Extent]:
@@ -129,19 +123,13 @@ class Layout:
 
     @property
     def steps(self) -> int:
-        return self.plan.serial_out * self.plan.serial_in
+        return self.plan.cut.serial
 
     @property
     def is_rearranged(self) -> dict[str, bool]:
         """Which of "a", "b" and the result "c" have a layout other than the user's."""
-        plan, vertex = self.plan, self.plan.vertex
-        outs = plan.m if plan.swapped else plan.n
-        padded_in = plan.k % vertex.in_channels != 0
-        padded_out = outs % vertex.out_channels != 0
-        field = not plan.swapped or padded_in
-        coefficients = field or padded_out
-        a, b = (coefficients, field) if plan.swapped else (field, coefficients)
-        return {"a": a, "b": b, "c": not plan.swapped or padded_out}
+        names = "bac" if self.plan.swapped else "abc"
+        return dict(zip(names, self.plan.cut.is_rearranged, strict=True))
 
     def matrix(self, which: str, *, transposed: bool = False) -> Matrix:
         """The cut of "a" [m, k], "b" [k, n] or "c" [m, n], or of its transpose."""
@@ -531,13 +519,12 @@ class _Product:
     def _rearrange(self, operands: dict[Operand, Tensor], steps: Sequence) -> None:
         """Rearrange operands that are padded or not in the vertex's order."""
         plan, width = self.plan, self.dtype.vector_width
-        outs = plan.m if plan.swapped else plan.n
         vertices = []
         for operand, home in operands.items():
             if not self.layout.is_rearranged[operand.which]:
                 continue
             is_coefficients = operand.which == ("a" if plan.swapped else "b")
-            odd = bool(plan.k % width or (is_coefficients and outs % width))
+            odd = bool(plan.k % width or (is_coefficients and plan.cut.outs % width))
             codelet = _rearrange_codelet("rearrange", plan, cycles.rearrange, odd=odd)
             edges = {"data": home.transpose(1, 2, 3, 4, 0, 5)}
             vertices.append((codelet, operand.tiles, edges))
@@ -644,7 +631,7 @@ class _Product:
         """Rearrange the result into its own groups of channels: on its tile, if not padded."""
         plan, width = self.plan, self.dtype.vector_width
         if self.layout.is_rearranged["c"]:
-            odd = bool((plan.m if plan.swapped else plan.n) % width)
+            odd = bool(plan.cut.outs % width)
             codelet = _rearrange_codelet("rearrange", plan, cycles.rearrange, odd=odd)
         elif plan.vertex.out_channels != 4 * width:
             codelet = _rearrange_codelet("regroup", plan, cycles.regroup, kind=plan.vertex)

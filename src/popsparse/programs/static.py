@@ -33,12 +33,6 @@ from popsparse.programs.layout import PlannedTensor
 from popsparse.static_timing import compute_cycles
 
 
-def _grain(plan: StaticPlan) -> int:
-    """Elements of the dense operand and the result that stay on one tile."""
-    vector = plan.dtype.vector_width
-    return vector if plan.pattern.block_size == 1 else vector * vector
-
-
 def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
     """Add the variable of the values in device order, [nnz x area]: on the tiles that use them, or
     spread evenly if several parts of n use them."""
@@ -63,7 +57,7 @@ def dense_operand(
     """
     n = plan.params.n
     home = graph.add_variable(plan.dtype, _home_shape(plan), name)
-    graph.map_linearly(home, grain=_grain(plan))
+    graph.map_linearly(home, grain=plan.grain)
     if plan.n_padded != n:
         graph.set_initial_value(home, 0)
     view = _natural(home[:, :n], transposed=transposed)
@@ -132,7 +126,7 @@ class _Product:
         out = self.graph.add_variable(
             plan.dtype, [height, plan.n_padded, self.block], f"{self.name} result"
         )
-        self.graph.map_linearly(out, grain=_grain(plan))
+        self.graph.map_linearly(out, grain=plan.grain)
         self._reduce(partials, out, steps)
         inverse_order = np.argsort(order)
         rows = out if np.array_equal(order, np.arange(height)) else out[inverse_order]
