@@ -164,10 +164,10 @@ def _dilate(x: Tensor, stride: Sequence[int]) -> Tensor:
 def _fold(windows: Tensor, size: Sequence[int], stride: Any, padding: Any, dilation: Any) -> Tensor:
     """The inverse of `_windows`, [N, C, *size]: overlapping elements are added."""
     *outer, rows, columns, height, width = windows.shape
-    whole = [2 * p + n for p, n in zip(padding, size, strict=True)]
+    padded = [2 * p + n for p, n in zip(padding, size, strict=True)]
     if (height, width) == tuple(stride) and max(dilation) == 1:
         total = windows.transpose(-2, -3).reshape(*outer, rows * height, columns * width)
-        below, beside = whole[0] - rows * height, whole[1] - columns * width
+        below, beside = padded[0] - rows * height, padded[1] - columns * width
         total = aten.constant_pad_nd(total, [0, beside, 0, below], 0.0)
     else:
         parts = []
@@ -175,8 +175,8 @@ def _fold(windows: Tensor, size: Sequence[int], stride: Any, padding: Any, dilat
             for j in range(width):
                 part = _dilate(windows[..., i, j], stride)
                 top, left = i * dilation[0], j * dilation[1]
-                below = whole[0] - top - part.shape[-2]
-                beside = whole[1] - left - part.shape[-1]
+                below = padded[0] - top - part.shape[-2]
+                beside = padded[1] - left - part.shape[-1]
                 parts.append(aten.constant_pad_nd(part, [left, beside, top, below], 0.0))
         total = parts[0]
         for part in parts[1:]:

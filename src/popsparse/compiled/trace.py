@@ -121,8 +121,8 @@ def _take_step(
     for name in gradients:
         for key, value in stepped.state[params[name]].items():
             if isinstance(value, Tensor):
-                whole = ("state", _STEP) if key == _STEP else ("state", name, key)
-                after[whole] = value.detach()
+                state_key = ("state", _STEP) if key == _STEP else ("state", name, key)
+                after[state_key] = value.detach()
     return after
 
 

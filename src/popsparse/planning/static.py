@@ -297,9 +297,10 @@ class _CutSearch:
         reach = width
         if rows == 1:
             reach = min(math.ceil(blocks / self.density), self.columns)
-        row_there = 1 - (1 - self.density) ** reach
-        column_there = 1 - (1 - self.density) ** rows
-        m, k = self._expected_count(row_there, rows), self._expected_count(column_there, reach)
+        row_probability = 1 - (1 - self.density) ** reach
+        column_probability = 1 - (1 - self.density) ** rows
+        m = self._expected_count(row_probability, rows)
+        k = self._expected_count(column_probability, reach)
         if bands.widest * block * n * size > WORD_LIMIT * (1 if block == 1 else 8 * block):
             return "offsets into the dense operand exceed 16 bits"
         if work_list_words(m, share, block, workers) > WORD_LIMIT:
@@ -313,8 +314,8 @@ class _CutSearch:
             compute = int(block_product(m, m * each, n, block, self.dtype, workers))
         operand, values = n * k * block * size, share * block * block * size
         outputs = m * n * block
-        spread = math.ceil(math.sqrt(row_there * (1 - row_there) * len(tiles)))
-        depth = max(1, math.ceil((row_there * len(tiles) + spread) * width / reach))
+        spread = math.ceil(math.sqrt(row_probability * (1 - row_probability) * len(tiles)))
+        depth = max(1, math.ceil((row_probability * len(tiles) + spread) * width / reach))
         moved = ceil_div(outputs * size * (depth - 1), depth)
         summed = ceil_div(outputs, depth)
         vectors = ceil_div(ceil_div(summed, workers), 16 // size) * workers

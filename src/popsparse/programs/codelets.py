@@ -94,7 +94,7 @@ class BucketCodelets(ABC):
     def __init__(self, plan: Plan, name: str) -> None:
         self.plan = plan
         self.reader = BucketReader(plan, name)
-        self._found: Any = None
+        self._matches: Any = None
 
     @abstractmethod
     def _match(self, v: VertexView) -> tuple[np.ndarray, Any]:
@@ -120,7 +120,7 @@ class BucketCodelets(ABC):
         )
 
     def _cycles(self, v: VertexView) -> np.ndarray:
-        cycles, self._found = self._match(v)
+        cycles, self._matches = self._match(v)
         return cycles.reshape(v.shape)
 
     def _flops(self, v: VertexView) -> np.ndarray:
@@ -139,11 +139,11 @@ class BucketCodelets(ABC):
 
     def _find_matches(self, v: VertexView) -> Any:
         """The matches of the vertices, kept until they are taken."""
-        return self._match(v)[1] if self._found is None else self._found
+        return self._match(v)[1] if self._matches is None else self._matches
 
     def _take_matches(self, v: VertexView) -> Any:
         """The matches of the vertices, which are then forgotten."""
-        matches, self._found = self._find_matches(v), None
+        matches, self._matches = self._find_matches(v), None
         return matches
 
 
