@@ -53,7 +53,7 @@ def all_partitions(tiles: int) -> np.ndarray:
 
 def even_parts(groups: int, parts: Any) -> Any:
     """The fewest parts that leave as many groups in the fullest part as `parts` do."""
-    return ceil_div(groups, ceil_div(groups, parts))
+    return -(-groups // -(-groups // parts))
 
 
 WORD_LIMIT = 65535

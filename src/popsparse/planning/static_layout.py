@@ -21,7 +21,7 @@ from popsparse.machine.dtypes import DType
 from popsparse.machine.intervals import offsets_of, ranks
 from popsparse.machine.target import SYNC
 from popsparse.planning.options import Options
-from popsparse.planning.params import MatmulParams, ceil_div
+from popsparse.planning.params import MatmulParams, ceil_div, even_parts
 from popsparse.planning.plan import Search
 
 _LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set aside.
@@ -101,22 +101,20 @@ def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]
 
 def tiles_of_bands(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
     """Tiles for each band in proportion to its blocks, in multiples of `grain`; None: too few."""
-    total, used = sum(blocks), 0
+    total, left = max(1, sum(blocks)), tiles
+    later = (len(blocks) - 1) * grain  # The fewest tiles of the bands after this one.
     shares = []
-    for index, count in enumerate(blocks):
-        if index == len(blocks) - 1:
-            share = tiles - used
-        else:
-            share = count * tiles // max(total, 1) or min(tiles, grain)
-            needed = ceil_div(count, ceil_div(count, share))
-            share = min(ceil_div(needed, grain) * grain, share)
-        share = max(share // grain * grain, grain)
-        later = (len(blocks) - 1 - index) * grain
-        share = min(share, tiles - used, tiles - later)
+    for count in blocks:
+        share = left
+        if later:
+            share = count * tiles // total or min(tiles, grain)
+            share = min(ceil_div(even_parts(count, share), grain) * grain, share)
+        share = min(max(share // grain * grain, grain), left, tiles - later)
         if share <= 0:
             return None
         shares.append(share)
-        used += share
+        left -= share
+        later -= grain
     return tuple(shares)
 
 
@@ -184,7 +182,7 @@ class Sums:
         vector = plan.dtype.vector_width
         vectors = ceil_div(size, vector)
         most = np.maximum(1, np.minimum(vectors // _LEAST_VECTORS, tiles))
-        pieces = ceil_div(vectors, ceil_div(vectors, most))
+        pieces = even_parts(vectors, most)
         first = np.random.default_rng(0).integers(0, tiles, len(size))
         of = np.repeat(np.arange(len(size)), pieces)
         number = ranks(pieces)
