@@ -14,8 +14,6 @@ from popsparse import poptorch
 from popsparse.machine import Target
 from popsparse.poptorch import OutputMode, ReductionType
 
-MODES = (OutputMode.All, OutputMode.Final, OutputMode.Sum)
-
 
 class Network(nn.Module):
     """The perceptron of PopTorch's introduction; forward returns outputs and loss."""

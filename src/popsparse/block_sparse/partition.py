@@ -206,6 +206,10 @@ class Products(NamedTuple):
     b: np.ndarray
     k: np.ndarray
 
+    def numbers(self, result: Any) -> np.ndarray:
+        """The numbers of the products of a result."""
+        return np.arange(self.first[result], self.first[result + 1])
+
 
 class Pieces(NamedTuple):
     """The pieces in the order of their tiles: `result`, `tile` and `turn` (the pass) are [pieces];
@@ -304,7 +308,7 @@ def _assign_strips(params: MatmulParams, options: Options, products: Products, t
                 split = 1
             parts = []
             for result in results[row]:
-                some = np.arange(products.first[result], products.first[result + 1])
+                some = products.numbers(result)
                 if by_sum and passes > 1:
                     step = k // passes
                     some = some[products.k[some] // step == turn]
@@ -337,7 +341,7 @@ def _assign_blocks(
     sizes = np.diff(products.first)[results]
     pieces = []
     for result in results[np.argsort(-sizes, kind="stable")]:
-        some = np.arange(products.first[result], products.first[result + 1])
+        some = products.numbers(result)
         if not len(some):
             continue
         need = {*products.a[some].tolist(), *(-1 - products.b[some]).tolist()}
@@ -400,7 +404,7 @@ def _assign_group(
         # Heaviest first to the lightest tile, regardless of the blocks it holds.
         dealt = assign_to_lightest(sizes, tiles)
         return [
-            (int(r), int(t), 0, np.arange(products.first[r], products.first[r + 1]))
+            (int(r), int(t), 0, products.numbers(r))
             for r, t, size in zip(results, dealt, sizes, strict=True)
             if size
         ]

@@ -12,6 +12,7 @@ from popsparse.machine import program as programs
 from popsparse.machine.checks import check_compute_set
 from popsparse.machine.dtypes import AbortError, OutOfMemoryError, ProgramError
 from popsparse.machine.exchange import CopyPlan, bind_pair, broadcast_cycles, link_cycles, plan_copy
+from popsparse.machine.intervals import ranks
 from popsparse.machine.profile import CodeletProfile, Profile
 from popsparse.machine.state import Node, State
 from popsparse.machine.tensor import Tensor
@@ -506,11 +507,8 @@ class _Schedule:
         self.where = [b.vertices.tiles for b in bound]
         dealt = [t for t, mode in zip(self.where, self.modes, strict=True) if mode == "worker"]
         at = np.concatenate([*dealt, np.zeros(0, np.int64)])
-        order = np.argsort(at, kind="stable")
-        counts = np.bincount(at, minlength=tiles)
-        first = np.cumsum(counts) - counts
         rank = np.empty(len(at), np.int64)
-        rank[order] = np.arange(len(at)) - first[at[order]]
+        rank[np.argsort(at, kind="stable")] = ranks(np.bincount(at, minlength=tiles))
         self.slots = at * workers + rank % workers
 
     def tile_cycles(self, cycles: list[np.ndarray]) -> np.ndarray:

@@ -29,7 +29,7 @@ from popsparse.machine import (
     Out,
     VertexView,
 )
-from popsparse.machine.intervals import equal_runs, expand, offsets_of
+from popsparse.machine.intervals import equal_runs, expand, offsets_of, ranks
 from popsparse.planning import cycles as tile_cycles
 from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Method, Plan
@@ -353,8 +353,7 @@ def _add_rounding(
     order = np.argsort(matches.vertex * outputs + matches.row, kind="stable")
     vertex, row, col = matches.vertex[order], matches.row[order], matches.col[order]
     blocks = blocks[order]
-    key = vertex * outputs + row
-    turn = np.arange(len(key)) - np.searchsorted(key, key)
+    turn = ranks(equal_runs(vertex, row).lengths)
     # Splitting a dimension leaves a view, whatever the padding between vertices.
     results = partials.reshape(count, outputs // height, height, batch)
     inputs = operand.reshape(count, operand.shape[1] // width, width, batch)

@@ -26,7 +26,7 @@ from popsparse.machine import (
     Tensor,
     VertexView,
 )
-from popsparse.machine.intervals import Runs, offsets_of, ranks
+from popsparse.machine.intervals import Runs, equal_runs, offsets_of, ranks
 from popsparse.machine.target import KERNEL_CODE, SUM_CODE
 from popsparse.planning.static_layout import Pieces, StaticPlan, work_list_words
 from popsparse.programs.layout import PlannedTensor
@@ -344,8 +344,7 @@ def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> 
     dense = operand.astype(np.float32).transpose(0, 2, 1)
     if block > 1 and operand.dtype == np.float16:
         sums = np.zeros((rows, block, n), np.float16)
-        first = np.searchsorted(pieces.block_row, pieces.block_row)
-        turn = np.arange(len(values)) - first
+        turn = ranks(equal_runs(pieces.block_row).lengths)
         for number in range(int(turn.max(initial=-1)) + 1):
             now = turn == number
             product = values[now].astype(np.float32) @ dense[pieces.block_column[now]]
