@@ -146,18 +146,11 @@ def plan_copy(
         src_tiles, dst_tiles = moves.src_tiles[far], moves.dst_tiles[far]
         received += np.bincount(dst_tiles, weights=lengths * dtype.size, minlength=tiles)
         sent += union_lengths(src, lengths, src_tiles, tiles) * dtype.size
-        continues = (
-            (dst[1:] == dst[:-1] + lengths[:-1])
-            & (src[1:] == src[:-1] + lengths[:-1])
-            & (dst_tiles[1:] == dst_tiles[:-1])
-            & (src_tiles[1:] == src_tiles[:-1])
-        )
-        begins = np.concatenate([[True], ~continues])
-        fragments += np.bincount(dst_tiles[begins], minlength=tiles)
-        first = np.flatnonzero(begins)
-        size = np.add.reduceat(lengths, first)
-        code += _receive_code(dst[first], size, dst_tiles[first], tiles)
-        code += _send_code(src[first], size, src_tiles[first], tiles, dtype.size)
+        received_runs, first = Runs(dst, lengths).join(dst - src, dst_tiles, src_tiles)
+        fragments += np.bincount(dst_tiles[first], minlength=tiles)
+        code += _receive_code(received_runs, dst_tiles[first], tiles)
+        sent_runs = Runs(src[first], received_runs.lengths)
+        code += _send_code(sent_runs, src_tiles[first], tiles, dtype.size)
         if target.processors > 1:
             links += _link_bytes(target, src, lengths, src_tiles, dst_tiles) * dtype.size
         if target.exchange_bus_tiles == 2:
@@ -181,17 +174,16 @@ def plan_copy(
     )
 
 
-def _receive_code(begin: np.ndarray, size: np.ndarray, to: np.ndarray, tiles: int) -> np.ndarray:
+def _receive_code(fragments: Runs, to: np.ndarray, tiles: int) -> np.ndarray:
     """Bytes of the instructions that receive fragments, given in order of their addresses."""
-    goes_on = np.append(False, (begin[1:] == begin[:-1] + size[:-1]) & (to[1:] == to[:-1]))
+    _, first = fragments.join(to)
     code = RECEIVE.typical * np.bincount(to, minlength=tiles)
-    return np.asarray(code + RECEIVE_POINTER.typical * np.bincount(to[~goes_on], minlength=tiles))
+    return np.asarray(code + RECEIVE_POINTER.typical * np.bincount(to[first], minlength=tiles))
 
 
-def _send_code(
-    begin: np.ndarray, size: np.ndarray, tile: np.ndarray, tiles: int, element: int
-) -> np.ndarray:
+def _send_code(fragments: Runs, tile: np.ndarray, tiles: int, element: int) -> np.ndarray:
     """Bytes of the instructions that send fragments; data for several tiles is sent once."""
+    begin, size = fragments
     _, first = np.unique(begin * (int(size.max()) + 1) + size, return_index=True)
     long = size[first] * element > 4 * SHORT_WORDS
     each = SEND.typical + LONG_SEND.typical * long

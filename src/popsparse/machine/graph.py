@@ -341,14 +341,9 @@ class Graph:
             return
         runs, entry = tensor.runs_by_entry(where.ndim)
         owner = flat[entry]
-        # Adjacent runs on one tile are joined into one: programs map row by row.
-        ends = runs.ends[:-1]
-        new = np.append(True, (owner[1:] != owner[:-1]) | (runs.starts[1:] != ends))
-        if not new.all():
-            first = np.flatnonzero(new)
-            lengths = np.add.reduceat(runs.lengths, first)
-            runs, owner = Runs(runs.starts[first], lengths), owner[first]
-        self._assign(tensor.dtype, runs, owner)
+        # Programs map row by row.
+        joined, first = runs.join(owner)
+        self._assign(tensor.dtype, joined, owner[first])
 
     def _assign(self, dtype: DType, runs: Runs, owner: np.ndarray) -> None:
         self._assignments.setdefault(dtype, []).append((runs, owner))

@@ -6,6 +6,7 @@ its runs start and how long they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -54,15 +55,31 @@ class Runs(NamedTuple):
         """Every address, in order."""
         return expand(self.starts, self.lengths)
 
+    def join(self, *keys: IntArray) -> tuple[Runs, IntArray]:
+        """Join each run to the one before it if it goes on where that ends, with equal keys.
 
-def equal_runs(*columns: IntArray) -> Runs:
-    """The runs of entries that are equal in all of these arrays of one length."""
-    count = len(columns[0])
+        Returns the joined runs, and the number of the first run of each.
+        """
+        is_new = _mark_changes(len(self.starts), keys)
+        is_new[1:] |= self.starts[1:] != self.ends[:-1]
+        first = np.flatnonzero(is_new)
+        lengths = np.add.reduceat(self.lengths, first) if len(first) else self.lengths
+        return Runs(self.starts[first], lengths), first
+
+
+def _mark_changes(count: int, columns: Iterable[IntArray]) -> np.ndarray:
+    """Which of `count` entries differ from the one before in any array, bool; the first does."""
     is_new = np.zeros(count, bool)
     is_new[:1] = True
     for column in columns:
         is_new[1:] |= column[1:] != column[:-1]
-    starts = np.flatnonzero(is_new)
+    return is_new
+
+
+def equal_runs(*columns: IntArray) -> Runs:
+    """The runs of entries that are equal in all of these arrays of one length."""
+    count = len(columns[0])
+    starts = np.flatnonzero(_mark_changes(count, columns))
     return Runs(starts, np.diff(np.append(starts, count)))
 
 

@@ -299,13 +299,6 @@ class Tensor:
         return self.reshape([*self.shape[:axis], *self.shape[axis + 1 :]])
 
 
-def _join(parts: list[Runs]) -> Runs:
-    """The runs of all parts in order; adjacent runs are joined, as in `Tensor.runs`."""
-    starts, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
-    first = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths)[:-1])[: len(starts)])
-    return Runs(starts[first], np.add.reduceat(lengths, first) if len(first) else lengths)
-
-
 @check_types
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Concatenate tensors along `axis`. Unless long stretches [n] are joined, the result keeps an
@@ -325,7 +318,8 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     if len(tensors) == 1:
         return first
     if all(t.ndim == 1 and t._addresses is None for t in tensors):
-        runs = _join([t.runs() for t in tensors])
+        columns = zip(*(t.runs() for t in tensors), strict=True)
+        runs, _ = Runs(*map(np.concatenate, columns)).join()
         if runs.are_long:
             return Tensor(first.graph, first.dtype, [int(runs.lengths.sum())], runs=runs)
     addresses = np.concatenate([t.addresses() for t in tensors], axis)
