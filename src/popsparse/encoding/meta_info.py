@@ -1,33 +1,8 @@
-"""Writing and reading the words of meta-info.
+"""Writing and reading the words of meta-info, which docs/popsparse-partitioner.md lists.
 
 Every word is an unsigned 16-bit number. Offsets "from here" count words from the first word of
-their own entry. A bucket is a list of sub-groups followed by a 0.
-
-Element format, sub-group of 9 words:
-    0 id                  x * Ny + y + 1 of the rectangle (grad_input's buckets: y * Nx + x + 1)
-    1 x                   partition of X (of Y in grad_input's buckets)
-    2 y                   partition of Y (of X in grad_input's buckets)
-    3 nz                  non-zeros of the sub-group
-    4 next                words from here to the next sub-group (or the end marker)
-    5 num_z               elements of Z on a tile
-    6 rows - 1
-    7 first row           words from here to the first row entry
-    8 workers
-  per worker, 5 words: offset of its first value in the sub-group (0 in grad_input's buckets, whose
-    rows carry positions), elements of Z, first element of Z, rows - 1, words from here to its
-    first row entry
-  with grad_weight: one word, how many workers it uses, and for each, 4 words: offset of its first
-    value in the sub-group, words from here to the entry of the row it starts in, columns of that
-    row before its first, how many non-zeros it computes
-  per row, 2 words: row inside the rectangle, columns; then for each non-zero one word: column
-    inside the rectangle * num_z * bytes of a value. In grad_input's buckets two words: place of
-    the value in the sub-group * bytes of a value, then column * num_z * bytes of a value.
-
-Block format, sub-group of 7 words: id, x, y, elements from this sub-group's values to the next's,
-  words from here to the next sub-group, block rows - 1, grad_weight workers (0 without it)
-  per grad_weight worker, 4 words as above; the offset of the value counts elements
-  per block row, 2 words: first row inside the rectangle in elements, blocks - 1; then for each
-    block one word: first column inside the rectangle in elements
+their own entry. A bucket is a list of sub-groups followed by a 0. A sub-group is a header, entries
+of its workers in the element format, entries of grad_weight's workers if it has any, and rows.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     encoded.meta_info, encoded.nz_values          # what the host writes to the machine
     pattern, values = partitioner.decode(encoded)
 
-The method is that of PopSparse's partitioner; `meta_info` documents the words, `spilling` the
-handling of full buckets, `buckets` the overflow record that the propagation phase reads.
+The method is that of PopSparse's partitioner; `meta_info` writes the words, `spilling` handles
+full buckets, `buckets` makes the overflow record that the propagation phase reads.
 """
 
 from __future__ import annotations

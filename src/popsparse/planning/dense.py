@@ -77,16 +77,17 @@ class Cut:
         return self.serial_out * self.serial_in
 
     @property
-    def tile_groups(self) -> tuple[Array, Array, Array]:
-        """Field elements, and groups of in- and of out-channels, of the fullest tile."""
+    def tile_sizes(self) -> tuple[Array, ...]:
+        """Sizes of the fullest tile: field elements, groups of in- and of out-channels; elements
+        streamed, held and produced."""
         f, o, i = self.partitions
-        in_groups = ceil_div(self.channels, self.kind.in_channels)
-        out_groups = ceil_div(self.outs, self.kind.out_channels)
-        return (
-            ceil_div(self.fields, f),
-            ceil_div(in_groups, i * self.serial_in),
-            ceil_div(out_groups, o * self.serial_out),
-        )
+        kind = self.kind
+        ft = ceil_div(self.fields, f)
+        ig = ceil_div(ceil_div(self.channels, kind.in_channels), i * self.serial_in)
+        og = ceil_div(ceil_div(self.outs, kind.out_channels), o * self.serial_out)
+        streamed = ft * ig * kind.in_channels
+        held = ig * kind.in_channels * og * kind.out_channels
+        return ft, ig, og, streamed, held, ft * og * kind.out_channels
 
     @property
     def is_rearranged(self) -> tuple[bool, bool, bool]:
@@ -111,17 +112,8 @@ class Terms:
 
 def tile_bytes(cut: Cut, dtype: DType, partials: DType) -> Array:
     """Bytes of the operands and partials of one vertex, a lower bound of the temporary memory."""
-    streamed, held, results = _tile_sizes(cut)[3:]
+    streamed, held, results = cut.tile_sizes[3:]
     return (held + streamed) * dtype.size + results * partials.size
-
-
-def _tile_sizes(cut: Cut) -> tuple[Array, ...]:
-    """Sizes of the fullest tile: field elements, in- and out-groups; elements streamed, held and
-    produced."""
-    kind, (ft, ig, og) = cut.kind, cut.tile_groups
-    streamed = ft * ig * kind.in_channels
-    held = ig * kind.in_channels * og * kind.out_channels
-    return ft, ig, og, streamed, held, ft * og * kind.out_channels
 
 
 def least_cycles(cut: Cut, dtype: DType, target: Any) -> Array:
@@ -191,7 +183,7 @@ def _link_cycles(cut: Cut, dtype: DType, partials: DType, target: Any, moved: Ar
     come evenly from all processors in use.
     """
     f, o, i = cut.partitions
-    streamed, held, results = _tile_sizes(cut)[3:]
+    streamed, held, results = cut.tile_sizes[3:]
     tiles = target.processor_tiles
     used = ceil_div(f * o * i, tiles)
     each = np.minimum(f * o * i, tiles)
@@ -218,7 +210,7 @@ def price(cut: Cut, dtype: DType, partials: DType, target: Any) -> Terms:
     size, width, workers = dtype.size, dtype.vector_width, target.workers
     exchange, copy = ExchangeCost(target), int(target.memcpy_bytes_per_cycle)
     used = f * o * i
-    ft, ig, og, streamed, held, results = _tile_sizes(cut)
+    ft, ig, og, streamed, held, results = cut.tile_sizes
 
     terms: dict[str, Array] = {}
     shared = np.where(o % target.exchange_bus_tiles == 0, target.exchange_bus_tiles, 1)

@@ -58,7 +58,7 @@ def even_parts(groups: int, parts: Any) -> Any:
 
 WORD_LIMIT = 65535
 
-# Words of the fixed parts; `buckets.meta_info` spells the layouts out.
+# Words of the fixed parts of meta-info, see docs/popsparse-partitioner.md.
 ELEMENT_HEADER, ELEMENT_WORKER, BLOCK_HEADER, GRAD_W_WORKER, ROW_ENTRY = 9, 5, 7, 4, 2
 
 

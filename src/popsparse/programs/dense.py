@@ -96,7 +96,7 @@ class Layout:
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
         """Sizes of a tile in one step: field elements, groups of in- and of out-channels."""
-        field, in_groups, out_groups = map(int, self.plan.cut.tile_groups)
+        field, in_groups, out_groups = map(int, self.plan.cut.tile_sizes[:3])
         return field, in_groups, out_groups
 
     @cached_property
