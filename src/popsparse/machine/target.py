@@ -9,13 +9,18 @@ docs/popsparse-fidelity.md shows their effect.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from dynsparse._core.checks import check_choice, check_integer, check_types, shorten
+from dynsparse._core.checks import (
+    check_choice,
+    check_integer,
+    check_types,
+    check_within,
+    shorten,
+)
 from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
 
 
@@ -296,13 +301,9 @@ class Target:
             if number > most:
                 raise ValueError(f"{name} must be at most {most:,}, got {number}")
             object.__setattr__(self, name, number)
-        for name in (*_POSITIVE, *_NOT_NEGATIVE):
-            value = getattr(self, name)
-            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-            if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
-                least = "above 0" if name in _POSITIVE else "0 or more"
-                raise ValueError(f"{name} must be {least}, got {value!r}")
+        for names, span in ((_POSITIVE, "(0, inf)"), (_NOT_NEGATIVE, "[0, inf)")):
+            for name in names:
+                check_within(name, getattr(self, name), span)
         if self.data_path_bits % 32:
             raise ValueError(f"data_path_bits must be a multiple of 32, got {self.data_path_bits}")
         grain = self.processors * (self.exchange_bus_tiles if self.processors > 1 else 1)
