@@ -51,7 +51,8 @@ class ExchangeCost:
         self.bus_tiles = int(target.exchange_bus_tiles)
 
     def __call__(self, received: Ints) -> Ints:
-        return ceil_div(np.asarray(received) * _SCALE, self.rate)
+        # Not `ceil_div`: inside one expression NumPy reuses the memory of large arrays.
+        return -(-np.asarray(received) * _SCALE // self.rate)
 
     def broadcast(self, received: Ints, same: Ints, receiving: Ints) -> Ints:
         """Cycles when `same` neighbouring tiles, of `receiving` in all, receive equal data, which
@@ -59,7 +60,7 @@ class ExchangeCost:
         share = np.where(
             np.asarray(same) == receiving, self.bus_tiles, np.gcd(same, self.bus_tiles)
         )
-        return ceil_div(np.asarray(received) * _SCALE, self.rate * share)
+        return -(-np.asarray(received) * _SCALE // (self.rate * share))
 
 
 def clear_memory(size: Ints, workers: int) -> Ints:

@@ -470,6 +470,7 @@ def _serial_splits(groups: int) -> list[int]:
     return [s for s in range(2, groups + 1) if even_parts(groups, s) == s]
 
 
+@lru_cache(maxsize=64)
 def _leaves_no_part_empty(size: int, tiles: int) -> np.ndarray:
     """Which numbers of parts leave no part empty: bool [tiles + 1]."""
     parts = np.arange(1, tiles + 1)
