@@ -252,7 +252,7 @@ def _find_originals(plans: Mapping[str, _Plan], densities: Mapping[str, float]) 
         key = *sizes, weight.dtype, weight.device
         for other in by_sizes.setdefault(key, []):
             same = words != _words(other) and torch.equal(weight, plans[other].group[0].weight)
-            if same and bool((weight != weight.flatten()[0]).any()):
+            if same and bool((weight != weight.flatten()[:1]).any()):
                 originals[name] = other
                 break
         else:

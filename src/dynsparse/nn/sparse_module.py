@@ -392,8 +392,11 @@ class SparseModule(nn.Module):
 
     def _check_copies(self) -> None:
         """Warn of copies that are written to as averages are, but do not follow the pattern."""
-        others = {*_find_alive(self._other_copies), *find_holders(self._pattern)}
-        others -= {self, *self._find_followers()}
+        holders = find_holders(self._pattern)
+        if any(self in holder._find_followers() for holder in holders):
+            return  # the layer is such an average, and follows
+        known = [o for o in _find_alive(self._other_copies) if o._values_as_copied is not None]
+        others = {*known, *holders} - {self, *self._find_followers()}
         self._other_copies = tuple(weakref.ref(other) for other in others if check_copy(other))
 
     def shrink_index(self) -> None:
@@ -536,7 +539,8 @@ class SparseModule(nn.Module):
         if is_compiling() or is_sharded(self.values):  # no compiler traces locks and hooks
             return self._pattern.to_dense(gather_full(self.values))
         with update_lock:
-            check_owner(self)
+            if type(self.values) is nn.Parameter:
+                check_owner(self)
             pattern = self._pattern
             dense = pattern.to_dense(self.values)
         if dense.requires_grad:
@@ -627,7 +631,8 @@ class SparseModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with update_lock:
-            check_owner(self)
+            if type(self.values) is nn.Parameter:
+                check_owner(self)
             super()._save_to_state_dict(destination, prefix, keep_vars)
             pattern = self._pattern
         if self._omits_pattern:
