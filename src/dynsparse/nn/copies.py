@@ -55,6 +55,7 @@ class Snapshot:
     Comparing them finds what was written through `.data`, too, whose version does not change.
 
     Attributes:
+        parameter: identity and shape of the values.
         sees_gradients: whether it notices gradients of the values.
         is_trained: whether there was one.
     """
@@ -64,6 +65,7 @@ class Snapshot:
         is_read = not (is_sharded(values) or values.is_meta)
         self._first = values.detach().flatten()[:64].clone() if is_read else None
         self._differs: HostCopy | None = None
+        self.parameter = id(values), values.shape
         self.sees_gradients, self.is_trained = sees_gradients, False
         if sees_gradients:
             self._hook = values.register_post_accumulate_grad_hook(self._note_gradient)
@@ -100,8 +102,11 @@ def check_copy(other: Any) -> bool:
     values, before = other._parameters.get("values"), other._values_as_copied
     if not isinstance(values, Tensor):
         return False
-    if before is None or (values.requires_grad and not before.sees_gradients):
-        # From now on, as gradients were not noticed until now.
+    if (
+        before is None
+        or before.parameter != (id(values), values.shape)
+        or (values.requires_grad and not before.sees_gradients)
+    ):  # from now on
         watched = values.requires_grad and not is_sharded(values)
         other._values_as_copied = Snapshot(values, sees_gradients=watched)
         return watched or not values.requires_grad
