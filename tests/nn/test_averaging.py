@@ -343,3 +343,44 @@ def test_average_of_whole_states_names_the_way():
     mixed = {name: 0.1 * state[name] + 0.9 * own[name] for name in own}
     with pytest.raises(RuntimeError, match="if the state is an average of two states"):
         target.load_state_dict(mixed)
+
+
+def test_target_that_loads_the_state_collects_no_hooks():
+    net = model()
+    target = copy.deepcopy(net)
+    for _ in range(5):
+        change(net)
+        target.load_state_dict(net.state_dict())
+        assert target[0].pattern is net[0].pattern
+    change(net)
+    hooks = target[0].values._post_accumulate_grad_hooks
+    assert len(hooks) == 1
+    follow_patterns(target := copy.deepcopy(net), net)
+    change(net)
+    assert not target[0].values._post_accumulate_grad_hooks
+
+
+def test_values_that_are_no_leaf_do_not_matter():
+    net = model()
+    other = copy.deepcopy(net)
+    values = other[0].values
+    del other[0]._parameters["values"]
+    other[0].values = values * 2
+    other[2]._parameters["values"] = other[2].values * 2
+    for _ in range(3):
+        change(net)
+        net[2].set_pattern(net[2].pattern)
+
+
+def test_average_of_another_holder_does_not_warn():
+    """Two models of one pattern, of which the second has an average that follows."""
+    nets = [model(), model()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    averaged = AveragedModel(nets[1])
+    for _ in range(3):
+        change(nets[0])
+        nets[1](torch.randn(4, 12).double()).sum().backward()
+        with torch.no_grad():
+            for values in nets[1].parameters():
+                values.sub_(values.grad)
+        averaged.update_parameters(nets[1])

@@ -294,3 +294,21 @@ def test_attention_off_the_cpu_uses_fused_sdpa_with_dropout(monkeypatch, causal)
     assert y.shape == x.shape
     assert weights is None
     assert seen == [(None, 0.5, causal)]
+
+
+def test_layers_that_share_a_pattern():
+    """Two of three layers with one pattern change; all is prepared before one of them changes."""
+    first = SparseLinear(48, 32, 0.3, 4)
+    first, second, third = layers = [first, copy.deepcopy(first), copy.deepcopy(first)]
+    for layer in layers:
+        computes(layer)
+    shared = rewiring_on_device(first)
+    for layer in reversed(layers):
+        layer.rewire(shared)
+    assert first.pattern is second.pattern is third.pattern
+    wanted = shared.after.flat
+    switches = [layer.prepare(rewiring_on_device(layer)) for layer in (first, second)]
+    for switch in switches:
+        switch()
+    assert torch.equal(third.pattern._flat_on(torch.device("cpu")), wanted)
+    computes(third)

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dynsparse._core import logs
 from dynsparse.nn.sharded import is_sharded
@@ -38,13 +39,13 @@ def is_made_to_follow() -> bool:
 
 
 def note_holder(layer: Any) -> None:
-    """Note that a layer holds its pattern, by which `find_holders` finds copies of the layer."""
+    """Note that a layer holds its pattern, so that `find_holders` can find copies of the layer."""
     vars(layer._pattern).setdefault("_holders", WeakSet()).add(layer)
 
 
 def find_holders(pattern: SparsePattern) -> list[Any]:
-    """Return the layers that hold a pattern, or the same one with explicit slots. Copies of a layer
-    do, also those that have loaded its state, until the pattern of one of them changes."""
+    """Return the layers that hold a pattern, or the same one with explicit slots. These include
+    copies of a layer, also those that have loaded its state, until the pattern of one changes."""
     holders = vars(pattern).get("_holders")
     return [layer for layer in holders or () if vars(layer._pattern).get("_holders") is holders]
 
@@ -57,7 +58,7 @@ class Snapshot:
     Attributes:
         parameter: identity and shape of the values.
         sees_gradients: whether it notices gradients of the values.
-        is_trained: whether there was one.
+        is_trained: whether it has noticed a gradient.
     """
 
     def __init__(self, values: Tensor, sees_gradients: bool = False) -> None:
@@ -67,12 +68,19 @@ class Snapshot:
         self._differs: HostCopy | None = None
         self.parameter = id(values), values.shape
         self.sees_gradients, self.is_trained = sees_gradients, False
+        self._hook: RemovableHandle | None = None
         if sees_gradients:
             self._hook = values.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _note_gradient(self, _: Tensor) -> None:
         self.is_trained = True
-        self._hook.remove()
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop noticing gradients."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def is_written(self, values: Tensor) -> bool:
         """Whether the values have changed since; for a device, as far as the host knows by now."""
@@ -107,12 +115,14 @@ def check_copy(other: Any) -> bool:
         or before.parameter != (id(values), values.shape)
         or (values.requires_grad and not before.sees_gradients)
     ):  # from now on
-        watched = values.requires_grad and not is_sharded(values)
-        other._values_as_copied = Snapshot(values, sees_gradients=watched)
+        watched = values.requires_grad and values.is_leaf and not is_sharded(values)
+        other._replace_snapshot(Snapshot(values, sees_gradients=watched))
         return watched or not values.requires_grad
-    if before.is_trained or not before.is_written(values):
-        return not before.is_trained
-    other._values_as_copied = None
+    if before.is_trained or values.grad is not None:
+        return False
+    if not before.is_written(values):
+        return True
+    other._replace_snapshot(None)
     logs.warn(
         "a copy of a sparse model is written to but not trained, like an average of its weights "
         "(EMA) or a target network, and keeps its pattern while that of the model changes, so its "

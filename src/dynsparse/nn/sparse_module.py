@@ -86,8 +86,10 @@ class SparseModule(nn.Module):
     _omits_pattern: bool = False
     # Whether its pattern or values were replaced, which a trainer checks before its next step.
     _was_replaced: bool = False
-    # Copies of this layer, such as averages, which follow its pattern, and those which do not.
+    # Copies of this layer, such as averages, which follow its pattern, the layer that this one
+    # follows, and copies that do not follow.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
+    _followed: weakref.ref[SparseModule] | None = None
     _other_copies: tuple[weakref.ref[SparseModule], ...] = ()
     # Of a copy that does not follow, its values as it was made or loaded, or as its original's
     # pattern changed, until its own pattern is changed.
@@ -268,7 +270,9 @@ class SparseModule(nn.Module):
             with torch.no_grad(), defer_signals():
                 with update_lock:
                     if before is not None:
-                        self._pattern._device_index = saved_index
+                        held = self._pattern._device_index
+                        if held is not None and held[1] is before.index.cols:
+                            self._pattern._device_index = saved_index
                         new = before.copy_from(index, pattern, self.values, values)
                     else:
                         assert state is not None
@@ -282,10 +286,11 @@ class SparseModule(nn.Module):
                     row_ptr = new.index.row_ptr
                     if self._row_ptr is not None and self._row_ptr.data_ptr() != row_ptr.data_ptr():
                         capture.replace(self._row_ptr, row_ptr, self.values)
+                    self._replace_snapshot(None)
                     # Assigning them as attributes of a module takes ten times as long.
                     vars(self).update(
                         _pattern=pattern, _state=new, _row_ptr=row_ptr, executor=executor,
-                        _substitutes=None, _own_index=None, _values_as_copied=None,
+                        _substitutes=None, _own_index=None,
                     )  # fmt: skip
                     set_owner(self)
                     note_holder(self)
@@ -357,7 +362,8 @@ class SparseModule(nn.Module):
     def _state_to_copy(self) -> dict[str, Any]:
         # What is derived from the pattern is not copied: copies have their own memory.
         derived = {
-            "_state", "_own_index", "_row_ptr", "_followers", "_other_copies", "_values_as_copied",
+            "_state", "_own_index", "_row_ptr", "_followers", "_followed", "_other_copies",
+            "_values_as_copied",
         }  # fmt: skip
         return {k: v for k, v in self.__dict__.items() if k not in derived}
 
@@ -366,7 +372,8 @@ class SparseModule(nn.Module):
         super().__setstate__(state)
         if values is not None and values.data_ptr() != self.values.data_ptr():
             self._pattern, self.values.data = pattern, values
-        note_holder(self)
+        with update_lock:
+            note_holder(self)
         self._refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModule:
@@ -385,19 +392,30 @@ class SparseModule(nn.Module):
     def add_follower(self, other: SparseModule) -> None:
         """Let `other` follow every change of this layer's pattern, see `nn.follow_patterns`."""
         self._followers = tuple(map(weakref.ref, [*self._find_followers(), other]))
-        other._values_as_copied = None
+        other._followed = weakref.ref(self)
+        other._replace_snapshot(None)
 
     def _find_followers(self) -> list[SparseModule]:
         return _find_alive(self._followers)
 
     def _check_copies(self) -> None:
         """Warn of copies that are written to as averages are, but do not follow the pattern."""
-        holders = find_holders(self._pattern)
-        if any(self in holder._find_followers() for holder in holders):
-            return  # the layer is such an average, and follows
+        if self._follows_another:
+            return
+        with update_lock:
+            holders = find_holders(self._pattern)
         known = [o for o in _find_alive(self._other_copies) if o._values_as_copied is not None]
-        others = {*known, *holders} - {self, *self._find_followers()}
+        others = [o for o in {*known, *holders} if o is not self and not o._follows_another]
         self._other_copies = tuple(weakref.ref(other) for other in others if check_copy(other))
+
+    @property
+    def _follows_another(self) -> bool:
+        return self._followed is not None and self._followed() is not None
+
+    def _replace_snapshot(self, snapshot: Snapshot | None) -> None:
+        if self._values_as_copied is not None:
+            self._values_as_copied.stop()
+        self._values_as_copied = snapshot
 
     def shrink_index(self) -> None:
         """Keep only 4 bytes of index per block if the values are sharded on CPUs.
@@ -568,7 +586,7 @@ class SparseModule(nn.Module):
                     rows, cols, shape=self._pattern.shape, block_size=self.block_size
                 )
                 self._check_capacity(pattern)
-                pattern = find_equal_pattern(self, pattern)
+                pattern = find_equal_pattern(pattern)
             except (TypeError, ValueError) as error:
                 line = f"the pattern of {prefix or 'the layer'!r} does not fit: {error}"
                 if isinstance(rows, Tensor) and rows.is_floating_point():
@@ -611,7 +629,7 @@ class SparseModule(nn.Module):
             if strict and prefix + name not in state_dict:
                 missing_keys.append(prefix + name)
         if self._values_as_copied is not None:
-            self._values_as_copied = Snapshot(self.values)
+            self._replace_snapshot(Snapshot(self.values))
 
     def _has_coordinates(self, rows: Any, cols: Any) -> bool:
         """Whether these are the coordinates of the layer's slots."""
@@ -637,6 +655,7 @@ class SparseModule(nn.Module):
             pattern = self._pattern
         if self._omits_pattern:
             return
+        find_equal_pattern(pattern)  # a copy may load it
         for name in ("rows", "cols"):  # copies, which may be written to
             destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)
 

@@ -68,10 +68,21 @@ def sort_by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
 
 
 def order_by_slots(entries: Tensor, slots: Tensor) -> Tensor:
-    """Reorder entries in row-major order, [..., nnz], by slots; if `slots` is [..., 0] they are."""
+    """Reorder entries in row-major order, [..., nnz], by slots; if `slots` is [..., 0], they are
+    already in this order."""
     if not slots.shape[-1]:
         return entries
-    return torch.empty_like(entries).scatter_(-1, slots.long(), entries)
+    return _scatter(entries.new_empty(entries.shape), slots.long(), entries)
+
+
+def _scatter(out: Tensor, index: Tensor, entries: Tensor) -> Tensor:
+    """Write `entries` to out[..., index]. `Tensor.scatter_` of several dimensions synchronises on
+    CUDA devices if deterministic algorithms are required."""
+    if out.dim() > 1:
+        first = torch.arange(0, out.numel(), out.shape[-1], device=out.device)
+        index = index + first.view(*out.shape[:-1], 1)
+    out.view(-1).index_copy_(0, index.flatten(), entries.flatten())
+    return out
 
 
 def find_slots(entries: Tensor, slots: Tensor) -> Tensor:
@@ -138,7 +149,7 @@ def assign_slots(source: Tensor) -> tuple[Tensor, Tensor]:
     # The free slots in order; all others are written to an unused last entry.
     index = torch.where(free, free.cumsum(-1) - 1, count)
     slots = torch.arange(count, dtype=torch.int32, device=source.device).expand_as(source)
-    ordered = slots.new_empty(*leading, count + 1).scatter_(-1, index, slots)
+    ordered = _scatter(slots.new_empty(*leading, count + 1), index, slots)
     given = ordered.gather(-1, (grown.cumsum(-1) - 1).clamp_(min=0))
     return torch.where(grown, given, source), free
 

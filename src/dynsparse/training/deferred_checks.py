@@ -108,7 +108,7 @@ _NOT_FINITE = (
 
 def any_not_finite(ranked: Sequence[Sequence[Tensor]]) -> Tensor:
     """Whether any of the tensors of each layer holds NaN or infinity: bool [layers], on the device
-    of all."""
+    that they share."""
     device = next(t.device for tensors in ranked for t in tensors)
     checked = [
         [t.detach() for t in tensors if t.numel() and t.is_floating_point()] for tensors in ranked

@@ -257,8 +257,8 @@ def rebuild_reducers(values: Iterable[Tensor]) -> None:
 
 
 def forget_hook_errors(values: Iterable[Tensor]) -> None:
-    """Let PowerSGD forget the errors of the last gradients of these Parameters, since the entries
-    of reused slots belong to other weights now."""
+    """Let PowerSGD forget the errors of its last gradients where a wrapper reduces any of these
+    Parameters: the entries of reused slots belong to other weights now."""
     for ddp in _wrappers_of(values):
         for _, state in ddp._comm_hooks:
             getattr(state, "error_dict", {}).clear()

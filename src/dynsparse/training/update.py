@@ -330,14 +330,16 @@ def _make_rewirings(plans: Sequence[_LayerPlan]) -> list[Rewiring]:
     rewirings = []
     for plan in plans:
         with layer_errors(plan.name):
-            count = plan.counts.grow
-            if plan.returned != count and not plan.layer.can_resize:
-                raise ValueError(
-                    f"the growth returned {plan.returned} positions, {count} were asked for"
-                )
+            check_growth(plan.layer, plan.returned, plan.counts.grow)
             sorts = not plan.layer.keeps_slots
             rewirings.append(Rewiring.make(plan.pattern, plan.drop, plan.grow, row_major=sorts))
     return rewirings
+
+
+def check_growth(layer: SparseLinear, returned: int, count: int) -> None:
+    """Raise ValueError if a layer of fixed size gets another number of positions than `count`."""
+    if returned != count and not layer.can_resize:
+        raise ValueError(f"the growth returned {returned} positions, {count} were asked for")
 
 
 def _make_changes(

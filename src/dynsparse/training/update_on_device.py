@@ -37,7 +37,7 @@ from dynsparse.training.deferred_checks import (
 from dynsparse.training.grow import GradientStep
 from dynsparse.training.history import LastStep
 from dynsparse.training.optimizer_state import learning_rate_of
-from dynsparse.training.update import Change, UpdateRequest, check_fill
+from dynsparse.training.update import Change, UpdateRequest, check_fill, check_growth
 
 # Slots of layers that are stacked, which bounds the memory of their tensors.
 SLOTS_AT_ONCE = 1 << 20
@@ -163,6 +163,9 @@ def select_blocks(
         )
     with span("grow", layer=together):
         chosen = request.growth.choose(growth, request.step, request.ranks)
+    for (name, layer), flat in zip(layers.items(), chosen, strict=True):
+        with layer_errors(name):
+            check_growth(layer, len(flat), counts.grow)
     grow = [to_device(flat, device) if flat.is_cpu else flat.to(device) for flat in chosen]
     if len({len(flat) for flat in grow}) > 1:
         return [

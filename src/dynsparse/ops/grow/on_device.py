@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layers_at_once(pattern: SparsePattern, dtype: torch.dtype) -> int:
-    """Return of how many layers like this one all scores fit a panel."""
+    """Return how many layers like this one have all their scores fit into a panel together."""
     return max(1, PANEL_BYTES // (dtype.itemsize * pattern.total))
 
 

@@ -100,7 +100,8 @@ def topk_of_layers(
     groups: dict[Hashable, list[int]] = {}
     for i, (own, pattern, k, dtype) in enumerate(zip(pairs, patterns, counts, dtypes, strict=True)):
         device = own[0][0].device if k else None
-        key = (pattern.shape, pattern.block_size, pattern.nnz, k, dtype, device)
+        sizes = pattern.shape, pattern.block_size, pattern.nnz, pattern._is_row_major
+        key = *sizes, k, dtype, device
         groups.setdefault(key, []).append(i)
     found: dict[int, GrowCandidates] = {}
     for group in groups.values():
