@@ -80,7 +80,8 @@ def sparsify(
     printed table lists them. An `nn.Embedding` that `include` names in full becomes a
     `SparseEmbedding`, and an `nn.Linear` tied to it a `TiedHead` with the same values. dtype,
     device, `requires_grad`, the training flag and the biases stay the same; the Parameters of the
-    weights are new, so create the optimizer afterwards.
+    weights are new, so create the optimizer afterwards. A copy of another part of the model, such
+    as a target network, gets the patterns of its original with start="random" and "magnitude".
 
     Names are those of `model.named_modules()`; the projections of an attention are `q_proj`,
     `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` also matches dots. It
@@ -89,7 +90,8 @@ def sparsify(
 
     Args:
         density: non-zeros / elements of all converted layers together, in (0, 1], rounded to the
-            nearest block. Defaults to 0.1, unless `densities` matches every layer.
+            nearest block; layers of a copy are rounded as those of the original. Defaults to 0.1,
+            unless `densities` matches every layer.
         block_size: edge of the blocks. Defaults to 1; with start="nonzero" to the largest of 4, 8,
             16, 32, 64 and 128 for which no block of the layer holds both zeros and other values.
         allocation: how the density is distributed over the layers: "uniform", "er" or "erk", see
