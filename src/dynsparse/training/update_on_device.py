@@ -102,7 +102,7 @@ def plan_on_device(request: UpdateRequest, counts: Mapping[str, Counts]) -> dict
     for layers in group_layers(request, counts):
         for selection in select_blocks(request, layers, counts[next(iter(layers))]):
             changes |= plan_changes(request, selection, checks)
-    _check(checks)
+    _raise_or_defer(checks)
     return {name: changes[name] for name in counts}
 
 
@@ -194,9 +194,8 @@ class Check(NamedTuple):
 def plan_changes(
     request: UpdateRequest, selection: DeviceSelection, checks: list[Check]
 ) -> dict[str, Change]:
-    """Make the changes that a device has chosen, and append what remains to be checked."""
-    names, layers = list(selection.layers), [*selection.layers.values()]
-    invalid = selection.invalid
+    """Make the changes of the layers of a selection, and append what remains to be checked."""
+    layers, invalid = [*selection.layers.values()], selection.invalid
     rewirings, after = selection.rewire(invalid)
     checks.append(Check(selection, invalid, _RANKED.format(step=request.step)))
     fills: list[Any] = []
@@ -212,18 +211,18 @@ def plan_changes(
         rewirings, after = selection.rewire(invalid.logical_or(invalid_fill))
         only_fill = invalid_fill.logical_and(invalid.logical_not())
         checks.append(Check(selection, only_fill, _STARTED.format(step=request.step)))
-    indexes: Sequence[LayerIndex | None] | None = None
-    if selection.keeps_size:
-        indexes = make_next_indexes(layers, after.index)
+    made = make_next_indexes(layers, after.index) if selection.keeps_size else None
+    indexes: Sequence[LayerIndex | None] = made or [None] * len(layers)
     changes = {}
-    for own in zip(names, layers, rewirings, fills, indexes or [None] * len(names), strict=True):
-        name, layer, rewiring, fill, index = own
+    for name, layer, rewiring, fill, index in zip(
+        selection.layers, layers, rewirings, fills, indexes, strict=True
+    ):
         with layer_errors(name):
             changes[name] = Change.plan(layer, rewiring, fill, request.state_holders, index)
     return changes
 
 
-def _check(checks: Sequence[Check]) -> None:
+def _raise_or_defer(checks: Sequence[Check]) -> None:
     """Raise the errors of layers that change their sizes, and defer those of others."""
     at_once = [check for check in checks if not check.selection.keeps_size]
     failed = fetch_scalars([one for check in at_once for one in check.failed.unbind()])
