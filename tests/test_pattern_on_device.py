@@ -48,30 +48,18 @@ def test_the_index(shape, density, b):
         assert torch.equal(there._flat_on(CPU), pattern.flat)
 
 
-@given(
-    shapes,
-    st.floats(0, 1),
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.integers(0, 99),
-    st.booleans(),
-)
+# Shape, density, numbers of dropped and of grown blocks.
+updates = (shapes, st.floats(0, 1), st.integers(0, 9), st.integers(0, 9))
+
+
+@given(*updates, st.integers(0, 99), st.booleans())
 def test_an_update(shape, density, dropped, grown, seed, row_major):
     pattern = SparsePattern.random(shape, density)
     drop, grow = update(pattern, min(dropped, pattern.nnz), grown, seed)
     check_update(pattern, drop, grow, row_major)
 
 
-@given(
-    shapes,
-    st.floats(0, 1),
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.integers(1, 4),
-    st.booleans(),
-    st.booleans(),
-    st.data(),
-)
+@given(*updates, st.integers(1, 4), st.booleans(), st.booleans(), st.data())
 def test_an_update_of_several_layers(
     shape, density, dropped, grown, layers, row_major, explicit, data
 ):

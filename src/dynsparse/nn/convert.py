@@ -399,9 +399,11 @@ def _make_initial_weight(
     if start != "random":
         flat = select_best_blocks(score_blocks(matrix, sums, b), nnz, per_row).cpu()
         return SparsePattern.from_flat(flat, shape=shape, block_size=b), matrix
-    pattern = plan.pattern or SparsePattern.random(
-        shape, nnz=nnz, block_size=b, per_row=per_row, generator=generator
-    )
+    pattern = plan.pattern
+    if pattern is None:
+        pattern = SparsePattern.random(
+            shape, nnz=nnz, block_size=b, per_row=per_row, generator=generator
+        )
     fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)
     scale = (shape[1] / (fan_in * b)).sqrt().repeat_interleave(b)
     return pattern, matrix * scale.to(matrix.device, matrix.dtype)[:, None]

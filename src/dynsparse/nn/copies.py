@@ -57,7 +57,6 @@ class Snapshot:
 
     Attributes:
         parameter: identity and shape of the values.
-        sees_gradients: whether it notices gradients of the values.
         is_trained: whether it has noticed a gradient.
     """
 
@@ -67,10 +66,15 @@ class Snapshot:
         self._first = values.detach().flatten()[:64].clone() if is_read else None
         self._differs: HostCopy | None = None
         self.parameter = id(values), values.shape
-        self.sees_gradients, self.is_trained = sees_gradients, False
+        self.is_trained = False
         self._hook: RemovableHandle | None = None
         if sees_gradients:
             self._hook = values.register_post_accumulate_grad_hook(self._note_gradient)
+
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether it notices gradients of the values, or has noticed one."""
+        return self.is_trained or self._hook is not None
 
     def _note_gradient(self, _: Tensor) -> None:
         self.is_trained = True

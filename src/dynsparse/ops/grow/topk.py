@@ -106,11 +106,11 @@ def topk_of_layers(
     found: dict[int, GrowCandidates] = {}
     for group in groups.values():
         pattern, k, dtype = patterns[group[0]], counts[group[0]], dtypes[group[0]]
+        if k == 0:
+            found |= {i: _no_candidates(patterns[i]._device, dtype) for i in group}
+            continue
         step = layers_at_once(pattern, dtype)
         for batch in [group[i : i + step] for i in range(0, len(group), step)]:
-            if k == 0:
-                found |= {i: _no_candidates(patterns[i]._device, dtype) for i in batch}
-                continue
             flat, scores = topk_on_device(
                 [pairs[i] for i in batch], [patterns[i] for i in batch], k, pooling, dtype
             )
