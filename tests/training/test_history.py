@@ -176,3 +176,23 @@ def test_first_gradient_that_is_set_to_zero_is_discarded():
         return rewiring.after
 
     assert grown(True) == grown(False)
+
+
+def test_gradient_set_to_zero_after_autograd_grad_discards_its_pass():
+    """`autograd.grad` writes no gradient, so that of the step before is the one set to zero."""
+
+    def grown(other):
+        torch.manual_seed(0)
+        layer = SparseLinear(16, 16, density=0.2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+        trainer = RigL(layer, optimizer, total_steps=100, update_interval=2)
+        x, weights = torch.randn(8, 16), torch.randn(3, 8, 16)
+        for step in range(2):
+            if step and other:
+                torch.autograd.grad((layer(x) * 30 * weights[2]).sum(), layer.values)
+            optimizer.zero_grad(set_to_none=False)
+            (layer(x) * weights[step]).sum().backward()
+            rewirings = trainer.step()
+        return rewirings[""].after
+
+    assert grown(True) == grown(False)

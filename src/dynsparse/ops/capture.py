@@ -37,8 +37,9 @@ class Pairs(list[tuple[Tensor, Tensor]]):
 
     values: Tensor
     last_pass: int = -1
-    writes: int = -1  # version of the gradient when the last pass began; -1 if there was none
+    writes: int = -2  # version of the gradient when the last pass began; -1 if there was none
     storage: StorageWeakRef | None = None  # of that gradient
+    added: bool = False  # whether the last pass, if it wrote, added to a gradient other than zero
     before: int = 0  # number of pairs when the last pass began
 
     def begin(self, backward_pass: int) -> None:
@@ -52,14 +53,16 @@ class Pairs(list[tuple[Tensor, Tensor]]):
         grad = values.grad
         if grad is None:
             self.clear()
-            self.writes, self.storage = -1, None
+            self.writes, self.storage, self.added = -1, None, False
         else:
             # A pass writes once, or never if it is asked for other gradients only; or it makes a
-            # new gradient. One of zeros may be the result of a pass.
+            # new gradient. One of zeros may be the result of a pass, unless it added to another.
             if self._has_same_gradient(grad):
                 del self[self.before :]
-            elif self.writes < grad._version - 1 and not bool(grad.any()):
-                self.clear()
+            elif self.added or self.writes < grad._version - 1:
+                self.added = bool(grad.any())
+                if not self.added:
+                    self.clear()
             self.writes, self.storage = grad._version, StorageWeakRef(grad.untyped_storage())
         self.before = len(self)
 
