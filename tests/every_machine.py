@@ -16,10 +16,15 @@ from pathlib import Path
 
 from dynsparse._core import native
 
-THREADED = [*map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_index_arrays.py"]
+THREADED = [
+    *map(str, sorted(Path("tests/ops").glob("test_cpu_*.py"))),
+    *(f"tests/ops/test_grow_{name}.py" for name in ("kernels", "random", "screen", "topk")),
+    *(f"tests/ops/test_{name}.py" for name in ("int8", "linear_operator", "sparse_input")),
+    "tests/ops/test_sparse_embedding_operator.py", "tests/test_index_arrays.py",
+]  # fmt: skip
 KERNELS = [
-    *THREADED, "tests/_core/test_native.py", "tests/csrc", "tests/ops/block_sparse",
-    "tests/selfcheck",
+    *map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_index_arrays.py",
+    "tests/_core/test_native.py", "tests/csrc", "tests/ops/block_sparse", "tests/selfcheck",
 ]  # fmt: skip
 LAYERS = ["tests/bench/test_bench_run.py", "tests/nn", "tests/popsparse/test_poptorch.py"]
 

@@ -99,8 +99,12 @@ def _faults(name, wrong):
     recipe = RECIPES[name]
     faults = []
     for argument in recipe.make():
+        arguments = None
         for what, make in wrong:
-            error = refusal(recipe.call, recipe.make() | {argument: make()})
+            arguments = arguments or recipe.make()
+            error = refusal(recipe.call, arguments | {argument: make()})
+            if error is None:
+                arguments = None  # only a call that is refused changes nothing
             told = error and fault(error, recipe.also)
             if told:
                 faults.append(f"{argument} = {what}: {told}")

@@ -34,7 +34,7 @@ def test_two_ranks_equal_one_process():
 
 @pytest.mark.slow
 def test_four_ranks_equal_one_process():
-    check(4, ALGORITHMS, 12)
+    check(4, ALGORITHMS, 8)
 
 
 def test_convolutions_equal_one_process():

@@ -34,10 +34,12 @@ def test_optimizers_block_sizes_and_resharding(optimizer, block_size, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "block_size"), [("adam", 1), ("sgd", 4), ("adagrad", 1)])
-def test_four_ranks_equal_one_process(optimizer, block_size):
+@pytest.mark.parametrize(
+    ("optimizer", "block_size", "names"),
+    [("adam", 1, work.FIXED), ("sgd", 4, ["rigl", "rigl-global", "set", "topkast"])],
+)
+def test_four_ranks_equal_one_process(optimizer, block_size, names):
     options = {"reshard_after_forward": block_size == 1}
-    names = work.FIXED
     for found in on_ranks(4, work.compare_with_options, names, 8, optimizer, block_size, options):
         check(found, 8, block_size == 1)
 

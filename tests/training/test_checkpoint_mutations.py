@@ -53,8 +53,14 @@ def snapshot(made):
     )
 
 
+WRONG = (None, "text", -3, [], {}, float("nan"), torch.zeros(2, 3))
+
+
 def mutations(value, path=()):
-    """Yield (path, description, mutated copy) per node: removed, or of another type or length."""
+    """Yield (path, description, mutated copy) per node: removed, or of another type or length.
+
+    Each node takes three other types, which depend on its path.
+    """
     inner = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -72,9 +78,10 @@ def mutations(value, path=()):
             yield path, "longer", torch.cat([value, value[:1]])
             yield path, "deeper", value[None].clone()
         yield path, "complex", value.to(torch.complex64)
-    for wrong in (None, "text", -3, [], {}, float("nan"), torch.zeros(2, 3)):
-        if type(wrong) is not type(value):
-            yield path, f"now {wrong!r}", wrong
+    others = [w for w in WRONG if type(w) is not type(value)]
+    for i in range(3):
+        wrong = others[(len(str(path)) + 2 * i) % len(others)]
+        yield path, f"now {wrong!r}", wrong
     for key, child in inner:
         for where, what, changed in mutations(child, (*path, key)):
             if isinstance(value, dict):
