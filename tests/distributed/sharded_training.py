@@ -139,6 +139,21 @@ def train_in_mixed_precision(rank, size):
     return {name: flat for name, (flat, _) in weights(model).items()}
 
 
+def step_in_turn(rank, size):
+    """Let trainer and optimizer step in turn with gradients that are set to zero in place."""
+    model = shard(model_of(), size=size)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    trainer = ds.Static(model, optimizer)
+    for step, take in enumerate([trainer.step, optimizer.step, trainer.step]):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = batch(step, rank, size)
+        mse_loss(model(x), y).backward()
+        take()
+    with pytest.raises(RuntimeError, match="would step a second time with a gradient"):
+        optimizer.step()
+    return trainer.steps
+
+
 def first_error(model, optimizer, trainer, rank, size):
     """Return the error of the first failing update, which must change no weight."""
     for step in range(1, 12):

@@ -61,6 +61,11 @@ def test_mixed_precision_keeps_patterns_equal_on_all_ranks():
     assert all(torch.equal(flat, second[name]) for name, flat in first.items())
 
 
+@pytest.mark.quick
+def test_gradients_set_to_zero_in_place_are_new():
+    assert on_ranks(2, work.step_in_turn) == [3, 3]
+
+
 def test_unsupported_operations_raise_the_same_error_on_all_ranks():
     first, second = on_ranks(2, work.check_unsupported)
     assert first == second

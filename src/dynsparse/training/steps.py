@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dynsparse._core import logs
 from dynsparse._core.interrupts import defer_signals
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.sharded import local_part
 from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import OFF, counter, is_traced, span
 from dynsparse.training.optimizer_state import nested_optimizers
@@ -230,7 +231,7 @@ class OptimizerSteps:
             self._hooks.used = True
         self._last_caller = self._caller or "optimizer.step()"
         self._marks = [
-            None if grad is None else (weakref.ref(grad), grad._version)
+            None if grad is None else (weakref.ref(grad), local_part(grad)._version)
             for grad in self._owner._gradients()
         ]
 
@@ -256,7 +257,7 @@ class OptimizerSteps:
                 if mark is not grad:
                     return
             # torch does not count what kernels of a CUDA graph write.
-            elif grad.is_cuda or mark[0]() is not grad or mark[1] != grad._version:
+            elif grad.is_cuda or mark[0]() is not grad or mark[1] != local_part(grad)._version:
                 return
         raise RuntimeError(
             f"{caller} would step a second time with a gradient that {self._last_caller} has "
