@@ -81,18 +81,20 @@ i64 dynsparse_panels_from(i64 majors, i64 minors, i64 entries, i32 by_columns) {
   using namespace dynsparse;
   constexpr i64 NEVER = i64{1} << 62;
   const i64 tile = minors * TILE * static_cast<i64>(sizeof(float));
-  const bool crowded = tile >= second_level_cache() / 4;
-  if (entries < 32 * majors || (!crowded && VL < 16)) return NEVER;
-  if (!crowded) return 256;
+  const i64 second_level = second_level_cache();
+  if (entries < 32 * majors) return NEVER;
   if (VL == 8) {  // measured on an EPYC (Zen 3)
+    if (tile <= 2 * first_level_cache()) return NEVER;
     if (by_columns) return 4;
     // Without panels loads at short and irregular distances take several times as long: much of
     // what the processor fetches ahead is not needed.
-    const bool wide = tile >= second_level_cache() / 2;
+    const bool wide = tile >= second_level / 2;
     if (wide && entries >= majors * minors * 3 / 10) return 16;
     if (entries >= majors * minors / (wide ? 10 : 4)) return 24;
-    return entries >= 200 * majors || tile >= 2 * second_level_cache() ? 64 : 256;
+    return entries >= 200 * majors || tile >= 2 * second_level ? 64 : 256;
   }
+  const bool crowded = tile >= second_level / 4;
+  if (!crowded) return VL < 16 ? NEVER : 256;
   if (VL >= 16 || entries >= 200 * majors) return by_columns ? 16 : 64;
   return by_columns && entries >= 64 * majors ? 32 : 256;
 }
