@@ -104,7 +104,7 @@ def _faults(name, wrong):
             arguments = arguments or recipe.make()
             error = refusal(recipe.call, arguments | {argument: make()})
             if error is None:
-                arguments = None  # only a call that is refused changes nothing
+                arguments = None  # the call may have changed them
             told = error and fault(error, recipe.also)
             if told:
                 faults.append(f"{argument} = {what}: {told}")

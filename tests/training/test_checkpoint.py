@@ -277,6 +277,15 @@ def test_load_model_only_without_random_state(tmp_path):
         assert torch.equal(p, q)
 
 
+def test_names_that_a_wrapper_changed_are_explained(tmp_path):
+    model, optimizer, *_ = make()
+    save_checkpoint(tmp_path / "c", model=torch.compile(model), optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=r"put 'module\.' and '_orig_mod\.' before the names"):
+        load_checkpoint(tmp_path / "c", model=model)
+    with pytest.raises(CheckpointError, match=r"such as '[^']*', which is in the (file|model)$"):
+        load_checkpoint(tmp_path / "c", model=nn.Linear(2, 2))
+
+
 def test_unknown_generators_are_not_saved(tmp_path):
     parts = make()
     with pytest.raises(TypeError, match=r"expected a torch\.Generator, .* got int"):

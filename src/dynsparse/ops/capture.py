@@ -37,7 +37,8 @@ class Pairs(list[tuple[Tensor, Tensor]]):
 
     values: Tensor
     last_pass: int = -1
-    writes: int = -2  # version of the gradient when the last pass began; -1 if there was none
+    # Version of the gradient when the last pass began; -1 if there was none, -2 before any pass.
+    writes: int = -2
     storage: StorageWeakRef | None = None  # of that gradient
     added: bool = False  # whether the last pass, if it wrote, added to a gradient other than zero
     before: int = 0  # number of pairs when the last pass began

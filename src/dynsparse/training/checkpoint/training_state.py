@@ -7,6 +7,7 @@ random generators, and the history of gradients of its samples.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -340,15 +341,25 @@ def _describe_patterns(model: nn.Module) -> dict[str, list[int]]:
     return described
 
 
+def _unwrapped_names(state: Iterable[str]) -> set[str]:
+    return {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name) for name in state}
+
+
 def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
     """Raise ValueError where tensors or patterns of the checkpoint do not fit the model."""
     saved, current = parts["model"], model.state_dict()
     if odd := sorted(saved.keys() ^ current.keys()):
         where = "file" if odd[0] in saved else "model"
-        raise ValueError(
+        line = (
             f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
             f"which is in the {where}"
         )
+        if _unwrapped_names(saved) == _unwrapped_names(current):
+            line += (
+                ": DistributedDataParallel and torch.compile put 'module.' and '_orig_mod.' before "
+                "the names, so save and load the model inside"
+            )
+        raise ValueError(line)
     resizable: set[str] = set()  # entries whose length follows the number of blocks
     for name, pattern in _describe_patterns(model).items():
         other = parts["patterns"].get(name)
