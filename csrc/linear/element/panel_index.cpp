@@ -86,8 +86,8 @@ i64 dynsparse_panels_from(i64 majors, i64 minors, i64 entries, i32 by_columns) {
   if (VL == 8) {  // measured on an EPYC (Zen 3)
     if (tile <= 2 * first_level_cache()) return NEVER;
     if (by_columns) return 4;
-    // Without panels loads at short and irregular distances take several times as long: much of
-    // what the processor fetches ahead is not needed.
+    // Without panels loads at short and irregular distances take several times as long, probably
+    // because much of what the processor fetches ahead is not needed.
     const bool wide = tile >= second_level / 2;
     if (wide && entries >= majors * minors * 3 / 10) return 16;
     if (entries >= majors * minors / (wide ? 10 : 4)) return 24;
