@@ -133,9 +133,10 @@ class Training(RuleBasedStateMachine):
 
     @invariant()
     def check(self):
+        masks = self.read_masks()
         for name, layer in self.layers:
             weight, mask = self.weight(name), self.masks[name]
-            assert torch.equal(self.read_masks()[name], mask)
+            assert torch.equal(masks[name], mask)
             self.assert_close(layer.to_dense(), weight)
             mine = self.optimizer.state.get(layer.values, {})
             theirs = self.reference_optimizer.state.get(weight, {})

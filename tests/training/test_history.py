@@ -161,38 +161,26 @@ def test_gradients_that_are_made_anew_count(way):
         assert grown(way) == grown("in place")
 
 
-def test_first_gradient_that_is_set_to_zero_is_discarded():
-    def grown(discard):
-        torch.manual_seed(0)
-        layer = SparseLinear(16, 16, density=0.2)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-        trainer = RigL(layer, optimizer, total_steps=100, update_interval=1)
-        x, wanted, other = torch.randn(8, 16), torch.randn(8, 16), 3 * torch.randn(8, 16)
-        if discard:
-            (layer(x) * other).sum().backward()
-            optimizer.zero_grad(set_to_none=False)
-        (layer(x) * wanted).sum().backward()
-        (rewiring,) = trainer.step().values()
-        return rewiring.after
-
-    assert grown(True) == grown(False)
-
-
-def test_gradient_set_to_zero_after_autograd_grad_discards_its_pass():
-    """`autograd.grad` writes no gradient, so that of the step before is the one set to zero."""
+@pytest.mark.parametrize("other", ["backward", "autograd.grad"])
+def test_passes_before_gradients_are_set_to_zero_are_discarded(other):
+    """Also those of `autograd.grad`, which leave the gradient of the step before to be zeroed."""
 
     def grown(other):
         torch.manual_seed(0)
         layer = SparseLinear(16, 16, density=0.2)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
-        trainer = RigL(layer, optimizer, total_steps=100, update_interval=2)
-        x, weights = torch.randn(8, 16), torch.randn(3, 8, 16)
-        for step in range(2):
-            if step and other:
-                torch.autograd.grad((layer(x) * 30 * weights[2]).sum(), layer.values)
+        trainer = RigL(layer, optimizer, total_steps=100, update_interval=1)
+        x, patterns = torch.randn(8, 16), []
+        for wanted, discarded in torch.randn(3, 2, 8, 16):
+            loss = 30 * (layer(x) * discarded).sum()
+            if other == "backward":
+                loss.backward()
+            elif other == "autograd.grad":
+                torch.autograd.grad(loss, layer.values)
             optimizer.zero_grad(set_to_none=False)
-            (layer(x) * weights[step]).sum().backward()
-            rewirings = trainer.step()
-        return rewirings[""].after
+            (layer(x) * wanted).sum().backward()
+            (rewiring,) = trainer.step().values()
+            patterns.append(rewiring.after)
+        return patterns
 
-    assert grown(True) == grown(False)
+    assert grown(other) == grown(None)
